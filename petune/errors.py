@@ -1,0 +1,103 @@
+"""What can go wrong, said so that the reader knows what to do.
+
+Every error a user can cause is a `PetuneError`: one or more problems, each saying what is wrong, where, what was expected against what was
+found, and the remedy. The class decides the exit code, so a shell script can tell a bad recipe from a bad file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `where` is a file:line, a key path or a tensor name."""
+
+    what: str
+    where: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}  {self.what}" if self.where else self.what]
+        sides = [f"{label} {value}" for label, value in (("expected", self.expected), ("found", self.found)) if value]
+        if sides:
+            lines.append("   " + ", ".join(sides))
+        if self.remedy:
+            lines.append("   " + self.remedy)
+        return "\n".join(lines)
+
+
+class PetuneError(Exception):
+    """The base of every error petune raises on purpose; `code` is the process exit code."""
+
+    code: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        what: str | Sequence[Problem],
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        if isinstance(what, str):
+            what = (Problem(what, where, expected, found, remedy),)
+        self.problems: tuple[Problem, ...] = tuple(what)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class UsageError(PetuneError, ValueError):
+    """The call, the command line or the recipe asks for something impossible."""
+
+    code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe file says something wrong; carries every problem found, not only the first."""
+
+
+class DataError(PetuneError):
+    """A data file or its rows cannot be used."""
+
+    code = 3
+
+
+class FileError(PetuneError):
+    """A model, adapter or checkpoint file is missing, damaged or does not fit."""
+
+    code = 4
+
+
+class MachineError(PetuneError):
+    """The machine refuses: disk, memory, device, permission, a missing optional package."""
+
+    code = 5
+
+
+class DistributedError(PetuneError):
+    """A process of the group failed, or the group could not form."""
+
+    code = 6
+
+
+class TrainingFault(PetuneError):
+    """Training went wrong: a non-finite value, a tensor that does not train, a frozen one that moved."""
+
+    code = 7
+
+
+class Stopped(PetuneError):
+    """Stopped on request with the state saved; running again with --resume continues."""
+
+    code = 75
+
+
+def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
+    """The `count` valid names most like `name`, best first; empty when nothing is near."""
+    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.5)

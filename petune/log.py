@@ -1,0 +1,28 @@
+"""One logger for the library: plain lines on stderr unless the application has set up logging itself."""
+
+from __future__ import annotations
+
+import logging
+
+_logger = logging.getLogger("petune")
+
+
+def _prepare() -> None:
+    if not _logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
+        _logger.propagate = False
+
+
+def say(line: str) -> None:
+    """Tell the user one fact."""
+    _prepare()
+    _logger.info(line)
+
+
+def warn(line: str) -> None:
+    """Tell the user of something that is allowed but probably not meant."""
+    _prepare()
+    _logger.warning("warning: %s", line)

@@ -1,0 +1,49 @@
+"""What every test stands on: one thread, no hub, and a fixture that proves a thing works without a network.
+
+The environment is set before anything can import torch or transformers. Tiny models of every family are in tests/methods/zoo.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"})
+
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Numbers that do not depend on the machine, and two workers that do not fight over two cores."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    yield
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any connection or name look-up that would leave this machine fails the test at once."""
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+
+    def refuse_far(host: object) -> None:
+        name = host.decode() if isinstance(host, bytes) else host
+        if name not in (None, "", "localhost", "::1") and not str(name).startswith("127."):
+            pytest.fail(f"this test may not use the network, but asked for {name}")
+
+    def guarded_connect(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            refuse_far(address[0])
+        connect(self, address)
+
+    def guarded_look_up(host: Any, *rest: Any, **settings: Any) -> Any:
+        refuse_far(host)
+        return look_up(host, *rest, **settings)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded_connect)
+    monkeypatch.setattr(socket.socket, "connect_ex", guarded_connect)
+    monkeypatch.setattr(socket, "getaddrinfo", guarded_look_up)
