@@ -1,0 +1,23 @@
+"""The families petune knows, by the `model_type` of their config. A family costs one table and one line here."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from petune.models import bart, bert, llama, t5
+from petune.sites import Family
+
+FAMILIES: dict[str, Family] = {
+    "bert": bert.FAMILY,
+    "bart": bart.FAMILY,
+    "t5": t5.FAMILY,
+    "llama": llama.FAMILY,
+    "mistral": llama.FAMILY,
+    "qwen2": llama.FAMILY,
+    "qwen3": llama.FAMILY,
+}
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a transformers model by its config, or None for a model petune has no table for."""
+    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))

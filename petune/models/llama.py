@@ -1,0 +1,45 @@
+"""Llama and its kin (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary positions, grouped key and value heads, gated MLP."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from petune.sites import Config, Family, Region, Shape, StackRule
+
+ATTENTION = Region(
+    kind="attention",
+    enter="self_attn",
+    leave="self_attn.o_proj",
+    sites={"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"},
+)
+MLP = Region(kind="mlp", enter="mlp", leave="mlp.down_proj", sites={"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"})
+
+
+def head_dim(config: Config) -> int:
+    """Width of one head: given by the config, or hidden size over heads."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def shape(config: Config) -> Shape:
+    """Sizes of a Llama-like config."""
+    heads = config.num_attention_heads
+    return Shape(heads, config.num_key_value_heads or heads, head_dim(config), config.intermediate_size, config.hidden_size)
+
+
+def narrow(config: Config, reduction: int) -> Config:
+    """`config` with hidden, MLP and head widths divided by `reduction`."""
+    small = deepcopy(config)
+    small.hidden_size = config.hidden_size // reduction
+    small.intermediate_size = config.intermediate_size // reduction
+    small.head_dim = head_dim(config) // reduction
+    return small
+
+
+FAMILY = Family(
+    name="llama",
+    kind="decoder",
+    stacks={"decoder": StackRule(blocks="layers", regions=(ATTENTION, MLP), tail="norm", rotary="rotary_emb", causal=True)},
+    heads=("score", "classifier", "qa_outputs"),
+    shape=shape,
+    narrow=narrow,
+)

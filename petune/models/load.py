@@ -1,0 +1,246 @@
+"""From what a recipe calls a model to a plain Hugging Face model in memory, with nothing half loaded.
+
+A local folder always wins and never touches the network; `demo:` names ship with petune; `config:` gives random weights and says so.
+Only safetensors are read. Keys that are missing from a checkpoint are allowed for a fresh task head alone: those modules are reported, so
+that they are trained; anything else missing, surplus inside the blocks, or mis-shaped is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from petune import demo
+from petune.errors import FileError, MachineError, Problem
+from petune.log import say
+from petune.models import FAMILIES
+from petune.sites import Family, Kind
+
+Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
+
+_AUTO: dict[Head, Any] = {
+    "classify": transformers.AutoModelForSequenceClassification,
+    "tokens": transformers.AutoModelForTokenClassification,
+    "mlm": transformers.AutoModelForMaskedLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "causal": transformers.AutoModelForCausalLM,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. `place` is a folder, a config file or a hub id; `note` one line for the user."""
+
+    spec: str
+    kind: Literal["folder", "hub", "demo", "config"]
+    place: str
+    revision: str | None
+    note: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory, its family if petune has a table for it, and the modules the checkpoint had no weights for.
+
+    `note` says in one line what the checkpoint lacked for the task and what of it the task does not use; empty if it fits exactly.
+    """
+
+    model: PreTrainedModel
+    family: Family | None
+    new: tuple[str, ...]
+    note: str
+
+
+def resolve_model(spec: str, folder: Path) -> Source:
+    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision]) means, seen from a recipe in `folder`.
+
+    Raises FileError for a path that is not there, naming every place that was tried.
+    """
+    if spec.startswith("demo:"):
+        name = spec.removeprefix("demo:")
+        place = demo.model_path(name)
+        return Source(spec, "demo", str(place), None, f"{spec}: {demo.MODELS[name]}")
+    if spec.startswith("config:"):
+        place = _find(spec.removeprefix("config:"), folder)
+        return Source(spec, "config", str(place), None, f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality")
+    tried = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
+    for place in tried:
+        if place.is_dir():
+            return Source(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
+        if place.is_file():
+            raise FileError("the model is a file, not a folder", where=str(place), remedy="give the folder that holds config.json")
+    name, _, revision = spec.partition("@")
+    if spec.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise _not_there(spec, tried)
+    return Source(spec, "hub", name, revision or None, f"{spec}: from the hub or its local cache")
+
+
+def _find(text: str, folder: Path) -> Path:
+    tried = [base / Path(text).expanduser() for base in (folder, Path.cwd())]
+    for place in tried:
+        if place.is_file():
+            return place.resolve()
+    raise _not_there(text, tried)
+
+
+def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
+    places = ", ".join(dict.fromkeys(str(place) for place in tried))
+    names = ", ".join(f"demo:{name}" for name in demo.MODELS)
+    return FileError(
+        f"no model at {spec!r}", found=f"nothing at {places}", remedy=f"give a folder, a hub id such as org/name, or one of {names}"
+    )
+
+
+def read_config(source: Source) -> Any:
+    """The transformers config of `source`. Raises FileError when it is missing or unreadable."""
+    if source.kind == "config":
+        try:
+            fields = json.loads(Path(source.place).read_text(encoding="utf-8"))
+            return AutoConfig.for_model(**fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise FileError(f"not a model config: {_first_line(error)}", where=source.place, remedy='it needs a "model_type"') from None
+    with _hub_errors(source):
+        return AutoConfig.from_pretrained(source.place, revision=source.revision)
+
+
+def kind_of(config: Any) -> Kind:
+    """Encoder, encoder-decoder or decoder, by the family's table or, without one, by what the config says."""
+    family = FAMILIES.get(config.model_type)
+    if family:
+        return family.kind
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    causal = config.model_type in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked = config.model_type in transformers.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return "decoder" if causal and not masked else "encoder"
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights. Without a padding token the end token pads, which is said; labels are masked by position anyway.
+
+    Raises FileError when there is none, or when it has neither a padding nor an end token.
+    """
+    place = str(Path(source.place).parent) if source.kind == "config" else source.place
+    with _hub_errors(source):
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise FileError("the tokenizer has neither a padding nor an end token", where=place, remedy="set pad_token and eos_token in it")
+        tokenizer.pad_token = tokenizer.eos_token
+        say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads")
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
+    """The model of `source` with the task's head, in `dtype`, on the CPU, in eval mode.
+
+    `labels` become id2label. Raises FileError for a checkpoint that does not fill the model it describes (first ten names) or holds
+    non-finite values, and MachineError when memory runs out.
+    """
+    config = read_config(source)
+    if labels is not None:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+    family = FAMILIES.get(config.model_type)
+    if source.kind == "config":
+        say(source.note)
+        with quiet():
+            model = _AUTO[head].from_config(config, dtype=dtype)
+        heads = family.heads if family else ()
+        return Loaded(model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), "")
+    with _hub_errors(source), quiet():
+        model, info = _AUTO[head].from_pretrained(
+            source.place,
+            revision=source.revision,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    new, note = _check_filled(model, family, info, source)
+    _check_finite(model, source)
+    return Loaded(model.eval(), family, new, note)
+
+
+def _check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:
+    mismatched = {str(key if isinstance(key, str) else key[0]) for key in info["mismatched_keys"]}
+    missing = {str(key) for key in info["missing_keys"]} | mismatched
+    heads = (*family.heads, *family.fresh) if family else ("classifier", "score", "pooler", "classification_head")
+    names = [name for name, _ in model.named_modules() if name]
+    new = tuple(name for name in names if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing))
+    lost = sorted(key for key in missing if not key.startswith(tuple(f"{name}." for name in new)))
+    blocks = tuple(rule.blocks + "." for rule in family.stacks.values()) if family else ()
+    surplus = sorted(str(key) for key in info["unexpected_keys"] if any(f".{block}" in f".{key}" for block in blocks))
+    faults = {True: "has another shape in the checkpoint", False: "is in the model but not in the checkpoint"}
+    problems = [Problem(faults[key in mismatched], where=key) for key in lost[:10]]
+    problems += [Problem("is in the checkpoint but not in the model", where=key) for key in surplus[:10]]
+    if problems:
+        summary = f"{len(lost)} missing or mis-shaped, {len(surplus)} surplus"
+        raise FileError([Problem("the checkpoint does not fill the model it describes", where=source.place, found=summary), *problems])
+    dropped = sorted({str(key).split(".")[0] for key in info["unexpected_keys"]} - {str(key).split(".")[0] for key in surplus})
+    parts = [f"{', '.join(new)} is new and will be trained"] if new else []
+    parts += [f"{', '.join(dropped)} of the checkpoint is not used by this task"] if dropped else []
+    return new, "; ".join(parts)
+
+
+def _check_finite(model: nn.Module, source: Source) -> None:
+    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    if bad:
+        raise FileError([Problem("holds a value that is not finite", where=f"{source.place}: {name}") for name in bad[:10]])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers says in paragraphs and progress bars what petune says in a line."""
+    logging = transformers.utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _hub_errors(source: Source) -> Iterator[None]:
+    """The many errors of loading, each as one message with a remedy."""
+    try:
+        yield
+    except FileError:
+        raise
+    except torch.OutOfMemoryError:
+        raise
+    except MemoryError:
+        raise MachineError("not enough memory to load the model", where=source.place) from None
+    except OSError as error:
+        remedy = None
+        if source.kind == "hub":
+            remedy = (
+                "check the name and the network; give a local folder to work offline; a gated model needs its licence accepted and a token"
+            )
+        elif "safetensors" in str(error):
+            remedy = "only safetensors are read: convert the weights with save_pretrained"
+        raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place, remedy=remedy) from None
+    except RuntimeError as error:
+        if "allocate memory" in str(error):
+            raise MachineError("not enough memory to load the model", where=source.place, found=_first_line(error)) from None
+        raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
+    except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
+        raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,168 @@
+"""The vocabulary in which a model family is described, and the one function that looks the description up in a real model.
+
+A family is data: which module lists are its stacks, where attention and MLP are entered and left inside a block, and which linear plays
+which role. Methods and backends read sites, never model classes, so a family costs one table and no code. A rule that matches nothing
+raises and names what is there instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from petune.errors import UsageError, nearest
+
+Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
+StackName = Literal["encoder", "decoder"]
+Kind = Literal["encoder", "encoder-decoder", "decoder"]
+Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a cut or a side network needs: head counts, width of one head, MLP columns, hidden width."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Attention or MLP inside a block: the module it enters by, the row site it leaves by, its linears by role.
+
+    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention) may be absent from a block.
+    """
+
+    kind: Literal["attention", "mlp"]
+    enter: str
+    leave: str
+    sites: Mapping[Role, str]
+    inputs: tuple[str, ...] = ("hidden_states",)
+    head_counts: tuple[str, ...] = ()
+    by_head: Mapping[str, int] = field(default_factory=dict)
+    cross: bool = False
+
+
+@dataclass(frozen=True)
+class StackRule:
+    """One stack of blocks. `blocks` is a path suffix below the base model; `carry` names what one block hands the next.
+
+    `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside the list; `bias` is the
+    argument of the block's constructor that asks for a learned relative position bias in block 0.
+    """
+
+    blocks: str
+    regions: tuple[Region, ...]
+    carry: tuple[str, ...] = ("hidden_states",)
+    tail: str | None = None
+    rotary: str | None = None
+    bias: str | None = None
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its stacks, its task heads, and its sizes as functions of the config.
+
+    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which then train too.
+    `narrow(config, reduction)` returns a copy of the config whose blocks have every width divided by `reduction` and as many heads.
+    """
+
+    name: str
+    kind: Kind
+    stacks: Mapping[StackName, StackRule]
+    heads: tuple[str, ...]
+    shape: Callable[[Config], Shape]
+    narrow: Callable[[Config, int], Config]
+    fresh: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear of one block: the full module name, where it is, what it does, and whether it is the region's way out."""
+
+    name: str
+    module: nn.Module
+    stack: StackName
+    block: int
+    region: Region
+    role: Role
+    leaves: bool
+
+
+def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:
+    """The full module name of each stack that `model` has.
+
+    Raises UsageError when the model has none of the family's stacks, naming the module lists that are there.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    found: dict[StackName, str] = {}
+    for stack, rule in family.stacks.items():
+        matches = [name for name in lists if name == rule.blocks or name.endswith("." + rule.blocks)]
+        # `layers` alone would also match T5's or BART's inner lists; the shortest path is the stack itself.
+        if matches:
+            found[stack] = min(matches, key=len)
+    if not found:
+        rules = ", ".join(repr(rule.blocks) for rule in family.stacks.values())
+        raise UsageError(
+            f"the {family.name} table does not fit {type(model).__name__}: no module list named {rules}",
+            found=", ".join(lists) or "no module list at all",
+        )
+    return found
+
+
+def _child(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:
+    for choice in path.split("|"):
+        try:
+            return choice, block.get_submodule(choice)
+        except AttributeError:
+            continue
+    return None
+
+
+def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
+    """Every site of `model`, in the order of the blocks.
+
+    Raises UsageError when a region that is not cross-attention, or one of its required roles, is absent from a block: the table and the
+    model disagree, and working on would silently leave part of the model out.
+    """
+    sites: list[Site] = []
+    for stack, path in stack_paths(model, family).items():
+        rule = family.stacks[stack]
+        blocks = model.get_submodule(path)
+        for index, block in ((int(name), child) for name, child in blocks.named_children() if name.isdigit()):
+            where = f"{path}.{index}"
+            for region in rule.regions:
+                sites.extend(_region_sites(block, region, where, stack, index))
+    return tuple(sites)
+
+
+def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName, index: int) -> list[Site]:
+    if region.cross and _child(block, region.enter) is None:
+        return []
+    for end in ("enter", "leave"):
+        if _child(block, getattr(region, end)) is None:
+            raise _no_module(block, f"the module {region.kind} {end}s by", getattr(region, end), where)
+    leave = _child(block, region.leave)
+    found: list[Site] = []
+    for role, path in region.sites.items():
+        hit = _child(block, path)
+        if hit is None:
+            if role == "gate":  # gated and plain MLPs share a table
+                continue
+            raise _no_module(block, f"role {role!r} of {region.kind}", path, where)
+        found.append(Site(f"{where}.{hit[0]}", hit[1], stack, index, region, role, hit == leave))
+    if not any(site.leaves for site in found):
+        raise UsageError(f"no role of {region.kind} is the module it leaves by", where=where, expected=region.leave)
+    return found
+
+
+def _no_module(block: nn.Module, what: str, path: str, where: str) -> UsageError:
+    names = [name for name, _ in block.named_modules() if name]
+    return UsageError(f"no module for {what}", where=where, expected=path, found=", ".join(nearest(path, names)) or ", ".join(names[:8]))

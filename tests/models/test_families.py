@@ -1,0 +1,189 @@
+"""Each family's table against real Hugging Face modules: every site found, and every linear of every block covered by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertModel, LlamaModel, T5EncoderModel
+
+from petune.errors import UsageError
+from petune.methods import merge, wrap
+from petune.models import FAMILIES, family_of
+from petune.sites import Family, find_sites, stack_paths
+from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, frozen, prompt, stir, tiny
+
+# roles and ways out of one block, by family and stack
+ROLES = {
+    "bert": {"encoder": ("qkvo", "up down", 2)},
+    "bart": {"encoder": ("qkvo", "up down", 2), "decoder": ("qkvoqkvo", "up down", 3)},
+    "t5": {"encoder": ("qkvo", "up down", 2), "decoder": ("qkvoqkvo", "up down", 3)},
+    "llama": {"decoder": ("qkvo", "gate up down", 2)},
+}
+
+
+def family(name: str) -> Family:
+    found = family_of(tiny(name))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_linear_of_every_block_is_one_site(name: str) -> None:
+    model = tiny(name)
+    sites = find_sites(model, family(name))
+    assert len({site.name for site in sites}) == len(sites)
+    assert all(model.get_submodule(site.name) is site.module for site in sites)
+    linears = {
+        f"{path}.{key}"
+        for path in stack_paths(model, family(name)).values()
+        for key, module in model.get_submodule(path).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    assert {site.name for site in sites} == linears
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> None:
+    sites = find_sites(tiny(name), family(name))
+    expected = ROLES[family(name).name]
+    assert {site.stack for site in sites} == set(expected)
+    for stack, (attention, mlp, ways_out) in expected.items():
+        gated = ["gate"] if name == "t5-gated" else []
+        for block in range(2):
+            own = [site for site in sites if (site.stack, site.block) == (stack, block)]
+            assert Counter(site.role for site in own) == Counter([*attention, *mlp.split(), *gated])
+            assert {site.role for site in own if site.leaves} == {"o", "down"}
+            assert sum(site.leaves for site in own) == ways_out
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
+    """Entries, head counts, cuts by head, the tail, the rotary module: read by methods and plans, not by find_sites."""
+    model, table = tiny(name), family(name)
+    for stack, path in stack_paths(model, table).items():
+        rule, around = table.stacks[stack], model.get_submodule(path.rpartition(".")[0])
+        for beside in (rule.tail, rule.rotary):
+            if beside:
+                around.get_submodule(beside)
+        for block in model.get_submodule(path):
+            for region in rule.regions:
+                if region.cross and stack == "encoder":
+                    continue
+                inner = block.get_submodule(region.enter)
+                block.get_submodule(region.leave)
+                for count in region.head_counts:
+                    assert getattr(inner, count) == table.shape(model.config).heads
+        if rule.bias:
+            assert block.get_submodule(rule.regions[0].enter) is not None
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_shape_is_that_of_the_weights(name: str) -> None:
+    model, table = tiny(name), family(name)
+    shape = table.shape(model.config)
+    for site in find_sites(model, table):
+        weight = site.module.weight
+        if site.role == "q":
+            assert weight.shape == (shape.heads * shape.head_dim, shape.width)
+        elif site.role in ("k", "v"):
+            assert weight.shape == (shape.kv_heads * shape.head_dim, shape.width)
+        elif site.role in ("gate", "up"):
+            assert weight.shape == (shape.columns, shape.width)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_narrow_divides_every_width_and_keeps_heads_and_the_original(name: str) -> None:
+    model, table = tiny(name), family(name)
+    before = model.config.to_dict()
+    wide, small = table.shape(model.config), table.shape(table.narrow(model.config, 4))
+    assert model.config.to_dict() == before
+    assert (small.heads, small.kv_heads) == (wide.heads, wide.kv_heads)
+    assert (small.head_dim, small.columns, small.width) == (wide.head_dim // 4, wide.columns // 4, wide.width // 4)
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name.endswith(("classify", "tokens"))])
+def test_the_table_names_the_task_head(name: str) -> None:
+    model = tiny(name)
+    heads = [key for key, _ in model.named_children() if key in family(name).heads]
+    assert len(heads) == 1
+    assert sum(value.shape[0] == 3 for value in model.get_submodule(heads[0]).parameters()) >= 1
+
+
+@pytest.mark.parametrize("model_type", [BertModel, LlamaModel, T5EncoderModel])
+def test_a_bare_backbone_has_its_sites_too(model_type: type) -> None:
+    name = {BertModel: "bert-classify", LlamaModel: "llama-causal", T5EncoderModel: "t5-seq2seq"}[model_type]
+    assert find_sites(model_type(tiny(name).config), family(name))
+
+
+@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("other", ["bert", "bart", "t5", "llama"])
+def test_the_wrong_table_raises_and_names_what_is_there(name: str, other: str) -> None:
+    if name.startswith(other):
+        find_sites(tiny(name), FAMILIES[other])
+        return
+    with pytest.raises(UsageError) as caught:
+        find_sites(tiny(name), FAMILIES[other])
+    text = str(caught.value)
+    own = {"bert": "encoder.layer", "bart": "layers", "t5": "block", "llama": "layers"}[name.split("-")[0]]
+    assert own in text or "SelfAttention" in text or "self_attn" in text
+
+
+def bent(table: Family, stack: str, index: int, **changes: object) -> Family:
+    rule = table.stacks[stack]  # type: ignore[index]
+    regions = tuple(dataclasses.replace(region, **changes) if i == index else region for i, region in enumerate(rule.regions))
+    return dataclasses.replace(table, stacks={**table.stacks, stack: dataclasses.replace(rule, regions=regions)})
+
+
+def test_a_role_the_model_has_under_another_name_is_an_error_naming_it() -> None:
+    sites = {"q": "self_attn.q_prj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
+    with pytest.raises(UsageError) as caught:
+        find_sites(tiny("llama-causal"), bent(FAMILIES["llama"], "decoder", 0, sites=sites))
+    problem = caught.value.problems[0]
+    assert problem.where == "model.layers.0"
+    assert "self_attn.q_proj" in (problem.found or "")
+
+
+@pytest.mark.parametrize("part", ["enter", "leave"])
+def test_a_region_whose_entry_or_exit_is_missing_is_an_error(part: str) -> None:
+    """Without a way out no site leaves, and an adapter would silently be put nowhere."""
+    with pytest.raises(UsageError):
+        find_sites(tiny("llama-causal"), bent(FAMILIES["llama"], "decoder", 0, **{part: "self_attn.nowhere"}))
+
+
+def test_a_model_without_a_table_has_no_family() -> None:
+    assert family_of(nn.Linear(2, 2)) is None
+
+
+# -- behaviour that depends on transformers' own code; run on the oldest supported release too --
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "side"])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_wrapped_model_starts_as_its_base(name: str, method: str) -> None:
+    expected = frozen(tiny(name))(**batch(name))
+    found = wrap(tiny(name), method, **SETTINGS[method], also_train=())(**batch(name))
+    assert torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "side"])
+@pytest.mark.parametrize("name", GENERATING)
+def test_a_wrapped_model_generates_alike_with_and_without_a_cache(name: str, method: str) -> None:
+    model = wrap(tiny(name), method, **SETTINGS[method]).eval()
+    stir(model, std=0.1)
+    found = model.generate(**prompt(name), **GENERATE)
+    assert torch.equal(found, model.generate(**prompt(name), use_cache=False, **GENERATE))
+    assert not torch.equal(found, tiny(name).generate(**prompt(name), **GENERATE))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model = wrap(tiny(name), "lora", r=4)
+    stir(model, std=0.1)
+    model = merge(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(**batch(name)).logits, model(**batch(name)).logits)

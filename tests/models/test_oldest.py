@@ -1,0 +1,39 @@
+"""The families' tables and what they carry, on the oldest transformers that petune supports, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OLDEST = "5.17.0"
+ROOT = Path(__file__).resolve().parents[2]
+PLACE = ROOT / ".venv" / "oldest"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(PLACE), str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    if not (PLACE / "transformers").is_dir():
+        pytest.fail(f"transformers {OLDEST} is not in {PLACE}: run `make setup`")
+
+
+def test_the_oldest_transformers_is_the_one_that_is_imported() -> None:
+    done = run("-c", "import transformers; print(transformers.__version__, transformers.__file__)")
+    assert done.returncode == 0, done.stderr[-2000:]
+    version, place = done.stdout.split()
+    assert version == OLDEST
+    assert Path(place).is_relative_to(PLACE)
+
+
+def test_tables_identity_generation_and_merging_hold_on_the_oldest_transformers() -> None:
+    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "tests/models/test_families.py")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
