@@ -1,0 +1,87 @@
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): a small residual network after every attention and every MLP.
+
+        y = W x + b;    out = y + up(act(down(y)))          down [bottleneck, hidden] ~ N(0, 0.02),   up [hidden, bottleneck] = 0
+
+It stands at the linear a sub-layer leaves by, before the sub-layer's own residual and norm, cross-attention included. `up` starts at
+zero, so a wrapped model computes exactly what the base did. The model's own dropout after that linear therefore acts on the adapter's
+output too. An adapter is not linear in x: it cannot be merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.methods.configs import AdapterConfig
+from petune.sites import Family, find_sites
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+
+
+class AdapterLinear(nn.Linear):
+    """nn.Linear followed by a bottleneck adapter. x [..., in] -> [..., out], dtype of the base layer's output."""
+
+    adapter_down: nn.Linear
+    adapter_up: nn.Linear
+    activation: str
+    dropout: float
+    active: bool
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """Both linears of the bottleneck, with their biases."""
+        return {
+            f"{part}.{name}": value for part in ("adapter_down", "adapter_up") for name, value in getattr(self, part).named_parameters()
+        }
+
+    def merged_weight(self) -> Tensor:
+        """Raises UsageError: the bottleneck has a non-linearity."""
+        raise UsageError("an adapter cannot be merged", remedy="keep the base model and load the adapter with petune.load")
+
+    def plain(self) -> nn.Module:
+        """The base layer again, sharing weight and bias."""
+        layer = nn.Linear.__new__(nn.Linear)
+        layer.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("activation", "dropout", "active")}
+        layer.__dict__["_modules"] = {}
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map, then the bottleneck with its own residual."""
+        y = F.linear(x, self.weight, self.bias)
+        if not self.active:
+            return y
+        inner = _ACTIVATIONS[self.activation](self.adapter_down(y.to(self.adapter_down.weight.dtype)))
+        return cast("Tensor", y + self.adapter_up(F.dropout(inner, self.dropout, self.training))).to(y.dtype)
+
+
+def apply(model: nn.Module, family: Family | None, config: AdapterConfig, also_train: tuple[str, ...]) -> None:
+    """Put an adapter after the way out of every region. Raises UsageError for a reduction wider than the hidden width."""
+    assert family is not None
+    for site in find_sites(model, family):
+        if site.leaves:
+            model.set_submodule(site.name, tune(cast("nn.Linear", site.module), config, site.name))
+
+
+def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
+    """The adapter form of `layer`, sharing its parameters and hooks; `name` is for the message if it cannot be tuned."""
+    if type(layer) is not nn.Linear:
+        raise UsageError(f"adapter tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
+    width = layer.out_features
+    if config.reduction > width:
+        raise UsageError(f"adapter.reduction {config.reduction} leaves no bottleneck", where=name, expected=f"at most {width}")
+    tuned = AdapterLinear.__new__(AdapterLinear)
+    tuned.__dict__ = dict(layer.__dict__)
+    tuned.__dict__["_modules"] = {}
+    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+    tuned.adapter_down = nn.Linear(width, width // config.reduction, dtype=dtype, device=layer.weight.device)
+    tuned.adapter_up = nn.Linear(width // config.reduction, width, dtype=dtype, device=layer.weight.device)
+    tuned.train(layer.training)
+    nn.init.normal_(tuned.adapter_down.weight, std=0.02)
+    for zero in (tuned.adapter_down.bias, tuned.adapter_up.weight, tuned.adapter_up.bias):
+        nn.init.zeros_(zero)
+    tuned.activation, tuned.dropout, tuned.active = config.activation, config.dropout, True
+    return tuned

@@ -1,0 +1,114 @@
+"""What each method lets you set. Torch-free, so that a recipe is checked without loading torch.
+
+The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `choices`, `doc`); recipes and `wrap` read the same line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from petune.errors import Problem, UsageError, nearest
+
+ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of the family"
+
+
+@dataclass(frozen=True)
+class FullConfig:
+    """Full fine-tuning: every parameter trains."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + (alpha / r) B A dropout(x)."""
+
+    r: int = field(default=16, metadata={"ge": 1, "doc": "rank of the factors A [r, in] and B [out, r]"})
+    alpha: float | None = field(default=None, metadata={"gt": 0, "doc": "scale numerator; default 2 r"})
+    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of A"})
+    targets: str | tuple[str, ...] = field(
+        default="auto", metadata={"doc": "auto, all-linear, a list of roles (q, k, v, o, gate, up, down) or name suffixes, or one regex"}
+    )
+    exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
+    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention and MLP."""
+
+    reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
+    activation: str = field(default="silu", metadata={"choices": ("silu", "relu", "gelu"), "doc": "non-linearity of the bottleneck"})
+    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout inside the bottleneck"})
+    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+
+@dataclass(frozen=True)
+class SideConfig:
+    """Ladder side-tuning (Sung et al. 2022, arXiv:2206.06522): a narrow network beside a backbone that needs no backward pass."""
+
+    reduction: int = field(default=8, metadata={"ge": 1, "doc": "backbone width over side width"})
+    end: str = field(
+        default="residual", metadata={"choices": ("residual", "paper"), "doc": "residual: h + up(s), identity at init; paper: up(norm(s))"}
+    )
+    temperature: float = field(default=0.1, metadata={"gt": 0, "doc": "temperature of the sigmoid gates"})
+    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on what enters the side network"})
+    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+
+MethodConfig = FullConfig | LoraConfig | AdapterConfig | SideConfig
+CONFIGS: dict[str, type[MethodConfig]] = {"full": FullConfig, "lora": LoraConfig, "adapter": AdapterConfig, "side": SideConfig}
+
+
+def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
+    """The config of `method` with `settings`; lists become tuples.
+
+    Raises UsageError for an unknown method or setting and for every value out of its range, all in one message.
+    """
+    if method not in CONFIGS:
+        raise UsageError(f"no method named {method!r}", expected=", ".join(CONFIGS), remedy=_did_you_mean(method, CONFIGS))
+    known = {entry.name: entry for entry in fields(CONFIGS[method])}
+    problems = [
+        Problem(f"{name} is not a setting of {method}", expected=", ".join(known) or "no settings", remedy=_did_you_mean(name, known))
+        for name in settings
+        if name not in known
+    ]
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    for name, value in values.items():
+        if name in known:
+            problems += [Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, known[name])]
+    if problems:
+        raise UsageError(problems)
+    return cast("MethodConfig", cast("Any", CONFIGS[method])(**values))
+
+
+def _violations(value: Any, entry: Any) -> list[str]:
+    """Why `value` cannot be the setting `entry`; empty when it can."""
+    kinds = str(entry.type)
+    if isinstance(value, bool) or value is None:
+        return [] if value is None and "None" in kinds else ["is not a number" if "int" in kinds or "float" in kinds else "is not text"]
+    number = isinstance(value, int) or (isinstance(value, float) and "float" in kinds and math.isfinite(value))
+    names = isinstance(value, tuple) and "tuple" in kinds and all(isinstance(item, str) for item in value)
+    text = (isinstance(value, str) and "str" in kinds.split(" | ")) or names
+    if ("int" in kinds or "float" in kinds) and not number:
+        return ["is not a whole number" if "int" in kinds else "is not a number"]
+    if "str" in kinds and not text:
+        return ["is not a list of names" if "tuple" in kinds else "is not text"]
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "ge": ("must be at least {}", lambda limit: bool(value >= limit)),
+        "gt": ("must be above {}", lambda limit: bool(value > limit)),
+        "le": ("must be at most {}", lambda limit: bool(value <= limit)),
+        "lt": ("must be below {}", lambda limit: bool(value < limit)),
+        "choices": ("is not one of {}", lambda limit: value in limit),
+    }
+    return [
+        text.format(entry.metadata[rule])
+        for rule, (text, holds) in rules.items()
+        if rule in entry.metadata and not holds(entry.metadata[rule])
+    ]
+
+
+def _did_you_mean(name: str, valid: Any) -> str | None:
+    near = nearest(name, valid)
+    return f"did you mean {near[0]}?" if near else None

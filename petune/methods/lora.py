@@ -1,0 +1,179 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen linear map plus a trained one of rank r beside it.
+
+        y = W x + b + (alpha / r) * B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out, r] = 0
+
+At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the base's dtype; the input is
+cast to them and the sum back to the base's output dtype. For an embedding the roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from petune.errors import UsageError
+from petune.methods.configs import LoraConfig
+from petune.methods.targets import select_layers
+from petune.sites import Family
+
+_EXPLAIN = "lora tunes torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D"
+
+
+class LoraLayer(nn.Module):
+    """What the three LoRA layers share. `merged` is True while `weight` already contains the update."""
+
+    weight: Tensor
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scale: float
+    dropout: float
+    active: bool
+    merged: bool
+    base: ClassVar[type[nn.Module]]
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """The two factors."""
+        return {"lora_A": self.lora_A, "lora_B": self.lora_B}
+
+    def delta(self) -> Tensor:
+        """The update of `weight`, same shape, float32 at least."""
+        return self.scale * (self.lora_B @ self.lora_A)
+
+    def merged_weight(self) -> Tensor:
+        """W + scale B A, summed in float32 (float64 for a float64 base) and rounded once to the base's dtype."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
+
+    def plain(self) -> nn.Module:
+        """The base layer again, sharing weight and bias."""
+        layer = self.base.__new__(self.base)
+        layer.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("scale", "dropout", "active", "merged")}
+        layer.__dict__["_parameters"] = {name: value for name, value in self._parameters.items() if not name.startswith("lora_")}
+        return layer
+
+    def passes_by(self) -> bool:
+        """Whether the base layer's own forward is all there is to compute."""
+        return self.merged or not self.active
+
+    def extra_repr(self) -> str:
+        """The base layer's own words and the rank."""
+        return f"{super().extra_repr()}, r={self.lora_A.shape[0]}, scale={self.scale:g}"
+
+    def update(self, x: Tensor) -> Tensor:
+        """scale * B A dropout(x) for x [..., in], in the factors' dtype."""
+        x = F.dropout(x.to(self.lora_A.dtype), self.dropout, self.training)
+        return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+
+
+class LoraLinear(LoraLayer, nn.Linear):
+    """nn.Linear with a LoRA update. x [..., in] -> [..., out], dtype of the base layer's output."""
+
+    base = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus the update."""
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+
+
+class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says Parameter where torch says Tensor
+    """transformers' Conv1D, a linear map whose weight is stored [in, out], with a LoRA update."""
+
+    base = Conv1D
+
+    def delta(self) -> Tensor:
+        """The update in Conv1D's transposed layout, [in, out]."""
+        return super().delta().T
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map plus the update."""
+        y: Tensor = Conv1D.forward(self, x)
+        return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+
+    __repr__ = nn.Module.__repr__  # Conv1D's own repr would hide the rank
+
+
+class LoraEmbedding(LoraLayer, nn.Embedding):
+    """nn.Embedding with a LoRA update: ids [...] -> [..., dim]. There is no dropout, as the input is an index."""
+
+    base = nn.Embedding
+
+    def delta(self) -> Tensor:
+        """The update in the embedding's layout, [vocab, dim]."""
+        return super().delta().T
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The row of the base table plus the update of that row."""
+        y: Tensor = nn.Embedding.forward(self, ids)
+        if self.passes_by():
+            return y
+        return (y + F.linear(F.embedding(ids, self.lora_A.T), self.lora_B) * self.scale).to(y.dtype)
+
+
+LAYERS: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear, Conv1D: LoraConv1D, nn.Embedding: LoraEmbedding}
+
+
+def apply(model: nn.Module, family: Family | None, config: LoraConfig, also_train: tuple[str, ...]) -> None:
+    """Replace every target layer by its LoRA form. Raises UsageError when a target is not a layer LoRA can tune."""
+    layers = select_layers(model, family, config.targets, config.exclude, also_train)
+    wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in LAYERS}
+    if wrong:
+        name = next(iter(wrong))
+        raise UsageError(f"{_EXPLAIN}, not {wrong[name]}", where=name, remedy="narrow `targets` or name it in `exclude`")
+    if not layers:
+        raise UsageError("lora has nothing to tune: targets less exclude is empty")
+    _refuse_unreached(model, layers)
+    for name, layer in layers.items():
+        model.set_submodule(name, tune(layer, config))
+
+
+def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise UsageError for layers whose forward never runs, where an update would train nothing: torch's own encoder layer reads the
+    weights of its linears itself in eval mode, and encoder-decoder models look tokens up in tied twins of `shared`."""
+    for name, layer in layers.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+            raise UsageError(
+                f"{type(parent).__name__} reads this weight without calling the layer",
+                where=name,
+                remedy=f"exclude: [{name.rpartition('.')[2]}]",
+            )
+        twins = [twin for twin, module in model.named_modules() if isinstance(module, nn.Embedding) and module.weight is layer.weight]
+        if isinstance(layer, nn.Embedding) and name in twins[:-1] and name.rpartition(".")[2] == "shared":
+            raise UsageError("this embedding is never called, only its tied twins are", where=name, remedy=f"target {', '.join(twins[1:])}")
+
+
+def tune(layer: nn.Module, config: LoraConfig, factors: tuple[Tensor, Tensor] | None = None) -> LoraLayer:
+    """The LoRA form of `layer`, sharing its parameters, hooks and every other attribute.
+
+    `factors` are A [r, in] and B [out, r] of a saved tuning; without them both are drawn as the module says.
+    """
+    form = LAYERS[type(layer)]
+    tuned = form.__new__(form)
+    tuned.__dict__ = dict(layer.__dict__)
+    tuned.__dict__["_parameters"] = dict(layer._parameters)
+    weight = cast("Tensor", layer.weight)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a, b = factors or _draw(layer, weight, config.r, dtype)
+    tuned.lora_A = nn.Parameter(a.to(weight.device, dtype))
+    tuned.lora_B = nn.Parameter(b.to(weight.device, dtype))
+    tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
+    tuned.dropout, tuned.active, tuned.merged = config.dropout, True, False
+    return tuned
+
+
+def _draw(layer: nn.Module, weight: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Fresh factors A and B whose product is zero."""
+    outputs, inputs = weight.shape if type(layer) is nn.Linear else weight.T.shape
+    a = torch.zeros(r, inputs, dtype=dtype, device=weight.device)
+    b = torch.zeros(outputs, r, dtype=dtype, device=weight.device)
+    if isinstance(layer, nn.Embedding):
+        return a, b.normal_()
+    bound = 1 / math.sqrt(inputs)
+    return a.uniform_(-bound, bound), b

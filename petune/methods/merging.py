@@ -1,0 +1,102 @@
+"""Folding a LoRA update into the weights it tunes: for good (`merge`) or for the length of a block (`merged_weights`).
+
+A merged weight is a new tensor on its own layer, never an edit of the old one: an embedding tied to the output head is untied instead of
+dragging the other end along, and leaving `merged_weights` puts the very same tensors back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from petune.errors import UsageError
+from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
+from petune.methods.lora import LoraLayer
+from petune.methods.tuned import tuned_layers, tuning
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, changed in place.
+
+    Its parameters all require gradients again, as those of a freshly loaded model do. Raises UsageError for adapter and side.
+    """
+    _refuse_unmergeable(model)
+    for name, layer in list(tuned_layers(model)):
+        lora = cast("LoraLayer", layer)
+        if lora.merged:
+            raise UsageError("this model is inside merged_weights()", where=name, remedy="leave the block first")
+        _untie(model, lora)
+        plain = layer.plain()
+        plain.weight = nn.Parameter(layer.merged_weight())
+        model.set_submodule(name, plain)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    del model.petune_tuning
+    _merged.add(model)
+    return model
+
+
+_merged: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a merged model itself has nothing left to know it by
+
+
+def was_merged(model: nn.Module) -> bool:
+    """Whether `merge` made this very model what it is."""
+    return model in _merged
+
+
+@contextmanager
+def merged_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on exceptions too.
+
+    Training inside raises UsageError at the first forward in train mode, and nothing requires gradients. Raises UsageError for adapter
+    and side, and when already inside.
+    """
+    _refuse_unmergeable(model)
+    layers = [cast("LoraLayer", layer) for _, layer in tuned_layers(model)]
+    if any(layer.merged for layer in layers):
+        raise UsageError("this model's weights are merged already", remedy="leave the outer merged_weights() first")
+    originals = [layer.weight for layer in layers]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    guard = model.register_forward_pre_hook(_refuse_training)
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for layer in layers:
+            layer.weight = nn.Parameter(layer.merged_weight(), requires_grad=False)
+            layer.merged = True
+        yield model
+    finally:
+        guard.remove()
+        for layer, weight in zip(layers, originals, strict=True):
+            layer.weight, layer.merged = weight, False
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _refuse_training(model: nn.Module, args: Any) -> None:
+    if model.training and torch.is_grad_enabled():
+        raise UsageError("this model's weights are merged, so training it would change nothing", remedy="leave merged_weights() first")
+
+
+def _refuse_unmergeable(model: nn.Module) -> None:
+    record = tuning(model)
+    if isinstance(record.config, AdapterConfig | SideConfig):
+        raise UsageError(
+            f"{record.method} cannot be merged into the weights", remedy="keep the base model and use petune.load(base, folder)"
+        )
+    assert isinstance(record.config, FullConfig) or any(True for _ in tuned_layers(model))
+
+
+def _untie(model: nn.Module, layer: LoraLayer) -> None:
+    """Give every layer that shares this one's weight a copy of its own, and tell the config, or saving would write one for all."""
+    sharing = [module for module in model.modules() if module is not layer and getattr(module, "weight", None) is layer.weight]
+    for module in sharing:
+        module.weight = nn.Parameter(layer.weight.detach().clone())
+    config: Any = getattr(model, "config", None)
+    if sharing and getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False

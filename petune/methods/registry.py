@@ -1,0 +1,79 @@
+"""The method registry and `wrap`. Adding a method is one line in METHODS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from petune.errors import UsageError
+from petune.log import say
+from petune.methods import adapter, full, lora, side
+from petune.methods.configs import CONFIGS, FullConfig, MethodConfig, make_config
+from petune.methods.merging import was_merged
+from petune.methods.targets import head_modules
+from petune.methods.trainable import describe, mark_only_trainable
+from petune.methods.tuned import Tuning, is_wrapped, tuned_modules, tuning
+from petune.models import FAMILIES, family_of
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of tuning: its config, what it does to a model, and whether it needs the model's family to be known."""
+
+    config: type[MethodConfig]
+    apply: Callable[..., None]
+    needs_family: bool
+
+
+METHODS: Mapping[str, Method] = {
+    "full": Method(CONFIGS["full"], full.apply, needs_family=False),
+    "lora": Method(CONFIGS["lora"], lora.apply, needs_family=False),
+    "adapter": Method(CONFIGS["adapter"], adapter.apply, needs_family=True),
+    "side": Method(CONFIGS["side"], side.apply, needs_family=True),
+}
+
+
+def wrap(model: Model, method: str = "lora", **settings: Any) -> Model:
+    """Tune `model` with `method`: rewrite its layers in place, mark what trains, and log one line with the counts.
+
+    `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from torch's global generator
+    and are float32 (float64 on a float64 base). Raises UsageError for an unknown method or setting, a value out of range, a target that
+    matches nothing, a model that is wrapped or merged already, or a family the method does not know.
+    """
+    tune(model, make_config(method, settings))
+    say(describe(model))
+    return model
+
+
+def tune(model: nn.Module, config: MethodConfig) -> None:
+    """`wrap` with a finished config, silently."""
+    name = next(name for name, method in METHODS.items() if method.config is type(config))
+    _refuse_tuned(model)
+    family = family_of(model)
+    if METHODS[name].needs_family and family is None:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UsageError(f"{name} needs a model family petune knows, not {kind}", expected=", ".join(FAMILIES), remedy="use lora or full")
+    also_train = () if isinstance(config, FullConfig) else head_modules(model, family, config.also_train)
+    METHODS[name].apply(model, family, config, also_train)
+    setattr(model, "petune_tuning", Tuning(name, config, family.name if family else None, also_train))  # noqa: B010 - mypy's Module has no such attribute
+    mark_only_trainable(model)
+
+
+def _refuse_tuned(model: nn.Module) -> None:
+    """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or that has nothing to tune."""
+    if is_wrapped(model):
+        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+    for name, module in tuned_modules(model):
+        raise UsageError(f"a part of this model is tuned already: {type(module).__name__}", where=name, remedy="load the base model again")
+    if was_merged(model):
+        raise UsageError(
+            "this model's weights contain a merged tuning already",
+            remedy="to tune on top of it, save it, load it as a model of its own and wrap that",
+        )
+    if next(model.parameters(), None) is None:
+        raise UsageError("this model has no parameters to tune")

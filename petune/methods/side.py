@@ -1,0 +1,217 @@
+"""Ladder side-tuning, LST (Sung et al. 2022, arXiv:2206.06522): a narrow network climbs beside a backbone that needs no backward pass.
+
+        s <- down_0(dropout(h_0));   per level i:  g = sigmoid(a_i / T),  s <- block_i(g s + (1 - g) down_i(h_i))
+
+h_i is the output of backbone block i, block_i the family's own block class with every width divided by `reduction` and as many heads,
+a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so a wrapped model computes exactly what the base did. End
+`paper`: up(dropout(norm(s_L))) in place of the backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start
+at random; the paper's initialisation by pruning is not here. An encoder's side state reaches the decoder's ladder beside
+encoder_hidden_states on the hidden dim, so generate's expansion for beams carries it along. Side keys and values live in the model's own
+cache, past the backbone's layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from petune.errors import Problem, UsageError
+from petune.methods.configs import SideConfig
+from petune.sites import Config, Family, StackRule, stack_paths
+from petune.stack import Call, Stack, carried_by, own_stacks, run_block
+
+
+class Ladder(PreTrainedModel):
+    """The side network of one stack. A PreTrainedModel of its own, so that the model's recorder of hidden states passes it by."""
+
+    config_class: Any = None
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+
+    def __init__(
+        self, config: Config, rule: StackRule, blocks: nn.ModuleList, around: nn.Module, settings: SideConfig, width: int, feeds: bool
+    ) -> None:
+        super().__init__(config)
+        narrow = width // settings.reduction
+        self.rule, self.width, self.feeds, self.settings = rule, width, feeds, settings
+        self.levels = len(blocks)
+        self.down = nn.ModuleList(nn.Linear(width, narrow) for _ in range(self.levels + 1))
+        self.gates = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in blocks)
+        self.blocks = nn.ModuleList(_narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks))
+        self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
+        self.norm = _narrow_norm(around.get_submodule(rule.tail), narrow) if rule.tail and (feeds or settings.end == "paper") else None
+        self.up = None if feeds else nn.Linear(narrow, width)
+        if self.up is not None and settings.end == "residual":
+            nn.init.zeros_(self.up.weight)
+            nn.init.zeros_(self.up.bias)
+        self.handed: Tensor | None = None  # an encoder's side state, between the end of its stack and the end of the encoder
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the modules' own initialisation is meant."""
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """Every parameter of the side network."""
+        return dict(self.named_parameters())
+
+    def begin(self, call: Call) -> tuple[Call, Call]:
+        """See petune.stack.Ladder. Raises UsageError for encoder states that were not made by this model's own encoder."""
+        hidden = call["hidden_states"].detach()
+        backbone, side = call | {"hidden_states": hidden}, dict(call)
+        across = call.get("encoder_hidden_states")
+        if across is not None:
+            if across.shape[-1] == self.width:
+                raise UsageError(
+                    "encoder_hidden_states carry no side state", remedy="make them with this model's encoder, or leave them out"
+                )
+            backbone["encoder_hidden_states"] = across[..., : self.width].detach().to(hidden.dtype)
+            side["encoder_hidden_states"] = across[..., self.width :]
+        side |= {name: None for name in self.rule.carry if name in call}
+        side["hidden_states"] = self.down[0](F.dropout(self._own(hidden), self.settings.dropout, self.training))
+        side |= {name: self._own(mask) for name in ("attention_mask", "encoder_attention_mask") if (mask := call.get(name)) is not None}
+        if self.rotary is not None:
+            side["position_embeddings"] = self.rotary(side["hidden_states"], position_ids=call["position_ids"])
+        _make_room(call.get("past_key_values"), self.levels)
+        return backbone, side
+
+    def step(self, index: int, hidden: Tensor, call: Call) -> Call:
+        """See petune.stack.Ladder: the gate mixes before the block."""
+        gate = torch.sigmoid(self.gates[index] / self.settings.temperature)
+        state = gate * call["hidden_states"] + (1 - gate) * self.down[index + 1](self._own(hidden))
+        return call | carried_by(self.rule, run_block(self.blocks[index], call | {"hidden_states": state}))
+
+    def end(self, hidden: Tensor, call: Call) -> Tensor:
+        """See petune.stack.Ladder."""
+        state = call["hidden_states"]
+        if self.norm is not None:
+            state = self.norm(state)
+        if self.up is None:
+            self.handed = state
+            return hidden
+        if self.settings.end == "paper":
+            return cast("Tensor", self.up(F.dropout(state, self.settings.dropout, self.training))).to(hidden.dtype)
+        return hidden + cast("Tensor", self.up(state)).to(hidden.dtype)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """`x` in the side network's dtype; masks of bool stay."""
+        return x.to(self.gates[0].dtype) if x.is_floating_point() else x
+
+
+class HandOver:
+    """Hook on an encoder: its last hidden state leaves with the side state beside it, [batch, seq, width + narrow]."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+
+    def __call__(self, encoder: nn.Module, args: Any, output: Any) -> Any:
+        ladder = cast("Ladder | None", self.stack.ladder)
+        if ladder is not None:
+            assert ladder.handed is not None
+            output["last_hidden_state"] = torch.cat([output["last_hidden_state"].to(ladder.handed.dtype), ladder.handed], dim=-1)
+            ladder.handed = None
+        return output
+
+
+class PassTail:
+    """Hook on the norm after a stack: with the paper's end the side network has normed already, so the input passes through."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+
+    def __call__(self, tail: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output if self.stack.ladder is None else cast("Tensor", args[0])
+
+
+def hold_still(backbone: nn.Module, args: Any) -> None:
+    """Hook before the base model and each stack's owner: a backbone with dropout would be another one at every step."""
+    if backbone.training:
+        backbone.eval()
+        for module in backbone.modules():
+            if isinstance(module, Ladder):
+                module.train()
+
+
+def apply(model: nn.Module, family: Family | None, config: SideConfig, also_train: tuple[str, ...]) -> None:
+    """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's sizes do not allow."""
+    assert family is not None
+    small = _narrow_config(model, family, config.reduction)
+    paths = stack_paths(model, family)
+    ladders = {}
+    for name, path in paths.items():
+        around = model.get_submodule(path.rpartition(".")[0])
+        blocks = cast("nn.ModuleList", model.get_submodule(path))
+        own = copy.deepcopy(small)
+        own.is_decoder = (name == "decoder" and family.kind == "encoder-decoder") or bool(getattr(small, "is_decoder", False))
+        feeds = name == "encoder" and "decoder" in paths
+        try:
+            ladder = Ladder(own, family.stacks[name], blocks, around, config, family.shape(model.config).width, feeds)
+        except ValueError as error:
+            raise UsageError(f"no side network of reduction {config.reduction} can be built: {error}", where=path) from None
+        weight = next(blocks.parameters())
+        cast("nn.Module", ladder).to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+        ladders[name] = ladder.train(around.training)
+    for name, stack in own_stacks(model, family).items():
+        around = model.get_submodule(paths[name].rpartition(".")[0])
+        stack.add_module("side", ladders[name])
+        if ladders[name].feeds:
+            around.register_forward_hook(HandOver(stack))
+        elif config.end == "paper" and stack.rule.tail:
+            around.get_submodule(stack.rule.tail).register_forward_hook(PassTail(stack))
+        around.register_forward_pre_hook(hold_still)  # generate calls an encoder by itself
+    getattr(model, "base_model", model).register_forward_pre_hook(hold_still)
+
+
+def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
+    """The config of the side blocks. Raises UsageError naming every size that `reduction` does not divide."""
+    config: Any = model.config
+    small = family.narrow(config, reduction)
+    given = {**config.to_dict(), "head_dim": family.shape(config).head_dim}
+    sizes = {name: value for name, value in given.items() if isinstance(value, int) and getattr(small, name, value) != value}
+    sizes["head_dim"] = given["head_dim"]
+    problems = [
+        Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
+        for name, value in sizes.items()
+        if value % reduction
+    ]
+    width = given["head_dim"] // reduction
+    if any(rule.rotary for rule in family.stacks.values()) and width % 2:
+        problems.append(
+            Problem(
+                f"side.reduction {reduction} leaves heads of width {width}, and rotary positions turn pairs",
+                found=f"head_dim {given['head_dim']}",
+                remedy=f"use a divisor of {given['head_dim'] // 2}",
+            )
+        )
+    if problems:
+        raise UsageError(problems)
+    if getattr(small, "layer_types", None):
+        small.layer_types = list(small.layer_types) * 2  # side blocks are numbered past the backbone's
+    return small
+
+
+def _narrow_block(block: nn.Module, config: Config, rule: StackRule, index: int, levels: int) -> nn.Module:
+    """A block of the same class at side width, numbered past the backbone's so that its keys and values have their own cache layer."""
+    accepted = inspect.signature(type(block).__init__).parameters
+    settings: dict[str, Any] = {"layer_idx": levels + index} if "layer_idx" in accepted else {}
+    if rule.bias:
+        settings[rule.bias] = index == 0
+    return type(block)(config, **settings)
+
+
+def _narrow_norm(tail: nn.Module, width: int) -> nn.Module:
+    """A norm of the tail's class and epsilon over `width` features."""
+    epsilon = getattr(tail, "variance_epsilon", None) or getattr(tail, "eps", 1e-6)
+    return cast("nn.Module", cast("Any", type(tail))(width, eps=epsilon))
+
+
+def _make_room(cache: Any, levels: int) -> None:
+    """Append empty layers for the side network to a cache that has only the backbone's."""
+    for part in (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)):
+        layers = getattr(part, "layers", None)
+        while layers is not None and 0 < len(layers) < 2 * levels:
+            layers.append(copy.deepcopy(layers[len(layers) - levels]))

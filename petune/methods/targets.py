@@ -1,0 +1,116 @@
+"""Which layers a method tunes: `auto`, `all-linear`, roles, name suffixes or a regex, none of which may be idle."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from petune.errors import Problem, UsageError, nearest
+from petune.sites import Family, find_sites
+
+LINEAR = (nn.Linear, Conv1D)
+USUAL_HEADS = ("classifier", "score", "classification_head", "qa_outputs")  # of transformers models petune has no table for
+
+
+def select_layers(
+    model: nn.Module, family: Family | None, targets: str | Sequence[str], exclude: Sequence[str], taken: Iterable[str]
+) -> dict[str, nn.Module]:
+    """The layers named by `targets` less `exclude`, by full name, in model order.
+
+    `taken` are modules trained whole; nothing inside them is a target. Raises UsageError naming each entry of a list that matches
+    nothing, with the nearest module names and how often they occur.
+    """
+    layers = {name: module for name, module in model.named_modules() if name and not _inside(name, taken)}
+    roles = _roles(model, family)
+    by_word = isinstance(targets, str)
+    chosen = _by_word(model, family, str(targets), layers, roles) if by_word else _by_list(targets, layers, roles, "targets")
+    left_out = set(_by_list(exclude, layers, roles, "exclude"))
+    return {name: module for name, module in chosen.items() if name not in left_out}
+
+
+def head_modules(model: nn.Module, family: Family | None, also_train: str | Sequence[str]) -> tuple[str, ...]:
+    """Full names of the modules trained whole: the family's task heads for `auto`, else the names given.
+
+    Raises UsageError for a given name that is not in the model.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    if also_train == "auto":
+        known = family.heads if family else USUAL_HEADS if isinstance(model, PreTrainedModel) else ()
+        return tuple(name for name in names if name in known)
+    wanted = (also_train,) if isinstance(also_train, str) else tuple(also_train)
+    found: list[str] = []
+    for entry in wanted:
+        hits = [name for name in names if _matches(name, entry)]
+        if not hits:
+            raise UsageError([_no_match("also_train", entry, names)])
+        found += [hit for hit in hits if hit not in found]
+    return tuple(found)
+
+
+def _roles(model: nn.Module, family: Family | None) -> Mapping[str, list[str]]:
+    roles: dict[str, list[str]] = {}
+    for site in find_sites(model, family) if family else ():
+        roles.setdefault(site.role, []).append(site.name)
+    return roles
+
+
+def _by_word(
+    model: nn.Module, family: Family | None, word: str, layers: Mapping[str, nn.Module], roles: Mapping[str, list[str]]
+) -> dict[str, nn.Module]:
+    if word == "auto" and family:
+        return {name: layers[name] for names in roles.values() for name in names if name in layers}
+    if word in ("auto", "all-linear"):
+        outputs = {id(module) for module in (_output_head(model),) if module is not None}
+        return {name: module for name, module in layers.items() if type(module) in LINEAR and id(module) not in outputs}
+    try:
+        pattern = re.compile(word)
+    except re.error as error:
+        raise UsageError(f"targets is not a regular expression: {error}", found=word) from None
+    hits = {name: module for name, module in layers.items() if pattern.fullmatch(name)}
+    if not hits:
+        problem = _no_match("targets", word, list(layers))
+        suffix = f"for a suffix write [{word}]" if any(_matches(name, word) for name in layers) or word in roles else None
+        raise UsageError([problem, Problem("a single text is a regular expression for whole module names", remedy=suffix)])
+    return hits
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if get else None
+
+
+def _by_list(entries: Sequence[str], layers: Mapping[str, nn.Module], roles: Mapping[str, list[str]], setting: str) -> dict[str, nn.Module]:
+    chosen: dict[str, nn.Module] = {}
+    problems = []
+    for entry in entries:
+        hits = roles.get(entry) or [name for name in layers if _matches(name, entry)]
+        if not hits:
+            problems.append(_no_match(setting, entry, [*layers, *roles]))
+        chosen |= {name: layers[name] for name in hits if name in layers}
+    if problems:
+        raise UsageError(problems)
+    return {name: chosen[name] for name in layers if name in chosen}
+
+
+def _matches(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith("." + suffix)
+
+
+def _inside(name: str, parents: Iterable[str]) -> bool:
+    return any(name == parent or name.startswith(parent + ".") for parent in parents)
+
+
+def _no_match(setting: str, entry: str, names: Sequence[str]) -> Problem:
+    leaves = Counter(name.rpartition(".")[2] for name in names)
+    for number in [leaf for leaf in leaves if leaf.isdigit()]:
+        del leaves[number]
+    near = nearest(entry.rpartition(".")[2], leaves) or [leaf for leaf, _ in leaves.most_common(8)]
+    return Problem(
+        f"{setting}: {entry!r} matches no module",
+        found="the nearest names are " + ", ".join(f"{leaf} ({leaves[leaf]})" for leaf in near),
+    )

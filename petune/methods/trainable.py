@@ -1,0 +1,79 @@
+"""What trains: marked by what modules declare, collected under base-model names, frozen everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.methods.configs import FullConfig
+from petune.methods.tuned import tuned_layers, tuned_modules, tuning
+from petune.stack import Stack
+
+
+def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter that trains, by its name in the base model. A tensor tied to two names appears once, under the first."""
+    record = tuning(model)
+    if isinstance(record.config, FullConfig):
+        return dict(model.named_parameters())
+    found = {f"{name}.{own}": value for name, module in tuned_modules(model) for own, value in module.tuned().items()}
+    for head in record.also_train:
+        found |= {f"{head}.{own}": value for own, value in model.get_submodule(head).named_parameters()}
+    return found
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer that must not move, by name, detached."""
+    tuned = tuned_parameters(model)
+    trained = {id(value) for value in tuned.values()}  # a tied tensor has several names
+    return {name: value.detach() for name, value in model.state_dict(keep_vars=True).items() if id(value) not in trained}
+
+
+def mark_only_trainable(model: nn.Module) -> None:
+    """Let exactly the tuned parameters of a wrapped model require gradients. Raises UsageError for a model that is not wrapped."""
+    wanted = {id(value) for value in tuned_parameters(model).values()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in wanted)
+
+
+def tuned_state(model: nn.Module) -> dict[str, Tensor]:
+    """{base-model name: tensor}, detached: what a save writes."""
+    return {name: value.detach() for name, value in tuned_parameters(model).items()}
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(trained, all) parameters; a tied one counts once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
+
+
+@contextmanager
+def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
+    """The model as it was before its method, heads excepted, for as long as the block lasts. Raises UsageError for `full`."""
+    record = tuning(model)
+    if isinstance(record.config, FullConfig):
+        raise UsageError("full fine-tuning keeps no untouched base to go back to", remedy="load the base model again")
+    layers = [layer for _, layer in tuned_layers(model)]
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    before = [layer.active for layer in layers], [stack.climbs for stack in stacks]
+    try:
+        for layer in layers:
+            layer.active = False
+        for stack in stacks:
+            stack.climbs = False
+        yield model
+    finally:
+        for layer, active in zip(layers, before[0], strict=True):
+            layer.active = active
+        for stack, climbs in zip(stacks, before[1], strict=True):
+            stack.climbs = climbs
+
+
+def describe(model: nn.Module) -> str:
+    """One line: method, its settings, trained parameters of all."""
+    record = tuning(model)
+    trained, total = count_parameters(model)
+    settings = ", ".join(f"{name}={value}" for name, value in asdict(record.config).items() if value not in ("auto", (), None))
+    return f"{record.method}({settings}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"

@@ -1,0 +1,150 @@
+"""Bottleneck adapters: where they stand, what they compute, and that they start as the identity."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from petune.methods import tuned_state, wrap
+from petune.methods.adapter import AdapterLinear, tune
+from petune.methods.configs import AdapterConfig
+from tests.methods.zoo import ZOO, batch, frozen, gradients, prompt, stir, tiny
+
+BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
+BART = {"self_attn.out_proj", "fc2"}
+PLACES = {
+    "bert-classify": {"bert.encoder.layer": BERT},
+    "bart-seq2seq": {"model.encoder.layers": BART, "model.decoder.layers": BART | {"encoder_attn.out_proj"}},
+    "t5-gated": {
+        "encoder.block": {"layer.0.SelfAttention.o", "layer.1.DenseReluDense.wo"},
+        "decoder.block": {"layer.0.SelfAttention.o", "layer.1.EncDecAttention.o", "layer.2.DenseReluDense.wo"},
+    },
+    "llama-causal": {"model.layers": LLAMA},
+    "qwen3-causal": {"model.layers": LLAMA},
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_an_adapter_starts_as_the_base_bit_for_bit(name: str) -> None:
+    inputs = batch(name)
+    expected = frozen(tiny(name))(**inputs)
+    found = wrap(tiny(name), "adapter", reduction=4, also_train=())(**inputs)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_one_adapter_stands_after_every_attention_and_every_mlp(name: str) -> None:
+    model = wrap(tiny(name), "adapter", reduction=4)
+    found = [key for key, module in model.named_modules() if isinstance(module, AdapterLinear)]
+    expected = [f"{stack}.{index}.{place}" for stack, places in PLACES[name].items() for index in range(2) for place in places]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_each_adapter_runs_once_in_a_forward(name: str) -> None:
+    model = wrap(tiny(name), "adapter", reduction=4)
+    calls: dict[str, int] = {}
+    for key, module in model.named_modules():
+        if isinstance(module, AdapterLinear):
+            calls[key] = 0
+            module.adapter_up.register_forward_hook(lambda *_, key=key: calls.__setitem__(key, calls[key] + 1))
+    model(**batch(name))
+    assert set(calls.values()) == {1}
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu"])
+def test_forward_and_gradients_follow_the_equation_in_float64(activation: str) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(10, 8).double().requires_grad_(False)
+    layer = tune(copy.deepcopy(base), AdapterConfig(reduction=2, activation=activation), "it")
+    for value in layer.tuned().values():
+        nn.init.normal_(value)
+    twin = {key: value.detach().clone().requires_grad_() for key, value in layer.tuned().items()}
+    x, upstream = torch.randn(3, 5, 10, dtype=torch.float64), torch.randn(3, 5, 8, dtype=torch.float64)
+    y = base(x)
+    inner = getattr(F, activation)(y @ twin["adapter_down.weight"].T + twin["adapter_down.bias"])
+    expected = y + inner @ twin["adapter_up.weight"].T + twin["adapter_up.bias"]
+    found = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (found * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    for key, value in layer.tuned().items():
+        torch.testing.assert_close(value.grad, twin[key].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_inside_the_bottleneck_and_only_in_training() -> None:
+    torch.manual_seed(0)
+    layer = tune(nn.Linear(8, 8), AdapterConfig(reduction=2, dropout=0.5), "it")
+    for value in layer.tuned().values():
+        nn.init.normal_(value)
+    x = torch.randn(4, 8)
+    y = F.linear(x, layer.weight, layer.bias)
+    inner = F.silu(layer.adapter_down(y))
+    torch.testing.assert_close(layer.eval()(x), y + layer.adapter_up(inner))
+    torch.manual_seed(4)
+    found = layer.train()(x)
+    torch.manual_seed(4)
+    torch.testing.assert_close(found, y + layer.adapter_up(F.dropout(inner, 0.5)))
+
+
+def test_up_is_zero_and_down_is_drawn_with_deviation_two_hundredths() -> None:
+    torch.manual_seed(0)
+    layer = tune(nn.Linear(8, 400), AdapterConfig(reduction=2), "it")
+    assert not layer.adapter_up.weight.any()
+    assert not layer.adapter_up.bias.any()
+    assert not layer.adapter_down.bias.any()
+    assert float(layer.adapter_down.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_bottleneck_is_float32_on_a_low_precision_base(dtype: torch.dtype) -> None:
+    layer = tune(nn.Linear(8, 8).to(dtype), AdapterConfig(reduction=2), "it")
+    assert {value.dtype for value in layer.tuned().values()} == {torch.float32}
+    assert layer(torch.randn(2, 8).to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize(("name", "places"), [("bert-tokens", 4), ("bart-seq2seq", 10), ("t5-gated", 10), ("llama-causal", 4)])
+@pytest.mark.parametrize("reduction", [4, 16])
+def test_the_count_of_trained_parameters_is_the_formula(name: str, places: int, reduction: int) -> None:
+    width, inner = 64, 64 // reduction
+    model = wrap(tiny(name), "adapter", reduction=reduction, also_train=())
+    assert sum(value.numel() for value in tuned_state(model).values()) == places * (2 * width * inner + inner + width)
+
+
+def test_at_step_zero_only_the_way_up_has_a_gradient() -> None:
+    model = wrap(tiny("llama-causal"), "adapter", reduction=4)
+    _, found = gradients(model, batch("llama-causal"))
+    for name, value in found.items():
+        assert bool(value.any()) is (".adapter_up." in name), name
+
+
+def test_base_names_do_not_change() -> None:
+    for name in PLACES:
+        base, model = tiny(name).state_dict(), wrap(tiny(name), "adapter", reduction=4)
+        assert list(base) == [key for key in model.state_dict() if key in base]
+        assert {key for key in model.state_dict() if key not in base} == {key for key in tuned_state(model) if ".adapter_" in key}
+
+
+def test_a_deep_copy_stands_alone_and_a_state_dict_goes_round() -> None:
+    inputs = batch("bart-seq2seq")
+    model = wrap(tiny("bart-seq2seq"), "adapter", reduction=4)
+    stir(model)
+    twin, expected = copy.deepcopy(model), model(**inputs).logits
+    stir(model, seed=8)
+    assert torch.equal(twin(**inputs).logits, expected)
+    other = wrap(tiny("bart-seq2seq", seed=5), "adapter", reduction=4)
+    other.load_state_dict(twin.state_dict(), strict=True)
+    assert torch.equal(other(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["bart-seq2seq", "llama-causal"])
+def test_generation_with_a_cache_is_generation_without(name: str) -> None:
+    model = wrap(tiny(name), "adapter", reduction=4)
+    stir(model, std=0.1)
+    settings = {"max_new_tokens": 6, "do_sample": False, "no_repeat_ngram_size": 1}
+    assert torch.equal(model.generate(**prompt(name), **settings), model.generate(**prompt(name), use_cache=False, **settings))

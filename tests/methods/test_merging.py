@@ -1,0 +1,237 @@
+"""Merging for good and for a block: equal outputs, bit-exact return, and nothing of petune left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from petune.errors import UsageError
+from petune.methods import is_wrapped, merge, merged_weights, tuned_parameters, wrap
+from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, prompt, stir, tiny
+
+
+def stirred(name: str, **settings: Any) -> Any:
+    changes = settings.pop("changes", {})
+    model = wrap(tiny(name, **changes), "lora", **{"r": 4, **settings})
+    stir(model, std=0.1)
+    return model
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert float((found - expected).detach().abs().max()) <= tolerance * max(1.0, float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_merged_model_computes_what_the_adapter_did(name: str) -> None:
+    model = stirred(name)
+    inputs = batch(name)
+    expected, base = model(**inputs).logits, tiny(name)(**inputs).logits
+    assert float((expected - base).detach().abs().max()) > 0.05
+    assert_close(merge(model)(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_merged_model_has_nothing_of_petune_left(name: str) -> None:
+    base, model = tiny(name), merge(stirred(name))
+    assert [(key, type(module)) for key, module in model.named_modules()] == [(key, type(module)) for key, module in base.named_modules()]
+    assert list(model.state_dict()) == list(base.state_dict())
+    assert {key: value.shape for key, value in model.state_dict().items()} == {key: value.shape for key, value in base.state_dict().items()}
+    assert not is_wrapped(model)
+    for (key, module), (_, plain) in zip(model.named_modules(), base.named_modules(), strict=True):
+        assert module.__dict__.keys() == plain.__dict__.keys(), key
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks"):
+            assert len(getattr(module, hooks)) == len(getattr(plain, hooks)), key
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.config.to_dict() == base.config.to_dict()
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_a_merged_model_is_saved_and_loaded_as_a_plain_one(name: str, tmp_path: Path) -> None:
+    model = merge(stirred(name))
+    expected = model(**batch(name)).logits
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert_close(loaded.eval()(**batch(name)).logits, expected, 0)
+
+
+TIED = {
+    "llama embedding": ("llama-causal", ["embed_tokens"], {"tie_word_embeddings": True}),
+    "llama head": ("llama-causal", ["lm_head"], {"tie_word_embeddings": True}),
+    "llama both": ("llama-causal", ["embed_tokens", "lm_head"], {"tie_word_embeddings": True}),
+    "bert embedding": ("bert-mlm", ["word_embeddings"], {}),
+    "bert head": ("bert-mlm", ["predictions.decoder"], {}),
+    "t5 encoder embedding": ("t5-seq2seq", ["encoder.embed_tokens"], {}),
+    "t5 decoder embedding": ("t5-seq2seq", ["decoder.embed_tokens"], {}),
+    "t5 both embeddings": ("t5-seq2seq", ["embed_tokens"], {}),
+    "t5 head": ("t5-seq2seq", ["lm_head"], {}),
+    "bart head": ("bart-seq2seq", ["lm_head"], {}),
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_lora_on_one_end_of_a_tied_pair_survives_merging_and_saving(case: str, tmp_path: Path) -> None:
+    """An in-place merge drags the other end along, and a checkpoint that still says `tied` undoes the untying."""
+    name, targets, changes = TIED[case]
+    inputs = batch(name)
+    model = stirred(name, targets=targets, changes=changes)
+    expected = model(**inputs).logits
+    with merged_weights(model):
+        assert_close(model(**inputs).logits, expected)
+    assert torch.equal(model(**inputs).logits, expected)
+    model = merge(model)
+    assert_close(model(**inputs).logits, expected)
+    model.save_pretrained(tmp_path)
+    assert_close(type(model).from_pretrained(tmp_path).eval()(**inputs).logits, expected)
+
+
+def test_an_embedding_that_only_lends_its_weight_is_refused() -> None:
+    with pytest.raises(UsageError, match="never called") as caught:
+        wrap(tiny("t5-seq2seq"), "lora", r=4, targets=["shared"])
+    assert "encoder.embed_tokens, decoder.embed_tokens" in str(caught.value)
+
+
+def test_merging_layers_that_are_not_tied_leaves_the_tie_alone() -> None:
+    model = merge(stirred("llama-causal", changes={"tie_word_embeddings": True}))
+    assert model.config.tie_word_embeddings is True
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_conv1d_merges_in_its_own_layout() -> None:
+    torch.manual_seed(0)
+    model = wrap(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32)).eval(), "lora", r=4)
+    stir(model)
+    inputs = batch("llama-causal")
+    expected = model(**inputs).logits
+    assert_close(merge(model)(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_sum_is_made_wide_and_rounded_once(dtype: torch.dtype) -> None:
+    model = wrap(nn.Sequential(nn.Linear(32, 16)).to(dtype), "lora", r=4)
+    stir(model)
+    layer = model[0]
+    expected = (layer.weight.double() + layer.scale * layer.lora_B.double() @ layer.lora_A.double()).to(dtype)
+    found = merge(model)[0].weight
+    assert found.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    else:
+        assert float((found != expected).float().mean()) < 0.01  # a float32 sum that lies on a tie may round the other way
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "t5-seq2seq", "llama-causal"])
+def test_merged_weights_computes_the_same_and_restores_every_bit(name: str) -> None:
+    model = stirred(name, changes={"tie_word_embeddings": True} if name == "llama-causal" else {})
+    inputs = batch(name)
+    tensors = dict(model.named_parameters())
+    before = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    expected = model(**inputs).logits
+    with merged_weights(model) as inside:
+        assert inside is model
+        assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert_close(model(**inputs).logits, expected)
+    after = dict(model.named_parameters())
+    assert all(after[key] is value for key, value in tensors.items())
+    assert list(after) == list(tensors)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_merged_weights_restores_every_bit_after_an_exception() -> None:
+    model = stirred("llama-causal")
+    before = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    with pytest.raises(KeyError), merged_weights(model):
+        raise KeyError
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    gradient_names = {key for key, value in model.named_parameters() if value.requires_grad}
+    assert gradient_names == set(tuned_parameters(model))
+
+
+def test_merged_weights_restores_every_bit_when_merging_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stirred("llama-causal")
+    before = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    last = model.model.layers[1].mlp.down_proj
+
+    def fail() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(last, "merged_weight", fail)
+    with pytest.raises(MemoryError), merged_weights(model):
+        pass
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama-causal", "bert-classify"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_training_inside_merged_weights_raises(name: str, mode: str) -> None:
+    """In eval mode too: with a task head beside the method a backward pass would otherwise train the head alone, in silence."""
+    model = getattr(stirred(name), mode)()
+    with merged_weights(model), pytest.raises((UsageError, RuntimeError)):  # RuntimeError: torch finds nothing to differentiate
+        model(**batch(name)).loss.backward()
+
+
+def test_full_fine_tuning_inside_merged_weights_raises() -> None:
+    model = wrap(tiny("bert-classify"), "full").train()
+    with pytest.raises(UsageError), merged_weights(model):
+        model(**batch("bert-classify")).loss.backward()
+
+
+def test_evaluation_inside_merged_weights_is_allowed() -> None:
+    model = stirred("bert-classify")
+    with merged_weights(model), torch.no_grad():
+        model.train()(**batch("bert-classify"))
+        model.eval()(**batch("bert-classify"))
+
+
+def test_merged_weights_does_not_nest_and_merge_inside_it_is_refused() -> None:
+    model = stirred("llama-causal")
+    expected = model(**batch("llama-causal")).logits
+    with merged_weights(model):
+        with pytest.raises(UsageError, match="merged already"), merged_weights(model):
+            pass
+        with pytest.raises(UsageError, match="inside merged_weights"):
+            merge(model)
+        assert_close(model(**batch("llama-causal")).logits, expected)
+    assert torch.equal(model(**batch("llama-causal")).logits, expected)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_generate_is_the_same_before_and_after_merging(name: str) -> None:
+    model = stirred(name)
+    expected = model.generate(**prompt(name), **GENERATE)
+    base = tiny(name).generate(**prompt(name), **GENERATE)
+    assert not torch.equal(expected, base)
+    with merged_weights(model):
+        assert torch.equal(model.generate(**prompt(name), **GENERATE), expected)
+    assert torch.equal(merge(model).generate(**prompt(name), **GENERATE), expected)
+
+
+@pytest.mark.parametrize("method", ["adapter", "side"])
+def test_what_cannot_be_merged_says_so_and_names_the_remedy(method: str) -> None:
+    model = wrap(tiny("bert-classify"), method, **SETTINGS[method])
+    with pytest.raises(UsageError, match=r"cannot be merged(.|\n)*petune\.load"):
+        merge(model)
+    with pytest.raises(UsageError, match="cannot be merged"), merged_weights(model):
+        pass
+    assert is_wrapped(model)
+
+
+def test_full_merges_into_itself() -> None:
+    model = wrap(tiny("bert-classify"), "full")
+    expected = model(**batch("bert-classify")).logits
+    model = merge(model)
+    assert not is_wrapped(model)
+    assert torch.equal(model(**batch("bert-classify")).logits, expected)
+
+
+def test_a_plain_model_cannot_be_merged() -> None:
+    with pytest.raises(UsageError, match="not wrapped"):
+        merge(tiny("bert-classify"))

@@ -1,0 +1,398 @@
+"""The ladder: its equation, its identity at the start, and a backbone that keeps nothing for backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import petune.stack
+from petune.errors import UsageError
+from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
+from petune.methods.side import Ladder
+from petune.stack import Stack
+from tests.methods.zoo import FOUR, GENERATE, GENERATING, ZOO, assert_same_gradients, batch, frozen, gradients, prompt, stir, tiny
+
+DROPOUT: dict[str, dict[str, float]] = {
+    "bert-classify": {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3},
+    "bart-seq2seq": {"dropout": 0.3, "attention_dropout": 0.3, "activation_dropout": 0.3},
+    "t5-seq2seq": {"dropout_rate": 0.3},
+    "llama-causal": {"attention_dropout": 0.3},
+}
+
+
+def sided(name: str, *, std: float = 0.2, changes: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """A side-tuned model of the zoo away from its start."""
+    model = wrap(tiny(name, **(changes or {})), "side", **{"reduction": 4, **settings})
+    stir(model, std=std)
+    return model
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    return [module for module in model.modules() if isinstance(module, Stack)]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_side_starts_as_the_base_bit_for_bit(name: str) -> None:
+    inputs = batch(name)
+    expected = frozen(tiny(name))(**inputs)
+    found = wrap(tiny(name), "side", reduction=4, also_train=())(**inputs)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.loss, expected.loss)
+
+
+# -- the equation, on a Llama written out by hand with the same tensors --
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def turned(x: Tensor, base: float) -> Tensor:
+    """Rotary positions of [batch, heads, seq, dim]."""
+    seq, dim = x.shape[-2:]
+    angle = torch.arange(seq, dtype=x.dtype)[:, None] * base ** -(torch.arange(0, dim, 2, dtype=x.dtype) / dim)
+    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    return x * cos + torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) * sin
+
+
+def llama_block(p: dict[str, Tensor], x: Tensor, heads: int, kv_heads: int, eps: float) -> Tensor:
+    """One pre-norm block with causal grouped-query attention and a gated MLP; x [batch, seq, width]."""
+    rows, seq, _ = x.shape
+    h = rms(x, p["input_layernorm.weight"], eps)
+
+    def split(name: str, count: int) -> Tensor:
+        return (h @ p[f"self_attn.{name}_proj.weight"].T).view(rows, seq, count, -1).transpose(1, 2)
+
+    q, k, v = turned(split("q", heads), 10000.0), turned(split("k", kv_heads), 10000.0), split("v", kv_heads)
+    k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), float("-inf")).softmax(-1)
+    x = x + (scores @ v).transpose(1, 2).reshape(rows, seq, -1) @ p["self_attn.o_proj.weight"].T
+    h = rms(x, p["post_attention_layernorm.weight"], eps)
+    up = F.silu(h @ p["mlp.gate_proj.weight"].T) * (h @ p["mlp.up_proj.weight"].T)
+    return x + up @ p["mlp.down_proj.weight"].T
+
+
+@pytest.mark.parametrize("end", ["residual", "paper"])
+def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str) -> None:
+    inputs = batch("llama-causal")
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    temperature = 0.7
+    base = frozen(tiny("llama-causal").double())
+    model = wrap(tiny("llama-causal").double(), "side", reduction=4, end=end, temperature=temperature)
+    stir(model)
+    loss, found = gradients(model, {"input_ids": ids, "labels": labels})
+
+    p = {key: value.detach().clone().requires_grad_() for key, value in tuned_state(model).items()}
+    side = {key.removeprefix("model.layers.side."): value for key, value in p.items()}
+    eps = base.config.rms_norm_eps
+    hidden = [base.model.embed_tokens(ids)]
+    for layer in base.model.layers:
+        hidden.append(llama_block(dict(layer.named_parameters()), hidden[-1], 8, 4, eps))
+    state = hidden[0] @ side["down.0.weight"].T + side["down.0.bias"]
+    for index, h in enumerate(hidden[1:]):
+        gate = torch.sigmoid(side[f"gates.{index}"] / temperature)
+        state = gate * state + (1 - gate) * (h @ side[f"down.{index + 1}.weight"].T + side[f"down.{index + 1}.bias"])
+        block = {key.removeprefix(f"blocks.{index}."): value for key, value in side.items() if key.startswith(f"blocks.{index}.")}
+        state = llama_block(block, state, 8, 4, eps)
+    if end == "paper":
+        out = rms(state, side["norm.weight"], eps) @ side["up.weight"].T + side["up.bias"]
+    else:
+        out = rms(hidden[-1] + state @ side["up.weight"].T + side["up.bias"], base.model.norm.weight, eps)
+    logits = out @ base.lm_head.weight.T
+    expected = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100)
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=2e-7)  # transformers' loss and norms compute in float32
+    assert_same_gradients(found, {key: value.grad for key, value in p.items() if value.grad is not None}, 2e-6)
+
+
+def test_gates_start_half_open_and_there_is_one_for_each_block() -> None:
+    model = wrap(tiny("llama-causal"), "side", reduction=4)
+    gates = {key: value for key, value in tuned_state(model).items() if ".gates." in key}
+    assert len(gates) == 2
+    assert all(value.shape == () and float(value) == 0 for value in gates.values())
+
+
+def test_side_blocks_are_the_familys_own_at_width_over_reduction() -> None:
+    for name in FOUR:
+        model = wrap(tiny(name), "side", reduction=4)
+        for stack in stacks(model):
+            ladder = stack.ladder
+            assert isinstance(ladder, Ladder)
+            assert [type(block) for block in ladder.blocks] == [type(block) for block in stack.blocks]
+            for own, block in zip(ladder.blocks, stack.blocks, strict=True):
+                theirs = dict(block.named_parameters())
+                for key, value in own.named_parameters():
+                    fixed = "relative_attention_bias" in key  # one value a head, and heads are kept
+                    assert value.shape == (theirs[key].shape if fixed else tuple(size // 4 for size in theirs[key].shape)), key
+
+
+# -- the backbone --
+
+
+class Kept:
+    """Counts what autograd keeps for backward, by who was running: a ladder, a block, what lies around the stacks, or the tail and head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.counts = {"ladder": 0, "blocks": 0, "around": 0, "tail": 0}
+        self.running = ["around"]
+        self.last = stacks(model)[-1]
+        for stack in stacks(model):
+            stack.register_forward_pre_hook(lambda *_: self.running.append("blocks"))
+            stack.register_forward_hook(self.left)
+            for name in ("begin", "step", "end"):
+                setattr(stack.side, name, self.watched(getattr(stack.side, name)))
+
+    def left(self, stack: nn.Module, *_: Any) -> None:
+        self.running.pop()
+        if stack is self.last:
+            self.running = ["tail"]
+
+    def watched(self, method: Any) -> Any:
+        def run(*args: Any) -> Any:
+            self.running.append("ladder")
+            try:
+                return method(*args)
+            finally:
+                self.running.pop()
+
+        return run
+
+    def of(self, model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, int]:
+        """The counts of one forward."""
+        self.counts, self.running = dict.fromkeys(self.counts, 0), ["around"]
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.counts[self.running[-1]] += 1
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(**inputs)
+        return self.counts
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_all_that_is_kept_for_backward_belongs_to_the_ladder_the_tail_and_the_head(name: str) -> None:
+    model = wrap(tiny(name), "side", reduction=4).train()
+    kept = Kept(model).of(model, batch(name))
+    assert kept["blocks"] == kept["around"] == 0
+    assert kept["ladder"] > 0
+    assert kept["tail"] > 0
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_blocks_keep_nothing_even_when_their_inputs_ask_for_gradients(name: str) -> None:
+    """As with enable_input_require_grads, which gradient checkpointing may turn on."""
+    model = wrap(tiny(name), "side", reduction=4).train()
+    kept = Kept(model)
+    plain = dict(kept.of(model, batch(name)))
+    model.enable_input_require_grads()
+    found = kept.of(model, batch(name))
+    assert found["blocks"] == 0
+    assert found["ladder"] == plain["ladder"]
+    model(**batch(name)).loss.backward()
+    assert {key for key, value in model.named_parameters() if value.grad is not None} == set(tuned_parameters(model))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_count_finds_blocks_that_run_with_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two tests above can fail: without no_grad the blocks keep tensors as soon as anything in them asks for a gradient."""
+    model = wrap(tiny(name), "side", reduction=4).train().requires_grad_(True)
+    kept = Kept(model)
+    assert kept.of(model, batch(name))["blocks"] == 0
+    monkeypatch.setattr(petune.stack.torch, "no_grad", contextlib.nullcontext)
+    assert kept.of(model, batch(name))["blocks"] > 0
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_backbone_gets_no_gradient(name: str) -> None:
+    model = sided(name)
+    _, found = gradients(model, batch(name))
+    assert found.keys() == tuned_parameters(model).keys()
+
+
+def backbone_states(model: Any, run: Any) -> list[Tensor]:
+    """What enters and leaves every backbone block while `run` runs."""
+    seen: list[Tensor] = []
+    handles = []
+    for stack in stacks(model):
+        for block in stack.blocks:
+            handles.append(block.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone())))
+            handles.append(
+                block.register_forward_hook(lambda _, __, out: seen.append((out[0] if isinstance(out, tuple) else out).detach().clone()))
+            )
+    run()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_backbone_runs_in_eval_mode_whatever_the_model_is_told(name: str) -> None:
+    model = wrap(tiny(name, **DROPOUT[name]), "side", reduction=4, dropout=0.3)
+    inputs = batch(name)
+    expected = backbone_states(model.eval(), lambda: model(**inputs))
+    for _ in range(2):
+        model.train()
+        found = backbone_states(model, lambda: model(**inputs))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(stack.side.training for stack in stacks(model))  # type: ignore[union-attr]
+    model.eval()
+    model(**inputs)
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["bart-seq2seq", "t5-seq2seq"])
+def test_the_encoder_alone_runs_in_eval_mode_too(name: str) -> None:
+    """`generate` calls the encoder itself, not through the model."""
+    model = wrap(tiny(name, **DROPOUT[name]), "side", reduction=4).train()
+    ids = batch(name)["input_ids"]
+    encoder = model.get_encoder()
+    first, second = (encoder(ids).last_hidden_state[..., :64] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_model_wrapped_in_eval_mode_is_in_eval_mode() -> None:
+    assert not any(module.training for module in wrap(tiny("llama-causal"), "side", reduction=4).modules())
+
+
+def test_side_dropout_acts_in_training_only() -> None:
+    model = sided("llama-causal", dropout=0.5).eval()
+    inputs = batch("llama-causal")
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.train()
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+# -- generation and the cache --
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", [*GENERATING, "qwen3-causal"])
+def test_generation_with_a_cache_is_generation_without(name: str, beams: int) -> None:
+    model = sided(name)
+    settings = {**GENERATE, "num_beams": beams}
+    found = model.generate(**prompt(name), **settings)
+    assert torch.equal(found, model.generate(**prompt(name), use_cache=False, **settings))
+    with without_tuning(model):
+        assert not torch.equal(found, model.generate(**prompt(name), **settings))
+
+
+@pytest.mark.parametrize("end", ["residual", "paper"])
+def test_a_static_cache_gives_the_same_tokens(end: str) -> None:
+    model = sided("llama-causal", end=end)
+    expected = model.generate(**prompt("llama-causal"), use_cache=False, **GENERATE)
+    assert torch.equal(model.generate(**prompt("llama-causal"), cache_implementation="static", **GENERATE), expected)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_step_by_step_logits_with_a_cache_are_those_of_one_pass(name: str) -> None:
+    model = sided(name)
+    torch.manual_seed(6)
+    ids = torch.randint(3, 97, (2, 7))
+    crossing = {"input_ids": batch(name, rows=2)["input_ids"]} if name != "llama-causal" else {}
+    key = "decoder_input_ids" if crossing else "input_ids"
+    with torch.no_grad():
+        whole = model(**crossing, **{key: ids}).logits
+        cache, parts = None, []
+        for index in range(7):
+            out = model(**crossing, **{key: ids[:, index : index + 1]}, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bart-seq2seq", "t5-seq2seq"])
+def test_encoder_states_without_a_side_part_are_refused(name: str) -> None:
+    model, base, inputs = sided(name), tiny(name), batch(name)
+    own = model.get_encoder()(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    expected = model(**inputs).logits
+    rest = {key: value for key, value in inputs.items() if key != "input_ids"}
+    torch.testing.assert_close(model(encoder_outputs=own, **rest).logits, expected)
+    foreign = base.get_encoder()(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    with pytest.raises(UsageError, match="no side state"):
+        model(encoder_outputs=foreign, **rest)
+
+
+# -- what a Hugging Face model can do --
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_hidden_states_are_as_many_and_as_wide_as_the_bases(name: str) -> None:
+    inputs = {**batch(name), "output_hidden_states": True}
+    base, model = frozen(tiny(name))(**inputs), wrap(tiny(name), "side", reduction=4)(**inputs)
+    for field in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        expected = getattr(base, field, None)
+        if expected is not None:
+            assert [part.shape for part in getattr(model, field)] == [part.shape for part in expected]
+            assert all(torch.equal(one, other) for one, other in zip(getattr(model, field)[:-1], expected[:-1], strict=True))
+
+
+@pytest.mark.parametrize("end", ["residual", "paper"])
+@pytest.mark.parametrize("name", FOUR)
+def test_the_papers_end_is_another_model_and_trains(name: str, end: str) -> None:
+    model = wrap(tiny(name), "side", reduction=4, end=end)
+    same = torch.equal(model(**batch(name)).logits, tiny(name).requires_grad_(False)(**batch(name)).logits)
+    assert same is (end == "residual")
+    stir(model, std=0.05)
+    _, found = gradients(model, batch(name))
+    assert found.keys() == tuned_parameters(model).keys()
+    with without_tuning(model):
+        base = tiny(name).requires_grad_(False)
+        for head, value in tuned_state(model).items():
+            if head in base.state_dict():
+                base.get_parameter(head).copy_(value)
+        assert torch.equal(model(**batch(name)).logits, base(**batch(name)).logits)
+
+
+@pytest.mark.parametrize("name", ["bart-seq2seq", "t5-seq2seq"])
+def test_a_deep_copy_stands_alone(name: str) -> None:
+    inputs = batch(name)
+    model = sided(name)
+    twin, expected = copy.deepcopy(model), model(**inputs).logits
+    stir(model, seed=8)
+    assert torch.equal(twin(**inputs).logits, expected)
+    stir(twin, seed=8)
+    torch.testing.assert_close(twin(**inputs).logits, model(**inputs).logits)
+    other = wrap(tiny(name, seed=4), "side", reduction=4)
+    other.load_state_dict(twin.state_dict(), strict=True)
+    assert torch.equal(other(**inputs).logits, twin(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_grad_mode_and_the_model_survive_an_exception_in_a_block(name: str) -> None:
+    model = sided(name)
+    expected = gradients(model, batch(name))[1]
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    handle = stacks(model)[-1].blocks[1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model(**batch(name))
+    handle.remove()
+    assert torch.is_grad_enabled()
+    assert_same_gradients(gradients(model, batch(name))[1], expected, 0)
+
+
+def test_a_bfloat16_backbone_keeps_its_dtype_beside_a_float32_ladder() -> None:
+    for name in FOUR:
+        model = wrap(tiny(name).bfloat16(), "side", reduction=4, also_train=())
+        assert {value.dtype for value in tuned_state(model).values()} == {torch.float32}
+        base = tiny(name).bfloat16().requires_grad_(False)
+        assert torch.equal(model(**batch(name)).logits, base(**batch(name)).logits)
+        stir(model, std=0.1)
+        _, found = gradients(model, batch(name))
+        assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def test_a_width_that_leaves_odd_heads_is_refused_where_positions_turn() -> None:
+    with pytest.raises(UsageError, match="heads of width 1, and rotary positions turn pairs"):
+        wrap(tiny("llama-causal"), "side", reduction=8)
+    wrap(tiny("bert-classify"), "side", reduction=8)

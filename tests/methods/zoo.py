@@ -1,0 +1,192 @@
+"""Tiny random models of every family and head, with a batch for each: what the tests of methods, models, sites and stacks share.
+
+Hidden 64, two blocks per stack, 8 heads (4 key and value heads where grouped), so that side widths divide. Every model comes from a seed,
+in eval mode, with dropout 0 unless asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BartForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    MistralForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
+
+VOCAB = 97
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+}
+_BERT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": 3,
+    "initializer_range": 0.1,
+}
+_BART: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "num_labels": 3,
+    "init_std": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "d_ff": 96,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 8,
+    "dropout_rate": 0.0,
+    "num_labels": 3,
+    "initializer_factor": 1.0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+_GATED = {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "bert-classify": (BertForSequenceClassification, BertConfig, _BERT),
+    "bert-tokens": (BertForTokenClassification, BertConfig, _BERT),
+    "bert-mlm": (BertForMaskedLM, BertConfig, _BERT),
+    "bart-seq2seq": (BartForConditionalGeneration, BartConfig, _BART),
+    "bart-classify": (BartForSequenceClassification, BartConfig, _BART),
+    "t5-seq2seq": (T5ForConditionalGeneration, T5Config, _T5),
+    "t5-gated": (T5ForConditionalGeneration, T5Config, _GATED),
+    "t5-classify": (T5ForSequenceClassification, T5Config, _T5),
+    "llama-causal": (LlamaForCausalLM, LlamaConfig, _DECODER),
+    "llama-classify": (LlamaForSequenceClassification, LlamaConfig, _DECODER),
+    "mistral-causal": (MistralForCausalLM, MistralConfig, _DECODER),
+    "mistral-classify": (MistralForSequenceClassification, MistralConfig, _DECODER),
+    "qwen2-causal": (Qwen2ForCausalLM, Qwen2Config, _DECODER),
+    "qwen2-classify": (Qwen2ForSequenceClassification, Qwen2Config, _DECODER),
+    "qwen3-causal": (Qwen3ForCausalLM, Qwen3Config, {**_DECODER, "head_dim": 16}),
+    "qwen3-classify": (Qwen3ForSequenceClassification, Qwen3Config, {**_DECODER, "head_dim": 16}),
+}
+FOUR = ("bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal")  # one model of each family
+# No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is about.
+GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "no_repeat_ngram_size": 1}
+GENERATING = ("bart-seq2seq", "t5-seq2seq", "llama-causal")
+SETTINGS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"r": 4}, "adapter": {"reduction": 4}, "side": {"reduction": 4}}
+
+
+def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """The model `name` of the zoo, random by `seed`, in eval mode; `changes` go over its config."""
+    model_type, config_type, settings = ZOO[name]
+    torch.manual_seed(seed)
+    return model_type(config_type(**{**settings, **changes})).eval()
+
+
+def batch(name: str, *, seed: int = 1, rows: int = 3, length: int = 9) -> dict[str, Tensor]:
+    """Inputs and labels for the model `name`: rows of unequal length, padded on the right."""
+    torch.manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, length - 2 * row :] = 0
+        ids[row, length - 2 * row :] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if name.startswith("bart-classify") or name.startswith("t5-classify"):
+        ends = mask.sum(1) - 1
+        ids[torch.arange(rows), ends] = 2  # these heads read the state of the end token, one in each row
+    if name.endswith("classify"):
+        return inputs | {"labels": torch.randint(0, 3, (rows,))}
+    if name.endswith("tokens"):
+        return inputs | {"labels": torch.where(mask.bool(), torch.randint(0, 3, ids.shape), -100)}
+    if name.startswith(("bart", "t5")):
+        return inputs | {"labels": torch.randint(3, VOCAB, (rows, 6))}
+    return inputs | {"labels": torch.where(mask.bool(), ids, -100)}
+
+
+def prompt(name: str) -> dict[str, Tensor]:
+    """Inputs of `generate`: for a decoder padded on the left."""
+    inputs = batch(name)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    return (
+        {"input_ids": ids, "attention_mask": mask}
+        if name.startswith(("bart", "t5"))
+        else {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
+    )
+
+
+def frozen(model: nn.Module) -> Any:
+    """`model` with no parameter asking for a gradient: torch picks kernels by that, and bit-equality needs the same ones."""
+    return model.requires_grad_(False)
+
+
+def stir(model: nn.Module, *, seed: int = 2, std: float = 0.3) -> None:
+    """Move every trainable parameter away from its start, so that nothing is an identity any more."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += (std * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)).to(parameter.dtype)
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradient of everything that got one, by name."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    """Same names, and each tensor equal within `tolerance` of its own largest entry or of 1."""
+    assert found.keys() == expected.keys()
+    assert found, "nothing had a gradient"
+    for name, value in expected.items():
+        scale = max(1.0, float(value.abs().max()))
+        assert float((found[name] - value).abs().max()) <= tolerance * scale, name
