@@ -1,0 +1,45 @@
+"""Batches: examples become tensors, padded to the longest of them and no further."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from petune.tasks.examples import MASKED, Example
+
+
+def collate(
+    examples: Sequence[Example], task: str, pad_token_id: int, padding_side: str = "right", packed: bool = False
+) -> dict[str, Tensor]:
+    """A batch for `model(**batch)`, all int64: input_ids [batch, longest], labels [batch, longest] (classify: [batch]).
+
+    Unpacked: attention_mask, and token_type_ids if the examples have them. Packed: position_ids instead, restarting at every sample, the
+    padding being a sample of its own; the caller must pass use_cache=False, or transformers lets samples see each other.
+    """
+    inputs = [example.input_ids for example in examples]
+    batch = {"input_ids": _stack(inputs, pad_token_id, padding_side)}
+    width = batch["input_ids"].shape[1]
+    if packed:
+        positions = [example.positions or list(range(len(example.input_ids))) for example in examples]
+        rows = [row + list(range(width - len(row))) for row in positions]
+        batch["position_ids"] = torch.tensor(rows)
+        batch["input_ids"] = _stack(inputs, pad_token_id, "right")
+    else:
+        batch["attention_mask"] = _stack([[1] * len(row) for row in inputs], 0, padding_side)
+    if all(example.token_types is not None for example in examples):
+        batch["token_type_ids"] = _stack([example.token_types or [] for example in examples], 0, padding_side)
+    if task == "classify":
+        batch["labels"] = torch.tensor([example.labels for example in examples])
+    else:
+        labels = [example.labels for example in examples if isinstance(example.labels, list)]
+        batch["labels"] = _stack(labels, MASKED, "right" if task == "seq2seq" or packed else padding_side)
+    return batch
+
+
+def _stack(rows: Sequence[list[int]], fill: int, side: str) -> Tensor:
+    """[rows, longest], the shorter filled on `side`."""
+    width = max(len(row) for row in rows)
+    padded = [row + [fill] * (width - len(row)) if side == "right" else [fill] * (width - len(row)) + row for row in rows]
+    return torch.tensor(padded, dtype=torch.int64)

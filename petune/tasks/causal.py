@@ -1,0 +1,39 @@
+"""causal: a decoder continues text. Of a pair only the completion is trained, of plain text everything; the end token always.
+
+The prompt is tokenized by itself, as it will be at generation, and masked by its position: a prompt that contains the completion's tokens,
+or a pad token equal to the end token, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from petune.tasks.examples import MASKED, Coder, Example, causal_example
+from petune.tasks.rows import Pair, Row, Text
+
+
+def prompt_text(source: str, coder: Coder) -> str:
+    """A source as the decoder sees it, up to where the completion begins."""
+    return coder.config.prefix + source + coder.config.separator
+
+
+def opened(ids: list[int], eos: int) -> list[int]:
+    """The ids without an end token that the tokenizer added by itself."""
+    return ids[:-1] if ids[-1:] == [eos] else ids
+
+
+def encode_causal(rows: Sequence[Row], coder: Coder) -> list[Example]:
+    """One example per Pair or Text."""
+    eos = coder.eos()
+    pairs = [row for row in rows if isinstance(row, Pair)]
+    texts = [row for row in rows if isinstance(row, Text)]
+    prompts = coder.ids([prompt_text(row.source, coder) for row in pairs])
+    completions = coder.ids([row.target for row in pairs], special=False)
+    examples = []
+    for row, prompt, completion in zip(pairs, prompts, completions, strict=True):
+        prompt = opened(prompt, eos)
+        examples.append(causal_example([*prompt, *completion, eos], [MASKED] * len(prompt) + [*completion, eos], row.where, coder))
+    for text, ids in zip(texts, coder.ids([row.text for row in texts]), strict=True):
+        ids = [*opened(ids, eos), eos]
+        examples.append(causal_example(ids, ids, text.where, coder))
+    return examples

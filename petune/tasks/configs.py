@@ -1,0 +1,43 @@
+"""What a recipe may say about its data: one frozen dataclass, no torch, no reading.
+
+Ranges and choices live in the field metadata, so that recipe, documentation and check have one source. `columns` maps the role a column
+plays here to the name it has in the file; a role not named is found by its usual names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FORMATS = ("text-label", "pairs", "alpaca", "sharegpt", "messages", "text")
+ROLES = ("text", "text_pair", "label", "source", "target", "instruction", "input", "output", "messages")
+DEFAULT_MAX_LENGTH = 1024
+MAX_LINE_BYTES = 16 * 2**20  # a longer line is a broken file far more often than a row
+MAX_BAD_SHARE = 0.05  # what `on_bad_line: skip` may skip
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the rows are, how they are read, and how long an example may be."""
+
+    path: str = field(metadata={"doc": "file, folder, glob, demo:NAME, or hub id[:config][@split]"})
+    format: str = field(default="auto", metadata={"choices": ("auto", *FORMATS), "doc": "shape of a row; auto: by the column names"})
+    columns: Mapping[str, str] = field(default_factory=dict, metadata={"keys": ROLES, "doc": "role: name of the column that plays it"})
+    eval: str | None = field(default=None, metadata={"doc": "rows to evaluate on, given like path; otherwise some of path"})
+    split: float = field(default=0.1, metadata={"gt": 0.0, "lt": 1.0, "doc": "share of the distinct rows held out when eval is not given"})
+    split_by: str = field(
+        default="content",
+        metadata={"choices": ("content", "seed"), "doc": "content: the same held-out rows for every seed; seed: others for each seed"},
+    )
+    max_length: int | None = field(
+        default=None, metadata={"ge": 8, "doc": f"longest example, tokens; default {DEFAULT_MAX_LENGTH} or what the model can take"}
+    )
+    max_target_length: int | None = field(default=None, metadata={"ge": 8, "doc": "longest target of seq2seq, tokens; default max_length"})
+    truncation: str = field(default="right", metadata={"choices": ("right", "left"), "doc": "the side cut from an over-long input"})
+    packing: bool = field(default=False, metadata={"doc": "causal and chat: several examples in one sequence, none seeing another"})
+    prefix: str = field(default="", metadata={"doc": "text put before every source of a pair, as T5 wants: 'summarize: '"})
+    separator: str = field(default="\n", metadata={"doc": "text between prompt and completion of a pair, causal only"})
+    on_bad_line: str = field(
+        default="error", metadata={"choices": ("error", "skip"), "doc": f"skip: bad rows are counted, at most {MAX_BAD_SHARE:.0%}"}
+    )
+    max_rows: int | None = field(default=None, metadata={"ge": 1, "doc": "at most this many rows of each side, sampled by content"})

@@ -1,0 +1,182 @@
+"""From rows to examples: checks that task, model and tokenizer fit, encodes, drops what has nothing left to train, and reports it all.
+
+The rule for over-long rows: they are cut on the configured side; a row that has no trained token left is dropped and counted; if that is
+more than half of the rows, training on the rest would not be what was asked for, and it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from petune.errors import DataError, FileError, UsageError
+from petune.tasks.causal import opened, prompt_text
+from petune.tasks.chat import need_template
+from petune.tasks.chat import render as render_chat
+from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
+from petune.tasks.examples import Coder, Example
+from petune.tasks.packing import pack
+from petune.tasks.report import DataReport, percentile
+from petune.tasks.rows import Message, Rows
+from petune.tasks.table import check_fit, find_task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENDLESS = 10**6  # tokenizers without a limit say a number beyond this
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples ready to be collated; `train` holds packed sequences if the config says so, `eval` never does."""
+
+    train: list[Example]
+    eval: list[Example]
+    report: DataReport
+    packed: bool
+
+
+def encode(
+    rows: Rows,
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    model_kind: str,
+    max_positions: int | None = None,
+    vocab_size: int | None = None,
+) -> Encoded:
+    """Encode both sides. `max_positions`: the longest sequence the model takes; `vocab_size`: its embedding's rows.
+
+    Raises UsageError if task, kind, packing or length do not fit; FileError if the tokenizer does not (no end token, no template, ids
+    beyond the vocabulary); DataError if more than half of the rows have nothing to train.
+    """
+    check_fit(task, model_kind, config.packing)
+    labels, segments = rows.labels, model_kind == "encoder"
+    coder = make_coder(tokenizer, config, max_positions=max_positions, labels=labels, segments=segments)
+    work = find_task(task).encode
+    sides = [work(side, coder) for side in (rows.train, rows.eval)]
+    for side in sides:
+        _check_ids(side, vocab_size)
+    train, held_out = ([example for example in side if example.trained] for side in sides)
+    _check_left(sides[0], train, coder, "train")
+    if sides[1]:
+        _check_left(sides[1], held_out, coder, "eval")
+    report = _report(sides, train, held_out, coder, task)
+    if not config.packing:
+        return Encoded(train, held_out, report, packed=False)
+    bins = pack(train, coder.limit)
+    return Encoded(bins, held_out, replace(report, bins=len(bins)), packed=True)
+
+
+def make_coder(
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    max_positions: int | None = None,
+    labels: tuple[str, ...] | None = None,
+    segments: bool = False,
+) -> Coder:
+    """Settle the lengths. UsageError if the config asks for more than the model takes."""
+    if config.max_length and max_positions and config.max_length > max_positions:
+        raise UsageError(
+            "data.max_length is more than the model's positions",
+            where="data.max_length",
+            expected=f"at most {max_positions}",
+            found=str(config.max_length),
+        )
+    own = tokenizer.model_max_length if tokenizer.model_max_length < ENDLESS else DEFAULT_MAX_LENGTH
+    limit = config.max_length or min(DEFAULT_MAX_LENGTH, own, max_positions or DEFAULT_MAX_LENGTH)
+    target = min(config.max_target_length or limit, max_positions or ENDLESS)
+    return Coder(tokenizer, config, limit, target, labels, segments)
+
+
+def encode_prompt(
+    prompt: str | Sequence[Message], task: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, format: str = "text"
+) -> list[int]:
+    """Token ids to generate from, written as the rows of this task and format were: a text, or (chat) the turns so far.
+
+    `format` is `Rows.format`: plain text gets no separator. Raises UsageError for classify, FileError for chat without a template.
+    """
+    coder = make_coder(tokenizer, config)
+    if task == "classify":
+        raise UsageError("a classifier does not generate", remedy="petune eval scores it")
+    if task == "chat":
+        need_template(coder)
+        turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+        return coder.ids([render_chat(turns, coder, "prompt", prompt=True)], special=False)[0]
+    if not isinstance(prompt, str):
+        raise UsageError(f"task {task} generates from a text, not from turns", remedy="use task: chat")
+    if task == "seq2seq":
+        return coder.ids([config.prefix + prompt])[0]
+    text = prompt if format == "text" else prompt_text(prompt, coder)
+    return opened(coder.ids([text])[0], coder.eos())
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id to fill with: the tokenizer's pad token, else its end token, else 0. Harmless, since masks and labels go by position."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    return 0
+
+
+def _check_ids(examples: Sequence[Example], vocab_size: int | None) -> None:
+    if vocab_size is None:
+        return
+    for example in examples:
+        labels = example.labels if isinstance(example.labels, list) else []
+        if (top := max((*example.input_ids, *labels), default=0)) >= vocab_size:
+            raise FileError(
+                "the tokenizer does not belong to the model: a token has no row in the embedding",
+                where=example.where,
+                expected=f"ids below {vocab_size}",
+                found=str(top),
+                remedy="take the tokenizer of this model",
+            )
+
+
+def _check_left(all_: Sequence[Example], left: Sequence[Example], coder: Coder, side: str) -> None:
+    if len(left) * 2 >= len(all_) and left:
+        return
+    lost = next(example for example in all_ if not example.trained)
+    other = "left" if coder.config.truncation == "right" else "right"
+    raise DataError(
+        f"{len(all_) - len(left)} of {len(all_)} rows to {side} have no trained token after cutting to {coder.limit} tokens",
+        where=lost.where,
+        found=f"{lost.length} tokens in the first of them",
+        remedy=f"raise data.max_length, or cut the other side: data.truncation={other}",
+    )
+
+
+def _report(sides: Sequence[list[Example]], train: list[Example], held_out: list[Example], coder: Coder, task: str) -> DataReport:
+    lengths = [example.length for example in sides[0]]
+    tokens = sum(len(example.input_ids) for example in train)
+    targets = [example.trained for example in train] if task == "seq2seq" else []
+    if targets:
+        tokens += sum(targets)
+    return DataReport(
+        rows=len(train),
+        eval_rows=len(held_out),
+        p50=percentile(lengths, 0.5),
+        p95=percentile(lengths, 0.95),
+        longest=max(lengths, default=0),
+        limit=coder.limit,
+        truncated=sum(example.cut for example in sides[0]),
+        dropped=len(sides[0]) - len(train),
+        eval_dropped=len(sides[1]) - len(held_out),
+        tokens=tokens,
+        trained=None if task == "classify" else sum(example.trained for example in train),
+        target_p50=percentile(targets, 0.5) if targets else None,
+        target_longest=max(targets) if targets else None,
+        bins=None,
+        truncation=coder.config.truncation,
+        notes=_notes(coder.tokenizer),
+    )
+
+
+def _notes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    if tokenizer.pad_token_id is None:
+        return ("the tokenizer has no pad token: filled with the end token instead, which masks and labels do not see",)
+    return ()

@@ -1,0 +1,103 @@
+"""An example: one row as token ids, with what is trained marked by position and never by token id.
+
+Labels are -100 where nothing is trained; the first label of a causal example always is, since no token predicts it. Hence the number of
+trained tokens is the number of labels, and packed examples cannot predict one another's first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from petune.errors import FileError
+from petune.tasks.configs import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MASKED = -100
+
+
+@dataclass(frozen=True)
+class Example:
+    """`labels`: one per input token (causal, chat), the target's tokens (seq2seq), or the number of the class (classify).
+
+    `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones. `length` counts the tokens before
+    anything was cut.
+    """
+
+    input_ids: list[int]
+    labels: list[int] | int
+    where: str
+    length: int
+    token_types: list[int] | None = None
+    positions: list[int] | None = None
+
+    @property
+    def trained(self) -> int:
+        """How many labels are trained; 1 for a class."""
+        return 1 if isinstance(self.labels, int) else sum(label != MASKED for label in self.labels)
+
+    @property
+    def cut(self) -> bool:
+        """Whether something was cut away."""
+        return self.length > len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class Coder:
+    """What an encoding needs besides the rows. `limit` and `target_limit` are in tokens; `labels` the classes in the order of their ids.
+
+    `segments`: the model takes token types (a generic tokenizer offers them to models that do not).
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    config: DataConfig
+    limit: int
+    target_limit: int
+    labels: tuple[str, ...] | None
+    segments: bool
+
+    def ids(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """Token ids of each text, with the tokenizer's own special tokens or none."""
+        if not texts:
+            return []
+        return list(self.tokenizer(list(texts), add_special_tokens=special, verbose=False, return_attention_mask=False)["input_ids"])
+
+    def eos(self) -> int:
+        """The end token. FileError without one: a model that never sees an end never learns to stop."""
+        eos = self.tokenizer.eos_token_id
+        if not isinstance(eos, int):
+            remedy = "set eos_token in the model's tokenizer_config.json"
+            raise FileError("the tokenizer has no end-of-sequence token, so the model could not learn to stop", remedy=remedy)
+        return eos
+
+
+def shorten(ids: list[int], labels: list[int], coder: Coder) -> tuple[list[int], list[int]]:
+    """Cut a causal example to the limit on the side the config names; a beginning-of-sequence token stays."""
+    if len(ids) <= coder.limit:
+        return ids, labels
+    if coder.config.truncation == "right":
+        return ids[: coder.limit], labels[: coder.limit]
+    first = ids[:1] if ids[0] == coder.tokenizer.bos_token_id else []
+    keep = coder.limit - len(first)
+    return first + ids[-keep:], [MASKED] * len(first) + labels[-keep:]
+
+
+def causal_example(ids: list[int], labels: list[int], where: str, coder: Coder) -> Example:
+    """An example of a decoder, cut to the limit, its first label masked."""
+    kept, marked = shorten(ids, labels, coder)
+    return Example(kept, [MASKED, *marked[1:]], where, len(ids))
+
+
+@contextmanager
+def cut_on(tokenizer: PreTrainedTokenizerBase, side: str) -> Iterator[None]:
+    """The tokenizer truncates on `side` inside; what the user had set is put back."""
+    before = tokenizer.truncation_side
+    tokenizer.truncation_side = side
+    try:
+        yield
+    finally:
+        tokenizer.truncation_side = before

@@ -1,0 +1,141 @@
+"""From a data config to the rows of a run: find, read, detect, check, split; everything decided on the way becomes a note."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from petune.errors import DataError, UsageError, nearest
+from petune.tasks.configs import DataConfig
+from petune.tasks.faults import Faults
+from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, RowMaker, detect
+from petune.tasks.read import Record
+from petune.tasks.rows import Labelled, Row, Rows, fingerprint
+from petune.tasks.sources import Source, find_source
+from petune.tasks.splits import Split, keep_apart, sample, split_off
+
+INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
+    **{("text-label", kind): "classify" for kind in ("encoder", "encoder-decoder", "decoder")},
+    **{(format_, "encoder-decoder"): "seq2seq" for format_ in ("pairs", "alpaca", "docstrings")},
+    **{(format_, "decoder"): "causal" for format_ in ("pairs", "alpaca", "text", "docstrings")},
+    **{(format_, "decoder"): "chat" for format_ in ("messages", "sharegpt")},
+    ("docstrings", "encoder"): "classify",
+}
+
+
+def infer_task(format_: str, model_kind: str) -> str:
+    """The one task that rows of this format mean for a model of this kind ("encoder", "encoder-decoder", "decoder"); UsageError if none."""
+    if task := INFERRED.get((format_, model_kind)):
+        return task
+    fit = [f"{kind}: {task}" for (known, kind), task in INFERRED.items() if known == format_]
+    raise UsageError(
+        f"rows of format {format_} have no task for a model of kind {model_kind}",
+        where="task",
+        expected="; ".join(fit),
+        remedy="take a model of that kind, or other data",
+    )
+
+
+def detect_format(config: DataConfig, folder: Path) -> str:
+    """The format of the first row, without a task to help: for `infer_task`. "docstrings" for the demo corpus. Raises DataError."""
+    source = find_source(config.path, folder)
+    if source.demo and config.format == "auto" and not config.columns:
+        return source.demo
+    faults = Faults(skip=config.on_bad_line == "skip")
+    first = _first(source.records("train", faults), source.name, faults)
+    return detect(first, config.format, config.columns, None).format
+
+
+def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0) -> Rows:
+    """Read and check every row of a run. `folder` is where relative paths start (the recipe's), `seed` matters to `split_by: seed` alone.
+
+    Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a file or the hub cannot be
+    reached.
+    """
+    if task not in TASK_FORMATS:
+        near = nearest(task, TASK_FORMATS)
+        remedy = f"did you mean: {near[0]}" if near else None
+        raise UsageError(f"there is no task {task!r}", where="task", expected=", ".join(TASK_FORMATS), remedy=remedy)
+    source = find_source(config.path, folder)
+    notes = list(source.notes)
+    train, layout = _read(source, "train", config, task, notes)
+    own = not config.eval and _has_side(source, "eval")
+    if config.eval or own:
+        other = find_source(config.eval, folder) if config.eval else source
+        held_out, _ = _read(other, "eval" if own or _has_side(other, "eval") else "train", config, task, notes, layout)
+        split = keep_apart(train, held_out, f"held-out rows {'come with' if own else 'are'} {other.name}")
+    else:
+        salt = f"seed {seed}" if config.split_by == "seed" else ""
+        split = split_off(train, config.split, salt)
+    notes.append(split.rule)
+    labels = _labels(split) if task == "classify" else None
+    kept, held = (sample(rows, config.max_rows) for rows in (split.train, split.eval))
+    if len(kept) + len(held) < len(split.train) + len(split.eval):
+        sizes = f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
+        notes.append(f"max_rows: {sizes}, chosen by content hash")
+    return Rows(kept, held, labels, layout.format, tuple(notes), fingerprint(kept, held))
+
+
+def _has_side(source: Source, side: str) -> bool:
+    if not source.hub:
+        return bool(source.held_out)
+    return next(iter(source.records(side, Faults(skip=False))), None) is not None
+
+
+def _first(records: Iterator[Record], name: str, faults: Faults) -> Record:
+    first = next(records, None)
+    if first is None:
+        faults.settle(0)
+        why = f"only {faults.blanks} blank lines" if faults.blanks else "the file is empty"
+        raise DataError(f"there are no rows: {why}", where=name)
+    return first
+
+
+def _read(
+    source: Source, side: str, config: DataConfig, task: str, notes: list[str], layout: Layout | None = None
+) -> tuple[list[Row], Layout]:
+    """The rows of one side, in `layout` or the one found from the first record."""
+    faults = Faults(skip=config.on_bad_line == "skip")
+    demo = source.demo if config.format == "auto" and not config.columns else None
+    records = source.records(side, faults)
+    first = _first(records, source.name, faults)
+    if layout is None:
+        columns: Mapping[str, str] = DEMO[task] if demo else config.columns
+        layout = detect(first, config.format, columns, task)
+        notes.append(str(layout))
+    make = RowMaker(layout, task, faults, drop_empty=demo is not None)
+    rows = [row for record in itertools.chain((first,), records) if (row := make(record)) is not None]
+    if skipped := faults.settle(len(rows) + make.dropped):
+        notes.append(skipped)
+    if make.dropped:
+        notes.append(f"{side}: {make.dropped} rows without {' or '.join(layout.columns.values())} dropped")
+    if faults.blanks:
+        notes.append(f"{side}: {faults.blanks} blank lines passed over")
+    if not rows:
+        raise DataError("no row is left", where=source.name, found=f"{make.dropped} dropped")
+    return rows, layout
+
+
+def _labels(split: Split) -> tuple[str, ...]:
+    """The classes trained on, numbers in their order, names in the alphabet's. Raises DataError unless there is something to tell apart."""
+    counts = Counter(row.label for row in split.train if isinstance(row, Labelled))
+    first = split.train[0].where
+    if len(counts) < 2:
+        raise DataError("every row has the same label", where=first, expected="at least 2 classes", found=repr(next(iter(counts))))
+    if len(counts) == len(split.train) > 2:
+        raise DataError(
+            "every row has a label of its own",
+            where=first,
+            found=f"{len(counts)} labels",
+            remedy="is it the right column? data.columns.label",
+        )
+    for row in split.eval:
+        if isinstance(row, Labelled) and row.label not in counts:
+            near = nearest(row.label, counts)
+            remedy = f"did you mean: {near[0]}" if near else None
+            known = ", ".join(sorted(counts)[:10])
+            raise DataError(f"label {row.label!r} is held out but never trained on", where=row.where, expected=known, remedy=remedy)
+    numeric = all(label.lstrip("-").isdecimal() for label in counts)
+    return tuple(sorted(counts, key=lambda label: (int(label) if numeric else 0, label)))

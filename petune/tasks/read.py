@@ -1,0 +1,297 @@
+"""Readers: a file becomes records (place, columns), strictly and with line numbers.
+
+JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or name the wrong line. Lines are
+read with a cap, so that a file without line ends costs no memory. A bad line goes to `Faults` and reading goes on where it can.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from petune.errors import DataError, MachineError, Problem
+from petune.tasks.configs import MAX_LINE_BYTES
+from petune.tasks.faults import Faults
+
+
+class Record(NamedTuple):
+    """One row as the file has it."""
+
+    where: str
+    columns: dict[str, Any]
+
+
+def read_file(path: Path, faults: Faults) -> Iterator[Record]:
+    """The records of one file, by its suffix. Raises DataError for a file of another kind, MachineError if it cannot be opened."""
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
+        what = f"cannot read a {suffix or 'suffixless'} file as data"
+        raise DataError(what, where=shown(path), expected=" ".join(READERS), remedy="convert it to .jsonl")
+    try:
+        refuse_foreign(path, suffix)
+        yield from READERS[suffix](path, faults)
+    except PermissionError as error:
+        raise MachineError("no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}") from error
+    except OSError as error:
+        raise MachineError(f"cannot read the data file: {error.strerror or error}", where=shown(path)) from error
+
+
+def shown(path: Path) -> str:
+    """The path as a person would type it: relative when it lies under the working directory."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+FOREIGN = {
+    b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself: git lfs pull"),
+    b"<!DOCTYPE": ("an HTML page", "the download answered with a web page: fetch the file again"),
+    b"<html": ("an HTML page", "the download answered with a web page: fetch the file again"),
+    b"PK\x03\x04": ("a zip archive", "unpack it first"),
+    b"\x1f\x8b": ("a gzip archive", "unpack it first: gunzip"),
+    b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
+}
+
+
+def refuse_foreign(path: Path, suffix: str) -> None:
+    """Name what a file really is, before its first line is blamed."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    for start, (kind, remedy) in FOREIGN.items():
+        if head.startswith(start):
+            raise DataError(f"this {suffix} file is {kind}", where=shown(path), remedy=remedy)
+
+
+# --- lines ---
+
+
+class Line(NamedTuple):
+    """One line without its end; `ended` is False for a last line that has none."""
+
+    number: int
+    text: str
+    ended: bool
+
+
+def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
+    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also ends the reading."""
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{shown(path)}:{number}"
+            if len(raw) > MAX_LINE_BYTES:
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(2**20)
+                what = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
+                faults.add(Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal)
+            else:
+                try:
+                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                    yield Line(number, text.rstrip("\r\n"), raw.endswith(b"\n"))
+                    continue
+                except UnicodeDecodeError as error:
+                    what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+                    faults.add(Problem(what, f"{where}:{error.start + 1}", remedy="save the file as UTF-8"), fatal=fatal)
+            if fatal:
+                return
+
+
+# --- JSON ---
+
+
+class BadValue(ValueError):
+    """Syntax that the json module lets pass and we do not."""
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadValue(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return row
+
+
+def _no_constant(name: str) -> None:
+    raise BadValue(f"{name} is not a JSON value")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number with a point",
+    type(None): "null",
+}
+
+
+def kind_of(value: object) -> str:
+    """The JSON name of a value's type."""
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
+    """One object a line; blank lines are counted."""
+    for line in lines(path, faults):
+        where = f"{shown(path)}:{line.number}"
+        if not line.text.strip():
+            faults.blanks += 1
+            continue
+        try:
+            value = DECODER.decode(line.text)
+        except json.JSONDecodeError as error:
+            cut = not line.ended and error.pos >= len(line.text.rstrip()) - 1
+            what = "the last line is cut off" if cut or not line.ended else f"not JSON: {error.msg}"
+            remedy = "was the file copied whole?" if not line.ended else _hint(line)
+            faults.add(Problem(what, f"{where}:{error.colno}", remedy=remedy))
+        except (ValueError, RecursionError) as error:
+            faults.add(Problem(_said(error), where))
+        else:
+            if isinstance(value, dict):
+                yield Record(where, value)
+            else:
+                faults.add(Problem("a row must be an object", where, expected='{"column": value, ...}', found=kind_of(value)))
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "the value is nested too deeply"
+    return str(error) if isinstance(error, BadValue) else f"not JSON: {error}"
+
+
+def _hint(line: Line) -> str | None:
+    if line.number == 1 and line.text.strip() in ("{", "["):
+        return "a .jsonl file has one whole object per line; name a pretty-printed array .json"
+    if line.text.lstrip().startswith("{'"):
+        return "JSON strings take double quotes"
+    return None
+
+
+def read_json(path: Path, faults: Faults) -> Iterator[Record]:
+    """An array of objects, or (by its first character) lines of objects."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start != b"[":
+        yield from read_jsonl(path, faults)
+        return
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        faults.add(Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"), fatal=True)
+        return
+    yield from _array(path, text, faults)
+
+
+def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
+    """Walk the array element by element, so that each keeps its line."""
+    position, line, seen = text.index("[") + 1, 1, 0
+
+    def skip(characters: str) -> str:
+        nonlocal position
+        while position < len(text) and text[position] in characters:
+            position += 1
+        return text[position : position + 1]
+
+    while (head := skip(" \t\r\n")) != "]":
+        line, seen = line + text.count("\n", seen, position), position
+        where = f"{shown(path)}:{line}"
+        try:
+            if not head:
+                raise BadValue("the array is not closed")
+            value, position = DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError):
+                where = f"{shown(path)}:{error.lineno}:{error.colno}"
+            faults.add(Problem(_said(error), where, remedy="nothing after this place was read"), fatal=True)
+            return
+        if isinstance(value, dict):
+            yield Record(where, value)
+        else:
+            faults.add(Problem("a row must be an object", where, found=kind_of(value)))
+        if skip(" \t\r\n") == ",":
+            position += 1
+        elif text[position : position + 1] != "]":
+            faults.add(Problem("expected , or ] after a row", f"{shown(path)}:{line + text.count(chr(10), seen, position)}"), fatal=True)
+            return
+
+
+# --- tables and text ---
+
+
+def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
+    """A header and rows of as many cells; an empty cell is a missing value."""
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    limit = csv.field_size_limit(MAX_LINE_BYTES)  # process-wide, so put back
+    try:
+        reader = csv.reader((line.text + "\n" for line in lines(path, faults, fatal=True)), delimiter=delimiter, strict=True)
+        header: list[str] = []
+        line = 1
+        try:
+            for cells in reader:
+                where, line = f"{shown(path)}:{line}", reader.line_num + 1
+                if not cells or cells == [""]:
+                    faults.blanks += 1
+                elif not header:
+                    header = _header(cells, where)
+                elif len(cells) != len(header):
+                    what, remedy = "a row of another width than the header", "quote cells that hold the separator"
+                    faults.add(Problem(what, where, f"{len(header)} cells", str(len(cells)), remedy))
+                else:
+                    yield Record(where, {name: cell if cell else None for name, cell in zip(header, cells, strict=True)})
+        except csv.Error as error:
+            faults.add(Problem(f"not CSV: {error}", f"{shown(path)}:{line}", remedy="nothing after this place was read"), fatal=True)
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _header(cells: list[str], where: str) -> list[str]:
+    header = [cell.strip() for cell in cells]
+    for name in header:
+        if not name or header.count(name) > 1:
+            raise DataError(f"column name {name!r} appears twice" if name else "a column has no name", where=where, found=", ".join(header))
+    return header
+
+
+def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
+    """A row of plain text per line."""
+    for line in lines(path, faults):
+        if line.text.strip():
+            yield Record(f"{shown(path)}:{line.number}", {"text": line.text})
+        else:
+            faults.blanks += 1
+
+
+def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
+    """Rows of a Parquet file; the place is the row's number, from 1."""
+    import pyarrow  # type: ignore[import-untyped]  # comes with datasets
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches():
+            for columns in batch.to_pylist():
+                number += 1
+                yield Record(f"{shown(path)}:{number}", columns)
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"not a whole Parquet file: {error}", where=shown(path), remedy="fetch or write it again") from error
+
+
+Reader = Callable[[Path, Faults], Iterator[Record]]
+READERS: dict[str, Reader] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".txt": read_txt,
+    ".parquet": read_parquet,
+}

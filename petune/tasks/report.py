@@ -1,0 +1,101 @@
+"""What became of the rows: lengths, cuts, drops, the share of trained tokens, and examples with the trained part marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from petune.tasks.examples import MASKED, Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Figures of the rows to train on; lengths are tokens of one example before cutting. `bins` counts packed sequences.
+
+    `trained` is None for classify, where rows are trained, not tokens.
+    """
+
+    rows: int
+    eval_rows: int
+    p50: int
+    p95: int
+    longest: int
+    limit: int
+    truncated: int
+    dropped: int
+    eval_dropped: int
+    tokens: int
+    trained: int | None
+    target_p50: int | None
+    target_longest: int | None
+    bins: int | None
+    truncation: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def trained_share(self) -> float:
+        """Trained tokens per token; 1 for classify."""
+        return 1.0 if self.trained is None else self.trained / max(1, self.tokens)
+
+    @property
+    def truncated_share(self) -> float:
+        """Cut rows per row."""
+        return self.truncated / max(1, self.rows + self.dropped)
+
+    def lines(self) -> list[str]:
+        """The report, one fact a line."""
+        said = [f"rows {self.rows:,} to train on, {self.eval_rows:,} held out"]
+        if self.dropped or self.eval_dropped:
+            said.append(f"dropped {self.dropped:,} and {self.eval_dropped:,} rows: nothing to train was left after cutting")
+        share = f"{self.truncated_share:.1%} cut on the {self.truncation}"
+        said.append(f"tokens per row p50 {self.p50:,}, p95 {self.p95:,}, longest {self.longest:,}; limit {self.limit:,}, {share}")
+        if self.target_p50 is not None:
+            said.append(f"tokens per target p50 {self.target_p50:,}, longest {self.target_longest:,}")
+        if self.trained is not None:
+            said.append(f"trained tokens {self.trained:,} of {self.tokens:,} ({self.trained_share:.1%})")
+        if self.bins is not None:
+            said.append(f"packed into {self.bins:,} sequences, {self.tokens / (self.bins * self.limit):.1%} full; a batch counts sequences")
+        return [*said, *self.notes]
+
+
+def percentile(values: Sequence[int], share: float) -> int:
+    """The smallest value that at least `share` of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else 0
+
+
+def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """The example as pieces of text, each with whether it is trained. For seq2seq the source comes first, then the target."""
+    if isinstance(example.labels, int):
+        return [(_text(tokenizer, example.input_ids), False)]
+    if _has_target(example):
+        return [(_text(tokenizer, example.input_ids), False), (_text(tokenizer, example.labels), True)]
+    pieces: list[tuple[list[int], bool]] = []
+    for token, label in zip(example.input_ids, example.labels, strict=True):
+        trained = label != MASKED
+        if not pieces or pieces[-1][1] != trained:
+            pieces.append(([], trained))
+        pieces[-1][0].append(token)
+    return [(_text(tokenizer, ids), trained) for ids, trained in pieces]
+
+
+def _has_target(example: Example) -> bool:
+    """A seq2seq example: its labels are a text of their own, trained from the first on, which a causal one's never are."""
+    return not isinstance(example.labels, int) and example.labels[:1] != [MASKED]
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
+    """The example as text with what is trained in [[...]]; for classify the class follows, by name if `labels` is given."""
+    if isinstance(example.labels, int):
+        name = labels[example.labels] if labels else str(example.labels)
+        return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"
+    arrow = " -> " if _has_target(example) else ""
+    return arrow.join(f"[[{text}]]" if trained else text for text, trained in spans(example, tokenizer))

@@ -1,0 +1,92 @@
+"""A row: what one line of data means to a task, and where it came from.
+
+Four shapes cover every format: a labelled text, a source with its target, a conversation, a text. `where` is for people, never part of
+a row's content: the fingerprint of the same rows is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text, or a pair of texts, and the name of its class."""
+
+    where: str
+    text: str
+    pair: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is given and what is to be written."""
+
+    where: str
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation; role is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order; at least one is the assistant's."""
+
+    where: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text to be continued."""
+
+    where: str
+    text: str
+
+
+Row = Labelled | Pair | Conversation | Text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every row of a run. `labels` are the classes in the order of their ids (classify only); `notes` say what was detected and decided."""
+
+    train: list[Row]
+    eval: list[Row]
+    labels: tuple[str, ...] | None
+    format: str
+    notes: tuple[str, ...]
+    sha256: str
+
+
+def content(row: Row) -> str:
+    """The row without its place, as one canonical line."""
+    fields = {name: value for name, value in asdict(row).items() if name != "where"}
+    return json.dumps(fields, ensure_ascii=True, sort_keys=True)
+
+
+def identity(row: Row) -> str:
+    """What makes two rows the same one when held-out rows must not be among the trained: for a labelled text its text alone."""
+    if isinstance(row, Labelled):
+        return json.dumps([row.text, row.pair])
+    return content(row)
+
+
+def fingerprint(train: list[Row], eval_: list[Row]) -> str:
+    """SHA-256 of the content of all rows in order."""
+    digest = hashlib.sha256()
+    for side, rows in (("train", train), ("eval", eval_)):
+        digest.update(f"{side} {len(rows)}\n".encode())
+        for row in rows:
+            digest.update(content(row).encode() + b"\n")
+    return digest.hexdigest()

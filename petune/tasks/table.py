@@ -1,0 +1,68 @@
+"""TASKS: what each task is, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from petune.errors import UsageError, nearest
+from petune.tasks.causal import encode_causal
+from petune.tasks.chat import encode_chat
+from petune.tasks.classify import encode_classify
+from petune.tasks.examples import Coder, Example
+from petune.tasks.formats import TASK_FORMATS
+from petune.tasks.rows import Row
+from petune.tasks.seq2seq import encode_seq2seq
+
+
+@dataclass(frozen=True)
+class Task:
+    """`head`: what the model must end in. `kinds`: families it fits. `metric`, `direction`: what names the best checkpoint by default."""
+
+    name: str
+    head: str
+    kinds: frozenset[str]
+    metric: str
+    direction: str
+    packs: bool
+    encode: Callable[[Sequence[Row], Coder], list[Example]]
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of rows it can learn from."""
+        return TASK_FORMATS[self.name]
+
+
+TASKS: dict[str, Task] = {
+    "classify": Task(
+        "classify", "classify", frozenset({"encoder", "encoder-decoder", "decoder"}), "accuracy", "max", False, encode_classify
+    ),
+    "seq2seq": Task("seq2seq", "seq2seq", frozenset({"encoder-decoder"}), "loss", "min", False, encode_seq2seq),
+    "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
+    "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
+}
+
+
+def find_task(name: str) -> Task:
+    """The task of that name; UsageError otherwise."""
+    if name not in TASKS:
+        near = nearest(name, TASKS)
+        remedy = f"did you mean: {near[0]}" if near else None
+        raise UsageError(f"there is no task {name!r}", where="task", expected=", ".join(TASKS), remedy=remedy)
+    return TASKS[name]
+
+
+def check_fit(task: str, model_kind: str, packing: bool = False) -> None:
+    """UsageError unless a model of this kind ("encoder", "encoder-decoder", "decoder") can learn the task, and packing makes sense."""
+    found = find_task(task)
+    if model_kind not in found.kinds:
+        fitting = ", ".join(name for name, other in TASKS.items() if model_kind in other.kinds)
+        raise UsageError(
+            f"task {task} does not fit a model of kind {model_kind}",
+            where="task",
+            expected=f"a model of kind {' or '.join(sorted(found.kinds))}",
+            remedy=f"choose another model, or a task that fits: {fitting}",
+        )
+    if packing and not found.packs:
+        remedy = "set data.packing to false, or choose task causal or chat with a decoder"
+        raise UsageError(f"packing does not fit task {task} with a model of kind {model_kind}", where="data.packing", remedy=remedy)

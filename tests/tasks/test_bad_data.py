@@ -1,0 +1,174 @@
+"""Wrong data files: each gives a DataError (exit code 3) that names file and line, never a traceback of something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from petune.errors import DataError
+from petune.tasks import DataConfig, load_rows
+from petune.tasks.configs import MAX_LINE_BYTES
+
+GOOD = b'{"text": "good", "label": "a"}\n{"text": "bad", "label": "b"}\n{"text": "fine", "label": "a"}\n{"text": "poor", "label": "b"}\n'
+
+
+def with_line(line: bytes) -> bytes:
+    return GOOD + line + b"\n" + GOOD.replace(b"good", b"well")
+
+
+# name, file, its bytes, task, what the message must say
+WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
+    ("bad JSON", "d.jsonl", with_line(b'{"text": "x" "label": "a"}'), "classify", ["d.jsonl:5:14", "not JSON"]),
+    ("an array for a row", "d.jsonl", with_line(b'["x", "a"]'), "classify", ["d.jsonl:5", "an object", "an array"]),
+    ("a scalar for a row", "d.jsonl", with_line(b"7"), "classify", ["d.jsonl:5", "a whole number"]),
+    ("a last line cut off", "d.jsonl", GOOD + b'{"text": "x", "lab', "classify", ["d.jsonl:5:", "cut off", "copied whole"]),
+    ("invalid UTF-8", "d.jsonl", with_line(b'{"text": "\xe9t\xe9", "label": "a"}'), "classify", ["d.jsonl:5:11", "0xe9", "UTF-8"]),
+    (
+        "a line without end",
+        "d.jsonl",
+        with_line(b'{"text": "' + b"x" * MAX_LINE_BYTES + b'"}'),
+        "classify",
+        ["d.jsonl:5", "longer than 16 MiB"],
+    ),
+    (
+        "a duplicate key",
+        "d.jsonl",
+        with_line(b'{"text": "x", "text": "y", "label": "a"}'),
+        "classify",
+        ["d.jsonl:5", "'text' appears twice"],
+    ),
+    ("a label that becomes a number", "d.jsonl", with_line(b'{"text": "x", "label": 1}'), "classify", ["d.jsonl:5", "type", "d.jsonl:1"]),
+    ("a text that becomes a list", "d.jsonl", with_line(b'{"text": ["x"], "label": "a"}'), "classify", ["d.jsonl:5", "an array"]),
+    (
+        "a column missing from one row",
+        "d.jsonl",
+        with_line(b'{"text": "x", "lable": "a"}'),
+        "classify",
+        ["d.jsonl:5", "did you mean: lable"],
+    ),
+    (
+        "a column missing from all",
+        "d.jsonl",
+        GOOD.replace(b"label", b"lable"),
+        "classify",
+        ["d.jsonl:1", "columns text, lable", "data.columns.label=lable"],
+    ),
+    ("an empty file", "d.jsonl", b"", "classify", ["d.jsonl", "empty"]),
+    ("only blank lines", "d.jsonl", b"\n\n \n", "classify", ["d.jsonl", "3 blank lines"]),
+    ("one row", "d.jsonl", b'{"text": "x", "label": "a"}\n', "classify", ["d.jsonl:1", "too few rows", "1 row"]),
+    ("one row, repeated", "d.jsonl", b'{"text": "x"}\n' * 9, "causal", ["d.jsonl:1", "9 rows, 1 distinct"]),
+    ("an empty label", "d.jsonl", with_line(b'{"text": "x", "label": " "}'), "classify", ["d.jsonl:5", "'label' is empty"]),
+    ("a null label", "d.jsonl", with_line(b'{"text": "x", "label": null}'), "classify", ["d.jsonl:5", "null"]),
+    ("one class only", "d.jsonl", GOOD.replace(b'"b"', b'"a"'), "classify", ["d.jsonl:", "same label", "at least 2 classes"]),
+    (
+        "a class per row",
+        "d.jsonl",
+        b"".join(b'{"text": "%d", "label": "n%d"}\n' % (n, n) for n in range(9)),
+        "classify",
+        ["label of its own"],
+    ),
+    ("NaN", "d.jsonl", with_line(b'{"text": "x", "label": NaN}'), "classify", ["d.jsonl:5", "NaN is not a JSON value"]),
+    ("a label called nan", "d.csv", b"text,label\ngood,a\nbad,nan\n", "classify", ["d.csv:3", "is nan"]),
+    ("an empty text", "d.jsonl", with_line(b'{"text": "", "label": "a"}'), "classify", ["d.jsonl:5", "'text' is empty"]),
+    ("half of a surrogate pair", "d.jsonl", with_line(b'{"text": "\\ud83d", "label": "a"}'), "classify", ["d.jsonl:5", "surrogate"]),
+    ("nesting without end", "d.jsonl", with_line(b"[" * 100_000), "classify", ["d.jsonl:5", "nested too deeply"]),
+    ("a label with a fraction", "d.jsonl", b'{"text": "x", "label": 0.5}\n', "classify", ["d.jsonl:1", "fraction"]),
+    (
+        "a Git LFS pointer",
+        "d.jsonl",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+        "classify",
+        ["Git LFS", "git lfs pull"],
+    ),
+    ("an HTML page", "d.jsonl", b"<!DOCTYPE html><html></html>", "classify", ["HTML page"]),
+    ("UTF-16", "d.csv", "text,label\n".encode("utf-16"), "classify", ["UTF-16", "save it as UTF-8"]),
+    ("a pretty-printed array", "d.jsonl", b'[\n  {"text": "x"}\n]\n', "causal", ["d.jsonl:1", "name a pretty-printed array .json"]),
+    ("an array not closed", "d.json", b'[{"text": "x"},\n {"text": "y"}', "causal", ["d.json:2", "] after a row"]),
+    ("a scalar in an array", "d.json", b'[{"text": "x"},\n {"text": "y"},\n 3]', "causal", ["d.json:3", "a whole number"]),
+    ("a CSV row too wide", "d.csv", b"text,label\ngood,a\nbad, really,b\n", "classify", ["d.csv:3", "2 cells", "3"]),
+    ("a CSV quote not closed", "d.csv", b'text,label\ngood,a\n"bad,b\n', "classify", ["d.csv:3", "not CSV"]),
+    ("a CSV name used twice", "d.csv", b"text,text\ngood,a\n", "classify", ["d.csv:1", "'text' appears twice"]),
+    ("a CSV of bad bytes", "d.csv", b"text,label\ngood,a\nb\xe4d,b\n", "classify", ["d.csv:3:2", "UTF-8"]),
+    ("a Parquet file cut off", "d.parquet", b"PAR1" + b"\0" * 50, "classify", ["d.parquet", "not a whole Parquet file"]),
+    ("a pickle", "d.pkl", b"\x80\x04.", "classify", ["d.pkl", ".jsonl"]),
+    ("no assistant", "d.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}\n', "chat", ["d.jsonl:1", "nothing to train"]),
+    ("an unknown speaker", "d.jsonl", b'{"messages": [{"role": "robot", "content": "hi"}]}\n', "chat", ["d.jsonl:1", "turn 1", "'robot'"]),
+    (
+        "content that is a list",
+        "d.jsonl",
+        b'{"messages": [{"role": "user", "content": []}]}\n',
+        "chat",
+        ["d.jsonl:1", "turn 1", "an array"],
+    ),
+    ("a turn that is a string", "d.jsonl", b'{"conversations": [{"from": "human", "value": "x"}, "y"]}\n', "chat", ["d.jsonl:1", "turn 2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "raw", "task", "says"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_a_wrong_file_is_refused_with_its_place(name: str, raw: bytes, task: str, says: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(raw)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError) as caught:
+        load_rows(DataConfig(name), task, tmp_path)
+    assert caught.value.code == 3
+    for part in says:
+        assert part in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_label_held_out_but_never_trained_is_named_with_the_nearest(jsonl, tmp_path: Path) -> None:
+    train = jsonl({"text": "x", "label": "good"}, {"text": "y", "label": "bad"}, {"text": "z", "label": "bad"})
+    held_out = jsonl({"text": "w", "label": "goood"}, name="held.jsonl")
+    with pytest.raises(DataError, match=r"held.jsonl:1 .*'goood'[\s\S]*did you mean: good"):
+        load_rows(DataConfig(train, eval=held_out), "classify", tmp_path)
+
+
+def test_the_first_ten_bad_rows_are_told_and_all_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(GOOD + b"nonsense\n" * 37)
+    with pytest.raises(DataError) as caught:
+        load_rows(DataConfig("d.jsonl"), "classify", tmp_path)
+    assert len(caught.value.problems) == 11
+    assert [problem.where.rsplit(":", 2)[1] for problem in caught.value.problems[:10]] == [str(line) for line in range(5, 15)]
+    assert "27 more" in caught.value.problems[-1].what
+
+
+def many(bad: int) -> bytes:
+    rows = [json.dumps({"text": f"row {number}", "label": "ab"[number % 2]}) for number in range(100 - bad)]
+    return "\n".join([*rows, *["{"] * bad]).encode() + b"\n"
+
+
+def test_skipping_counts_the_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(many(5))
+    rows = load_rows(DataConfig("d.jsonl", on_bad_line="skip"), "classify", tmp_path)
+    assert len(rows.train) + len(rows.eval) == 95
+    assert any("skipped 5 bad rows (5.0%)" in note for note in rows.notes)
+
+
+def test_skipping_has_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(many(6))
+    with pytest.raises(DataError, match="too many to skip"):
+        load_rows(DataConfig("d.jsonl", on_bad_line="skip"), "classify", tmp_path)
+
+
+def test_what_follows_an_unreadable_place_is_never_skipped(tmp_path: Path) -> None:
+    rows = "".join(f"row {number},{'ab'[number % 2]}\n" for number in range(100))
+    (tmp_path / "d.csv").write_text("text,label\n" + rows + '"open,a\n' + rows)
+    with pytest.raises(DataError, match="not CSV"):
+        load_rows(DataConfig("d.csv", on_bad_line="skip"), "classify", tmp_path)
+
+
+def test_a_line_of_the_greatest_length_is_read(tmp_path: Path) -> None:
+    start, end = b'{"text": "', b'"}\n'
+    (tmp_path / "d.jsonl").write_bytes(start + b"x" * (MAX_LINE_BYTES - len(start) - len(end)) + end + b'{"text": "short"}\n')
+    assert len(load_rows(DataConfig("d.jsonl"), "causal", tmp_path).train) == 1
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b""], ids=["with a byte-order mark", "without one"])
+def test_marks_blank_lines_and_windows_line_ends_are_no_fault(start: bytes, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(start + GOOD.replace(b"\n", b"\r\n\r\n"))
+    rows = load_rows(DataConfig("d.jsonl"), "classify", tmp_path)
+    assert len(rows.train) + len(rows.eval) == 4
+    assert any("4 blank lines" in note for note in rows.notes)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from petune.errors import DataError, UsageError
+from petune.tasks import Conversation, DataConfig, Message, Pair, detect_format, infer_task, load_rows
+from petune.tasks.formats import detect
+from petune.tasks.read import Record
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "format_"),
+    [
+        ({"text": "x", "label": "a"}, None, "text-label"),
+        ({"sentence1": "x", "sentence2": "y", "label": 1}, None, "text-label"),
+        ({"prompt": "x", "completion": "y"}, None, "pairs"),
+        ({"article": "x", "summary": "y"}, None, "pairs"),
+        ({"instruction": "x", "input": "", "output": "y"}, None, "alpaca"),
+        ({"messages": CHAT}, None, "messages"),
+        ({"conversations": GPT}, None, "sharegpt"),
+        ({"text": "x"}, None, "text"),
+        ({"text": "x", "label": "a"}, "causal", "text"),
+        ({"text": "x", "label": "a", "prompt": "p", "completion": "c"}, "seq2seq", "pairs"),
+    ],
+)
+def test_the_format_is_found_from_the_columns(columns: dict, task: str | None, format_: str) -> None:
+    assert detect(Record("d:1", columns), "auto", {}, task).format == format_
+
+
+def test_two_possible_readings_are_an_error_not_a_guess() -> None:
+    with pytest.raises(DataError, match="text-label, pairs"):
+        detect(Record("d:1", {"text": "x", "label": "a", "prompt": "p", "completion": "c"}), "auto", {}, None)
+
+
+def test_a_column_may_be_named() -> None:
+    layout = detect(Record("d:1", {"review": "x", "text": "no", "stars": 5}), "auto", {"text": "review", "label": "stars"}, "classify")
+    assert layout.columns == {"text": "review", "label": "stars"}
+
+
+def test_a_named_column_that_is_missing_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(DataError, match=r"no column 'reveiw'[\s\S]*columns review, stars[\s\S]*did you mean: review"):
+        detect(Record("d:1", {"review": "x", "stars": 5}), "auto", {"text": "reveiw"}, "classify")
+
+
+def test_a_role_that_does_not_exist_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="did you mean: label"):
+        detect(Record("d:1", {"text": "x"}), "auto", {"labl": "text"}, None)
+
+
+def test_a_format_that_the_task_cannot_use_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="format messages does not fit task classify"):
+        detect(Record("d:1", {"messages": CHAT}), "messages", {}, "classify")
+
+
+@pytest.mark.parametrize(
+    ("format_", "kind", "task"),
+    [
+        ("text-label", "encoder", "classify"),
+        ("pairs", "encoder-decoder", "seq2seq"),
+        ("pairs", "decoder", "causal"),
+        ("messages", "decoder", "chat"),
+        ("text", "decoder", "causal"),
+        ("docstrings", "encoder", "classify"),
+        ("docstrings", "encoder-decoder", "seq2seq"),
+        ("docstrings", "decoder", "causal"),
+    ],
+)
+def test_the_task_follows_from_format_and_model(format_: str, kind: str, task: str) -> None:
+    assert infer_task(format_, kind) == task
+
+
+@pytest.mark.parametrize(
+    ("format_", "kind"), [("messages", "encoder"), ("text", "encoder"), ("pairs", "encoder"), ("text", "encoder-decoder")]
+)
+def test_rows_that_a_model_cannot_learn_from_are_a_usage_error(format_: str, kind: str) -> None:
+    with pytest.raises(UsageError, match=format_):
+        infer_task(format_, kind)
+
+
+def test_the_demo_corpus_has_a_format_of_its_own(tmp_path: Path) -> None:
+    assert detect_format(DataConfig("demo:docstrings"), tmp_path) == "docstrings"
+
+
+def test_alpaca_becomes_its_prompt_a_plain_source_or_a_conversation(jsonl, tmp_path: Path) -> None:
+    path = jsonl({"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Greet.", "input": "", "output": "Hi"})
+    config = DataConfig(path, eval=path.replace("data", "other"))
+    jsonl({"instruction": "Z", "output": "z"}, name="other.jsonl")
+    causal, seq2seq, chat = (load_rows(config, task, tmp_path).train for task in ("causal", "seq2seq", "chat"))
+    assert isinstance(causal[0], Pair)
+    assert causal[0].source.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:")
+    assert "### Input" not in causal[1].source
+    assert seq2seq[0].source == "Add.\n\n1 2"
+    assert isinstance(chat[0], Conversation)
+    assert chat[0].messages == (Message("user", "Add.\n\n1 2"), Message("assistant", "3"))
+
+
+def test_sharegpt_and_messages_give_the_same_conversation(jsonl, tmp_path: Path) -> None:
+    one = load_rows(DataConfig(jsonl({"messages": CHAT}, {"messages": [CHAT[0], {"role": "assistant", "content": "2"}]})), "chat", tmp_path)
+    path = jsonl({"conversations": GPT}, {"conversations": [GPT[0], {"from": "gpt", "value": "2"}]}, name="b.jsonl")
+    assert load_rows(DataConfig(path), "chat", tmp_path).sha256 == one.sha256
+
+
+def test_number_labels_keep_the_order_of_numbers_and_may_be_flags(jsonl, tmp_path: Path) -> None:
+    numbers = jsonl(*({"text": f"t{n}", "label": n % 11} for n in range(44)))
+    assert load_rows(DataConfig(numbers), "classify", tmp_path).labels == tuple(str(n) for n in range(11))
+    flags = jsonl(*({"text": f"t{n}", "label": n % 2 == 0} for n in range(8)), name="flags.jsonl")
+    assert load_rows(DataConfig(flags), "classify", tmp_path).labels == ("false", "true")
