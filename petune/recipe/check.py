@@ -1,0 +1,218 @@
+"""Every problem of a written recipe at once, in the user's words: place, key path, expected against found, and what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from petune.errors import Problem
+from petune.methods.configs import CONFIGS
+from petune.recipe.rules import broken_rules
+from petune.recipe.schema import Recipe, section_model
+from petune.recipe.suggest import meant_value, suggest
+from petune.recipe.written import SECTIONS, Found, Written
+from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, short, write_scalar
+from petune.tasks.configs import DataConfig
+
+
+def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
+    """The values of a Recipe, and all that is wrong with them in the order of the file: names, types and ranges, rules between keys."""
+    tree = written.tree
+    if isinstance(tree.get("version", 1), int) and tree.get("version", 1) != 1:
+        return {}, [_other_version(written)]
+    method = tree.get("method")
+    method_name = method.get("name") if isinstance(method, dict) else method
+    method_name = method_name if isinstance(method_name, str) else None
+    values = {key: value for key, value in tree.items() if key not in SECTIONS}
+    data, problems = _section(written, "data", DataConfig, "", method_name)
+    if method_name in CONFIGS:
+        values["method"], more = _section(written, "method", CONFIGS[method_name], method_name, method_name)
+        problems += more
+    else:
+        values["method"] = None
+        problems.append(_no_method(written, method_name))
+    values["data"] = data
+    problems = _check(Recipe, values, written, (), method_name) + problems
+    problems += broken_rules(written, values, [path for path, _ in problems])
+    order = {path: index for index, path in enumerate(written.places)}
+    return values, sorted(problems, key=lambda one: order.get(one[0], -1))
+
+
+def _section(written: Written, key: str, config: type, name: str, method_name: str | None) -> tuple[Any, list[Found]]:
+    """The config dataclass written under `key`, None when it cannot be made."""
+    given = written.tree.get(key)
+    if isinstance(given, str):
+        given = {SECTIONS[key]: given}
+    if not isinstance(given, dict):
+        missing = key not in written.tree
+        what = f"{key} is missing" if missing else f"{key} does not take this value"
+        expected = "a file, folder, glob, demo:NAME or hub id, or a mapping with path"
+        found = None if missing else show(given)
+        return None, [((key,), Problem(what, written.where((key,)), expected, found, f"for example  {_EXAMPLES[key]}"))]
+    problems = _check(section_model(config, name), given, written, (key,), method_name)
+    if problems:
+        return None, problems
+    return config(**{setting: value for setting, value in given.items() if not (name and setting == "name")}), []
+
+
+_EXAMPLES = {"model": "model: demo:minilm", "data": "data: demo:docstrings", "method": "method: lora"}
+
+
+def _no_method(written: Written, name: str | None) -> Found:
+    given = written.tree.get("method")
+    path: KeyPath = ("method", "name") if isinstance(given, dict) and "name" in given else ("method",)
+    if "method" not in written.tree:
+        return path, Problem("method is missing", written.where(path), ", ".join(CONFIGS), remedy=f"for example  {_EXAMPLES['method']}")
+    if isinstance(given, dict) and "name" not in given:
+        remedy = "for example  method: {name: lora, r: 16}"
+        return path, Problem("method.name is missing", written.where(path), ", ".join(CONFIGS), remedy=remedy)
+    meant = _perhaps(meant_value(name or "", tuple(CONFIGS)))
+    found = show(name or (given.get("name") if isinstance(given, dict) else given))
+    return path, Problem(f"{dotted(path)}: no such method", written.where(path), "one of " + ", ".join(CONFIGS), found, meant)
+
+
+def _other_version(written: Written) -> Found:
+    found = show(written.tree["version"])
+    remedy = "set version: 1 and check the keys, or use the petune release that reads it"
+    return ("version",), Problem("the recipe is of another version of the format", written.where(("version",)), "1", found, remedy)
+
+
+def _check(model: type[BaseModel], values: Mapping[str, Any], written: Written, at: KeyPath, method_name: str | None) -> list[Found]:
+    """One problem per wrong key of a section, in the user's words."""
+    try:
+        model.model_validate(dict(values))
+    except ValidationError as error:
+        wrong: dict[str, list[Any]] = {}
+        for one in error.errors(include_url=False, include_context=False):
+            wrong.setdefault(str(one["loc"][0]), []).append(one)
+        # beyond what is shown, a suggestion would be time spent for nobody
+        shown = dict(list(wrong.items())[:MAX_PROBLEMS])
+        rest = [((*at, key), Problem(f"{dotted((*at, key))} is wrong", written.where((*at, key)))) for key in wrong if key not in shown]
+        return [_problem(model, key, faults, written, at, method_name) for key, faults in shown.items()] + rest
+    return []
+
+
+def _problem(model: type[BaseModel], key: str, faults: list[Any], written: Written, at: KeyPath, method_name: str | None) -> Found:
+    path = (*at, key)
+    kind = faults[0]["type"]
+    if kind == "extra_forbidden":
+        of = {"method": f" of {method_name}", "data": " of data"}.get(at[0] if at else "", "")
+        return path, Problem(f"{dotted(path)} is not a setting{of}", written.where(path), remedy=suggest(path, method_name))
+    if kind == "missing":
+        example = _EXAMPLES.get(key if not at else at[0])
+        return path, Problem(f"{dotted(path)} is missing", written.where(path), remedy=example and f"for example  {example}")
+    info = model.model_fields[key]
+    deepest = max((_inside(path, fault["loc"][1:], written) for fault in faults), key=len)
+    if any(fault["loc"][-1] == "[key]" for fault in faults):  # a name that is none of those the mapping may hold
+        names = _choices(get_args(info.annotation)[0])
+        return path, Problem(
+            f"{dotted(path)} does not take the name {deepest[-1]!r}",
+            written.where(deepest),
+            ", ".join(names),
+            None,
+            _perhaps(meant_value(deepest[-1], names)),
+        )
+    value = functools.reduce(_item, deepest, written.tree)
+    what = f"{dotted(deepest)} {_fault(faults)}"
+    expected = _expected(info.annotation, info.metadata)
+    return path, Problem(what, written.where(deepest), expected, show(value), _value_remedy(info.annotation, value))
+
+
+def _inside(path: KeyPath, location: Sequence[str | int], written: Written) -> KeyPath:
+    """The part of a list or mapping pydantic complains of; its names for union members are no part of the path."""
+    for part in location:
+        value = functools.reduce(_item, path, written.tree)
+        if (isinstance(part, int) and isinstance(value, tuple)) or (isinstance(value, dict) and part in value):
+            path = (*path, str(part))
+    return path
+
+
+def _item(value: Any, key: str) -> Any:
+    if isinstance(value, tuple):
+        return value[int(key)]
+    # the short form of a section: its text stands for the setting inside
+    return value.get(key) if isinstance(value, dict) else value
+
+
+def _fault(faults: Sequence[Any]) -> str:
+    kinds = {fault["type"] for fault in faults}
+    if "finite_number" in kinds:
+        return "is not a finite number"
+    if kinds & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+        return "is out of range"
+    return "does not take this value"
+
+
+def _expected(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    """What a setting takes, in words: `a whole number, at least 1, or null`."""
+    if get_origin(kind) is Annotated:
+        inner, *more = get_args(kind)
+        return _expected(inner, [entry for one in more for entry in getattr(one, "metadata", [one])])
+    if get_origin(kind) in (Union, types.UnionType):
+        return ", or ".join(_expected(one, metadata) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        return ("one of " if len(choices) > 1 else "") + ", ".join(str(one) for one in choices)
+    if get_origin(kind) is tuple:
+        return f"a list [...] of {_expected(get_args(kind)[0]).removeprefix('a ')}"
+    if get_origin(kind) is dict:
+        key, value = (_expected(one).removeprefix("a ") for one in get_args(kind))
+        return f"a mapping {{...}} of {key} to {value}"
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return ", ".join([words.get(kind, str(kind)), *filter(None, (_range(entry) for entry in metadata if kind in (int, float)))])
+
+
+def _range(entry: Any) -> str | None:
+    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        limit = getattr(entry, name, None)
+        if limit is not None:
+            return f"{words} {limit:.12g}" if isinstance(limit, float) else f"{words} {limit}"
+    return None
+
+
+def show(value: Any) -> str:
+    """A value as a message names it."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print some of these
+        return "a number of more than 300 digits"
+    if isinstance(value, bool | int | float):
+        return short(write_scalar(value), 60)
+    if isinstance(value, str):
+        return f"the text {short(value, 60)!r}"
+    if isinstance(value, dict | tuple):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return f"a Python {type(value).__name__}"
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    if get_origin(kind) is Literal:
+        return tuple(str(one) for one in get_args(kind))
+    return tuple(choice for one in get_args(kind) for choice in _choices(one))
+
+
+def _perhaps(meant: str | None) -> str | None:
+    return f"did you mean: {meant}" if meant else None
+
+
+def _value_remedy(kind: Any, value: Any) -> str | None:
+    """What to write instead of a value of the wrong kind."""
+    words = _expected(kind)
+    meant = meant_value(value, _choices(kind)) if isinstance(value, str) else None
+    if isinstance(value, str) and "a list" in words:
+        return f"write [{meant or short(value, 60)}]"
+    if meant:
+        return _perhaps(meant)
+    if isinstance(value, str) and "number" in words:
+        plain = value.strip().replace("_", "").replace(",", "")
+        if not isinstance(scalar(plain), str | None | bool):
+            return f"write the number plainly, without quotes or separators: {plain}"
+    if isinstance(value, str) and "true or false" in words and value.lower() in ("yes", "no", "on", "off", "y", "n"):
+        return f"write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
+    if isinstance(value, bool | int | float) and "text" in words and not _choices(kind):
+        return f'put it in quotes: "{short(write_scalar(value), 60)}"'
+    return None

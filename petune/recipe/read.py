@@ -1,0 +1,159 @@
+"""Finding and reading recipes: a file, a shipped name, a mapping or a Recipe, with overrides laid over it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from petune.demo import default_model
+from petune.errors import Problem, RecipeError, nearest
+from petune.recipe.check import show, validate
+from petune.recipe.schema import Recipe
+from petune.recipe.written import Found, Written
+from petune.recipe.yaml_lines import MAX_BYTES, MAX_PROBLEMS, Document, KeyPath, dotted, read, scalar, short
+
+
+def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    `source`: a file, the name of a shipped recipe (`bert_lora`), a mapping, a Recipe to change, or None for the demo recipe.
+    `overrides`: `key.sub=value` texts, or a mapping of key path to value; later ones win. Raises RecipeError with every problem found.
+    """
+    written, problems, file = _open_source(source)
+    problems += _override(written, overrides)
+    values, found = validate(written)
+    problems += [one for one in found if not _explained(one[0], written)]
+    if not problems:
+        recipe = Recipe(**values)
+        recipe._source, recipe._written = file, written
+        recipe._folder = source.folder if isinstance(source, Recipe) else file.parent if file else Path()
+        return recipe
+    raise RecipeError(_shown([problem for _, problem in problems], written.name))
+
+
+def _explained(path: KeyPath, written: Written) -> bool:
+    """Whether the value at `path` is already reported as unreadable."""
+    return any(path[:end] in written.refused for end in range(1, len(path) + 1))
+
+
+def _shown(problems: Sequence[Problem], name: str) -> list[Problem]:
+    rest = len(problems) - MAX_PROBLEMS
+    return [*problems[:MAX_PROBLEMS], Problem(f"and {rest} more problems", name)] if rest > 0 else list(problems)
+
+
+def _open_source(source: str | Path | Recipe | Mapping[str, Any] | None) -> tuple[Written, list[Found], Path | None]:
+    if isinstance(source, Recipe):
+        return copy.deepcopy(source._written), [], source.source
+    if isinstance(source, Mapping):
+        written = Written("argument")
+        for key, value in source.items():
+            written.put((str(key),), _plain(value), "argument")
+        return written, [], None
+    file = find_recipe(demo_recipe() if source is None else source)
+    name = short(os.fspath(file), 300)
+    document = read(_bytes(file, name), name)
+    problems: list[Found] = [((), problem) for problem in document.problems]
+    return _written(document, name, problems), problems, file
+
+
+def _written(document: Document, name: str, problems: list[Found]) -> Written:
+    tree = document.tree
+    if not isinstance(tree, dict):
+        what = "the recipe is empty" if tree is None else "a recipe is a mapping of keys to values"
+        remedy = "model, data and method suffice; see `petune ls` for examples"
+        found = None if tree is None else show(tree)
+        raise RecipeError([*(problem for _, problem in problems), Problem(what, f"{name}:1", found=found, remedy=remedy)])
+    return Written(
+        name, tree, document.lines, {(): f"{name}:1", **{path: f"{name}:{line}" for path, line in document.lines.items()}}, document.refused
+    )
+
+
+def _bytes(file: Path, name: str) -> bytes:
+    """At most one byte more than a recipe may have. Only regular files: a pipe would block, a device would never end."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise RecipeError("is not a regular file", where=name)
+            return stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"cannot be read: {error.strerror}", where=name) from None
+
+
+def recipe_folder() -> Path:
+    """Where the shipped recipes lie: inside the installed package, or `recipes/` of a clone."""
+    package = Path(__file__).parent.parent
+    places = (package / "recipes", package.parent / "recipes")
+    return next((folder for folder in places if (folder / "README.md").is_file()), places[0])
+
+
+def shipped_recipes() -> list[Path]:
+    """The shipped recipe files, by name."""
+    return sorted(recipe_folder().glob("*.yaml"))
+
+
+def demo_recipe() -> Path:
+    """The recipe of `petune train` without arguments: real MiniLM when its package is there, else the tiny Llama that ships."""
+    return recipe_folder() / ("bert_lora.yaml" if default_model().endswith("minilm") else "llama_lora.yaml")
+
+
+def find_recipe(text: str | Path) -> Path:
+    """The recipe file `text` means: a path, else the shipped recipe of that name. Raises RecipeError naming the nearest shipped ones."""
+    path = Path(os.path.expanduser(os.fspath(text)))
+    shown = short(os.fspath(text), 300)
+    try:
+        if path.is_dir():
+            raise RecipeError("is a folder, not a recipe file", where=shown, remedy="give the .yaml file; a run folder holds recipe.yaml")
+        if path.exists():
+            return path
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}", where=shown) from None
+    shipped = {file.stem: file for file in shipped_recipes()}
+    if path.parent in (Path(), Path("recipes")) and path.suffix in ("", ".yaml", ".yml") and path.stem in shipped:
+        return shipped[path.stem]
+    near = nearest(path.stem[:64], shipped)
+    remedy = (f"did you mean: {' or '.join(near)}   " if near else "") + "(`petune ls` lists the shipped recipes)"
+    raise RecipeError("no such recipe file, and no shipped recipe of that name", where=shown, remedy=remedy)
+
+
+def _override(written: Written, overrides: Sequence[str] | Mapping[str, Any]) -> list[Found]:
+    problems: list[Found] = []
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            written.put(tuple(str(key).split(".")), _plain(value), "argument")
+        return problems
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            problems.append(((), Problem(f"{short(text)!r} is not an override", "command line", remedy="write key=value or key.sub=value")))
+            continue
+        try:
+            written.put(path, _command_line_value(value.strip()), "command line")
+        except RecipeError as error:
+            what = f"{dotted(path)}: {error.problems[0].what}"
+            problems.append((path, Problem(what, "command line", found=show(value), remedy=error.problems[0].remedy)))
+    return problems
+
+
+def _command_line_value(text: str) -> Any:
+    """A list, mapping or quoted text is YAML; anything else is one word, so that paths and patterns need no quoting."""
+    if not text.startswith(("[", "{", '"', "'")):
+        return scalar(text)
+    document = read(text, "command line")
+    if document.problems:
+        raise RecipeError(document.problems)
+    return document.tree
+
+
+def _plain(value: Any) -> Any:
+    """A Python argument as YAML would have given it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return os.fspath(value) if isinstance(value, PurePath) else value

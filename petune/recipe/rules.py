@@ -1,0 +1,109 @@
+"""Rules between keys that need neither model nor data to be judged. Each is one row; what needs a model is checked where the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from petune.errors import Problem
+from petune.recipe.schema import Recipe
+from petune.recipe.written import Found, Written
+from petune.recipe.yaml_lines import KeyPath
+
+
+class Rule(NamedTuple):
+    """Holds of every good recipe; checked when none of `keys` is wrong by itself. The problem is placed at the first of them."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[Recipe], bool]
+    what: str
+    remedy: str
+
+
+_TOKENS = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
+# Task -> metric -> the better direction; as in tasks/metrics.py, which cannot be asked without loading torch (a test compares them).
+METRICS: Mapping[str, Mapping[str, str]] = {
+    "classify": {"accuracy": "max", "f1_macro": "max", "matthews": "max", "loss": "min"},
+    **dict.fromkeys(("seq2seq", "causal", "chat"), _TOKENS),
+}
+
+
+def _metrics(recipe: Recipe) -> Mapping[str, str]:
+    """The metrics the recipe can name: its task's, or every task's while the task is to be inferred."""
+    return METRICS[recipe.task] if recipe.task else {name: better for table in METRICS.values() for name, better in table.items()}
+
+
+def _task_is(recipe: Recipe, *tasks: str) -> bool:
+    return recipe.task is None or recipe.task in tasks
+
+
+RULES = (
+    Rule(("data.path",), lambda recipe: bool(recipe.data.path.strip()), "no data is named", "for example  data: demo:docstrings"),
+    Rule(
+        ("data.packing", "task"),
+        lambda recipe: not getattr(recipe.data, "packing", False) or _task_is(recipe, "causal", "chat"),
+        "packing joins examples of causal and chat only",
+        "remove data.packing, or set task: causal",
+    ),
+    Rule(
+        ("data.max_target_length", "task"),
+        lambda recipe: getattr(recipe.data, "max_target_length", None) is None or _task_is(recipe, "seq2seq"),
+        "only seq2seq has targets of their own length",
+        "use data.max_length",
+    ),
+    Rule(
+        ("class_weights", "task"),
+        lambda recipe: recipe.class_weights == "none" or _task_is(recipe, "classify"),
+        "they belong to task: classify",
+        "remove class_weights",
+    ),
+    Rule(
+        ("warmup",),
+        lambda recipe: recipe.warmup < 1 or recipe.warmup == int(recipe.warmup),
+        "1 or more is a number of steps and must be whole",
+        "below 1 it is a share of all steps: 0.05",
+    ),
+    Rule(
+        ("warmup", "max_steps"),
+        lambda recipe: recipe.max_steps is None or recipe.warmup < 1 or recipe.warmup < recipe.max_steps,
+        "it is not over when max_steps ends the run",
+        "make warmup smaller than max_steps",
+    ),
+    Rule(
+        ("init_adapter", "method"),
+        lambda recipe: recipe.init_adapter is None or recipe.method_name != "full",
+        "full fine-tuning has no adapter to start from",
+        "put the folder of the tuned model in model",
+    ),
+    Rule(
+        ("metric", "task"),
+        lambda recipe: recipe.metric is None or recipe.metric in _metrics(recipe),
+        "no such metric of this task",
+        f"classify has {', '.join(METRICS['classify'])}; seq2seq, causal and chat have {', '.join(_TOKENS)}",
+    ),
+    Rule(
+        ("direction", "metric", "task"),
+        lambda recipe: recipe.direction == "auto" or recipe.direction == _metrics(recipe).get(recipe.metric or "", recipe.direction),
+        "it would keep the worst checkpoint by this metric",
+        "remove direction; auto knows",
+    ),
+    Rule(
+        ("patience", "eval_every", "max_steps"),
+        lambda recipe: (
+            recipe.patience is None or recipe.max_steps is None or recipe.eval_every is None or recipe.eval_every <= recipe.max_steps
+        ),
+        "it counts evaluations, and eval_every is beyond max_steps",
+        "make eval_every smaller than max_steps",
+    ),
+)
+
+
+def broken_rules(written: Written, values: Mapping[str, Any], wrong: Sequence[KeyPath]) -> Iterator[Found]:
+    """The rules a recipe breaks, judged on the values that are right by themselves."""
+    bad = {path[0] for path in (*wrong, *written.refused) if path}
+    good = {key: value for key, value in values.items() if key in Recipe.model_fields and key not in bad}
+    recipe = Recipe.model_construct(**{**good, "data": values.get("data"), "method": values.get("method")})
+    for rule in RULES:
+        if bad.isdisjoint(key.partition(".")[0] for key in rule.keys) and not rule.holds(recipe):
+            path = tuple(rule.keys[0].split("."))
+            yield path, Problem(f"{rule.keys[0]}: {rule.what}", written.where(path), remedy=rule.remedy)

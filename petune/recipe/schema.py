@@ -1,0 +1,227 @@
+"""The keys of a recipe and the frozen object they become.
+
+Top-level keys are declared here; the settings of data and of a method are read from their config dataclasses (type, default, range,
+doc), so a new setting there is a new key here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
+
+from petune.methods.configs import CONFIGS, MethodConfig
+from petune.recipe.written import SECTIONS, Written
+from petune.recipe.yaml_lines import KeyPath, dotted, write_scalar
+from petune.tasks.configs import DataConfig
+
+# Usual for large pretrained models; small ones want more, so the shipped recipes set lr themselves.
+METHOD_LR: Mapping[str, float] = {"full": 2e-5, "lora": 2e-4, "adapter": 3e-4, "side": 1e-3}
+
+# What the recipe names as input; a relative one is looked for beside the recipe, then in the working directory.
+INPUTS: tuple[KeyPath, ...] = (("model",), ("data", "path"), ("data", "eval"), ("init_adapter",))
+
+_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+_WHOLE_LIMIT = 2**31  # a setting without an upper bound of its own stays below these
+_NUMBER_LIMIT = 1e9
+
+Count = Annotated[int, Field(ge=1, lt=_WHOLE_LIMIT)]
+Trackers = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
+
+
+class Recipe(BaseModel):
+    """What to train, on what, how. Frozen; made by `load_recipe`, which also checks the rules between keys."""
+
+    model_config = _STRICT
+
+    version: Literal[1] = Field(1, description="version of the recipe format")
+    model: str = Field(min_length=1, description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights")
+    data: SkipValidation[DataConfig] = Field(description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more")
+    task: Literal["classify", "seq2seq", "causal", "chat"] | None = Field(
+        None, description="classify, seq2seq, causal or chat; null: inferred from model and data where unambiguous"
+    )
+    method: SkipValidation[MethodConfig] = Field(description="full, lora, adapter or side; or a mapping with name and settings")
+    epochs: Annotated[float, Field(gt=0, le=10_000)] = Field(1.0, description="passes over the training rows; fractions count")
+    max_steps: Count | None = Field(None, description="stop after this many optimizer steps, even if epochs would go on")
+    batch_size: Annotated[int, Field(ge=1, le=65_536)] = Field(8, description="rows per forward pass")
+    accumulate: Annotated[int, Field(ge=1, le=65_536)] = Field(1, description="forward passes per optimizer step")
+    eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = Field(None, description="batch_size of evaluation; null: the same")
+    lr: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="peak learning rate; null: the method's usual one")
+    schedule: Literal["linear", "cosine", "constant"] = Field("linear", description="lr after the warm-up; linear and cosine end at 0")
+    warmup: Annotated[float, Field(ge=0, le=1_000_000)] = Field(0.03, description="below 1 a share of all steps, else a number of steps")
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="AdamW's decoupled weight decay")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's decay of the gradient mean")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's decay of the squared gradient")
+    clip: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="seed of initialisation, data order and dropout")
+    dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="of frozen weights and activations; auto: bf16 on cuda")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
+    compile: bool = Field(False, description="torch.compile the model")
+    eval_every: Count | None = Field(None, description="steps between evaluations; null: after each epoch")
+    save_every: Count | None = Field(None, description="steps between checkpoints; null: after each epoch")
+    keep: Annotated[int, Field(ge=2, le=1000)] = Field(2, description="checkpoints kept; the best one is kept besides")
+    metric: Annotated[str, Field(min_length=1)] | None = Field(None, description="decides which checkpoint is best; null: the task's own")
+    direction: Literal["auto", "min", "max"] = Field("auto", description="which metric is better; auto: known from the metric")
+    patience: Count | None = Field(None, description="stop after this many evaluations without a better metric; null: never")
+    class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)]] = Field(
+        "none", description="classify: balanced, or a mapping of label to weight in the loss"
+    )
+    head_only: bool = Field(True, description="classify: also train a head on the frozen model, as the score to beat")
+    trackers: tuple[Trackers, ...] = Field((), description="also log to these, through accelerate; metrics.jsonl is always written")
+    init_adapter: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="folder of tuned weights to start from, petune's or peft's"
+    )
+    out: Annotated[str, Field(min_length=1)] | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
+
+    _source: Path | None = PrivateAttr(None)
+    _folder: Path = PrivateAttr(default_factory=Path)
+    _written: Written = PrivateAttr(default_factory=lambda: Written())
+
+    @property
+    def source(self) -> Path | None:
+        """The file it was read from; None for a recipe made from a mapping."""
+        return self._source
+
+    @property
+    def folder(self) -> Path:
+        """Where input paths are looked for first: the recipe's folder."""
+        return self._folder
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, `run` when there is no file."""
+        return self._source.stem if self._source else "run"
+
+    @property
+    def lines(self) -> Mapping[str, int]:
+        """Line in `source` of every key path the file sets (`method.r`, `trackers[0]`); settings from the command line have none."""
+        return {dotted(path): line for path, line in self._written.lines.items()}
+
+    @property
+    def method_name(self) -> str:
+        """full, lora, adapter or side."""
+        return next(name for name, config in CONFIGS.items() if isinstance(self.method, config))
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`, or the method's usual one when the recipe sets none."""
+        return METHOD_LR[self.method_name] if self.lr is None else self.lr
+
+    def where(self, key: str) -> str:
+        """The place to name in an error about `key`: `recipe.yaml:4`, `command line`, or the file when the key has its default."""
+        path = tuple(key.split("."))
+        return self._written.where(next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self._written.places), ()))
+
+    def resolve_path(self, text: str) -> Path | None:
+        """The existing file or folder `text` means: beside the recipe, else from the working directory; None when neither is there."""
+        given = Path(os.path.expanduser(text))
+        try:
+            return next((path for path in (self._folder / given, given) if path.exists()), None)
+        except (OSError, ValueError):  # too long or with characters no path has: a hub id or a typing error, not a path
+            return None
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value as plain data: the learning rate filled in, inputs that lie on this machine as absolute paths."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
+        values["data"] = _as_dict(self.data)
+        values["method"] = {"name": self.method_name, **_as_dict(self.method)}
+        values["lr"] = self.learning_rate
+        for path in INPUTS:
+            holder = values["data"] if path[0] == "data" else values
+            if isinstance(holder.get(path[-1]), str):
+                holder[path[-1]] = self._absolute(holder[path[-1]])
+        return {key: _as_plain(value) for key, value in values.items()}
+
+    def _absolute(self, text: str) -> str:
+        prefix, rest = ("config:", text.removeprefix("config:")) if text.startswith("config:") else ("", text)
+        found = self.resolve_path(rest)
+        return prefix + (str(found.absolute()) if found else rest)
+
+    def to_yaml(self) -> str:
+        """`resolved()` as a recipe, each key with its meaning; reading it back gives the same recipe."""
+        lines = [f"# Every setting of {self.name}, defaults included."]
+        docs = {name: info.description for name, info in type(self).model_fields.items()}
+        for key, value in self.resolved().items():
+            if key not in SECTIONS:
+                lines.append(_line(key, value, docs[key]))
+                continue
+            lines += [f"{key}:  # {docs[key]}"]
+            inner = _docs(type(getattr(self, key)))
+            lines += [_line(f"  {name}", item, inner.get(name, "the method")) for name, item in value.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _bounded(kind: Any, metadata: Mapping[str, Any]) -> Any:
+    """The annotation `kind` of a config field with the ranges and choices of its metadata, as pydantic reads them."""
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return Union[tuple(_bounded(one, metadata) for one in arguments)]  # noqa: UP007 - built at run time
+    if kind in (int, float):
+        bounds = {name: metadata[name] for name in ("ge", "gt", "le", "lt") if name in metadata}
+        if not {"le", "lt"} & bounds.keys():
+            bounds["lt"] = _WHOLE_LIMIT if kind is int else _NUMBER_LIMIT
+        return Annotated[kind, Field(**bounds)]
+    if kind is str and "choices" in metadata:
+        return Literal[tuple(metadata["choices"])]
+    if get_origin(kind) is tuple:
+        return tuple[_bounded(arguments[0], metadata), ...]  # type: ignore[misc]
+    if isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping):
+        keys = Literal[tuple(metadata["keys"])] if "keys" in metadata else str
+        return dict[keys, _bounded(arguments[1], metadata)]  # type: ignore[valid-type, misc]
+    return kind
+
+
+@functools.cache
+def section_model(config: type, name: str = "") -> type[BaseModel]:
+    """The pydantic model of a config dataclass; a method's also has its `name`."""
+    hints = get_type_hints(config)
+    settings: dict[str, Any] = {"name": (Literal[name], Field(description="the method"))} if name else {}
+    for entry in dataclasses.fields(config):
+        default: dict[str, Any] = {}
+        if entry.default is not dataclasses.MISSING:
+            default["default"] = entry.default
+        elif entry.default_factory is not dataclasses.MISSING:
+            default["default_factory"] = entry.default_factory
+        kind = _bounded(hints[entry.name], entry.metadata)
+        settings[entry.name] = (kind, Field(description=entry.metadata.get("doc"), **default))
+    return create_model(config.__name__, __config__=_STRICT, **settings)
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return {entry.name: _as_plain(getattr(config, entry.name)) for entry in dataclasses.fields(config)}
+
+
+def _as_plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+
+
+def _docs(config: type) -> dict[str, str]:
+    return {entry.name: entry.metadata.get("doc", "") for entry in dataclasses.fields(config)}
+
+
+def _line(key: str, value: Any, doc: str | None) -> str:
+    return f"{key}: {write_scalar(value)}".ljust(36) + (f"  # {doc}" if doc else "")
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe file, for editors; data and method may be one text or a mapping."""
+    schema = Recipe.model_json_schema()
+    schema.pop("$defs", None)
+    sections = {
+        "data": [{"type": "string"}, _section_schema(DataConfig)],
+        "method": [{"enum": list(CONFIGS)}, *(_section_schema(config, name) for name, config in CONFIGS.items())],
+    }
+    for key, forms in sections.items():
+        schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "petune recipe"}
+
+
+def _section_schema(config: type, name: str = "") -> dict[str, Any]:
+    return section_model(config, name).model_json_schema()

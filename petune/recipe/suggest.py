@@ -1,0 +1,147 @@
+"""What an unknown key or value was probably meant to be.
+
+Suggestions only: an alias is never accepted in place of the key. Spelling alone does not lead from `rank` to `r`, hence the table of
+the names other toolkits use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from petune.errors import nearest
+from petune.methods.configs import CONFIGS
+from petune.recipe.schema import Recipe
+from petune.recipe.written import SECTIONS
+from petune.recipe.yaml_lines import KeyPath
+from petune.tasks.configs import DataConfig
+
+# Names other toolkits and people use -> the key path here, or a sentence (it has a space) where there is none.
+ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("rank", "lora_r", "lora_rank"), "method.r"),
+    "lora_alpha": "method.alpha",
+    "lora_dropout": "method.dropout",
+    **dict.fromkeys(("target_modules", "lora_target", "lora_target_modules", "target"), "method.targets"),
+    "exclude_modules": "method.exclude",
+    **dict.fromkeys(("modules_to_save", "additional_target"), "method.also_train"),
+    "reduction_factor": "method.reduction",
+    **dict.fromkeys(("peft", "peft_method", "finetuning_type", "adapter", "tuner"), "method"),
+    **dict.fromkeys(("learning_rate", "peak_lr"), "lr"),
+    **dict.fromkeys(("bs", "batch", "per_device_train_batch_size", "train_batch_size", "micro_batch_size", "batchsize"), "batch_size"),
+    "per_device_eval_batch_size": "eval_batch_size",
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"), "accumulate"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "epoch", "n_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("steps", "num_steps", "max_train_steps", "train_steps"), "max_steps"),
+    **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "model_path", "model_id", "checkpoint"), "model"),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file", "train_data", "dataset_path", "data_path"), "data"),
+    **dict.fromkeys(("eval_dataset", "validation_file", "val_data", "eval_data", "eval_file", "test_data"), "data.eval"),
+    **dict.fromkeys(("val_set_size", "val_size", "validation_split", "test_size"), "data.split"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "max_len", "seq_len"), "data.max_length"),
+    **dict.fromkeys(("sample_packing", "pack"), "data.packing"),
+    **dict.fromkeys(("max_samples", "max_train_samples"), "data.max_rows"),
+    "truncation_side": "data.truncation",
+    **dict.fromkeys(("output_dir", "output", "out_dir", "run_dir", "save_dir"), "out"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule"),
+    **dict.fromkeys(("warmup_ratio", "warmup_steps", "num_warmup_steps", "warm_up"), "warmup"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip", "clip_grad_norm", "gradient_clipping"), "clip"),
+    **dict.fromkeys(("logging", "report_to", "loggers", "tracker", "log_with"), "trackers"),
+    **dict.fromkeys(("eval_steps", "evaluation_steps"), "eval_every"),
+    "save_steps": "save_every",
+    "save_total_limit": "keep",
+    **dict.fromkeys(("metric_for_best_model", "best_metric"), "metric"),
+    "greater_is_better": "direction",
+    **dict.fromkeys(("early_stopping_patience", "early_stopping"), "patience"),
+    "random_seed": "seed",
+    **dict.fromkeys(("precision", "torch_dtype", "bf16", "mixed_precision"), "dtype"),
+    "activation_checkpointing": "gradient_checkpointing",
+    "torch_compile": "compile",
+    "wd": "weight_decay",
+    **dict.fromkeys(("adapter_name_or_path", "adapter_path", "lora_weights"), "init_adapter"),
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    **dict.fromkeys(("resume_from_checkpoint", "resume"), "to resume:  petune train RECIPE --resume"),
+    **dict.fromkeys(("overwrite_output_dir", "overwrite"), "to start afresh:  petune train RECIPE --overwrite"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_bit"), "not supported: petune trains on unquantised weights"
+    ),
+    "fp16": "not supported: use dtype: bf16 or dtype: fp32",
+    **dict.fromkeys(("optim", "optimizer"), "the optimizer is AdamW (weight_decay, beta1, beta2)"),
+    "trust_remote_code": "not supported: petune runs no code from a model folder",
+    **dict.fromkeys(("logging_steps", "log_every"), "every step is written to metrics.jsonl"),
+    "include": "not supported: a recipe is one file; use key=value overrides for what varies",
+}
+
+_VALUE_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("classification", "sequence-classification", "text-classification"), "classify"),
+    **dict.fromkeys(("summarization", "translation", "text2text", "seq2seq-lm"), "seq2seq"),
+    **dict.fromkeys(("clm", "causal-lm", "causal_lm", "lm", "pretrain", "text-generation"), "causal"),
+    **dict.fromkeys(("sft", "instruct", "conversation"), "chat"),
+    **dict.fromkeys(("bfloat16", "float16", "fp16", "half"), "bf16"),
+    **dict.fromkeys(("float32", "float", "fp64"), "fp32"),
+    **dict.fromkeys(("gpu", "cuda:0"), "cuda"),
+    **dict.fromkeys(("qlora", "dora", "peft"), "lora"),
+    **dict.fromkeys(("houlsby", "bottleneck"), "adapter"),
+    **dict.fromkeys(("lst", "ladder"), "side"),
+    **dict.fromkeys(("finetune", "full-finetuning", "none"), "full"),
+    **dict.fromkeys(("minimize", "lower"), "min"),
+    **dict.fromkeys(("maximize", "higher"), "max"),
+}
+
+_ALL = "   (all settings: petune check --full)"
+
+
+@functools.cache
+def _settings() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Setting name -> key path -> the methods it belongs to (none: it is no method's)."""
+    table: dict[str, dict[str, tuple[str, ...]]] = {key: {key: ()} for key in Recipe.model_fields}
+    for entry in dataclasses.fields(DataConfig):
+        table.setdefault(entry.name, {})[f"data.{entry.name}"] = ()
+    for method, config in CONFIGS.items():
+        for entry in dataclasses.fields(config):
+            paths = table.setdefault(entry.name, {})
+            paths[f"method.{entry.name}"] = (*paths.get(f"method.{entry.name}", ()), method)
+    return table
+
+
+def suggest(path: KeyPath, method_name: str | None) -> str:
+    """What an unknown key was probably meant to be."""
+    leaf = path[-1][:64].lower().lstrip("-").replace("-", "_").replace(" ", "_")
+    if "." in leaf and leaf.split(".")[0] in SECTIONS:
+        return f"in a file, nest it:  {leaf.split('.')[0]}: {{{leaf.partition('.')[2]}: ...}}; dots are for the command line"
+    if leaf in ALIASES:
+        target = ALIASES[leaf]
+        return target if " " in target else _did_you_mean([target], method_name)
+    table = _settings()
+    prefix = f"{path[0]}." if len(path) > 1 else ""
+    if leaf in table:
+        return _did_you_mean([name for name in table[leaf] if name != ".".join(path)] or list(table[leaf]), method_name)
+    here = [key for key, paths in table.items() for full, methods in paths.items() if _belongs(full, methods, prefix, method_name)]
+    near = [f"{prefix}{key}" for key in nearest(leaf, here)]
+    if not near:
+        near = [_best_path(table[key], method_name) for key in nearest(leaf, [*table, *ALIASES]) if key in table]
+        near = near or [ALIASES[key] for key in nearest(leaf, ALIASES) if " " not in ALIASES[key]]
+    return _did_you_mean(near[:2], method_name) if near else _ALL.strip().strip("()")
+
+
+def _belongs(full: str, methods: tuple[str, ...], prefix: str, method_name: str | None) -> bool:
+    return full.rpartition(".")[0] == prefix.rstrip(".") and (not methods or method_name in methods)
+
+
+def _best_path(paths: Mapping[str, tuple[str, ...]], method_name: str | None) -> str:
+    return next((full for full, methods in paths.items() if not methods or method_name in methods), next(iter(paths)))
+
+
+def _did_you_mean(paths: Sequence[str], method_name: str | None) -> str:
+    methods = _settings().get(paths[0].rpartition(".")[2], {}).get(paths[0], ())
+    if methods and method_name not in methods:
+        only = f"this recipe's method is {method_name}" if method_name else "the recipe names no method"
+        return f"{paths[0]} is a setting of {' and '.join(methods)}; {only}"
+    return f"did you mean: {' or '.join(dict.fromkeys(paths))}{_ALL}"
+
+
+def meant_value(text: str, choices: Sequence[str]) -> str | None:
+    """The one of `choices` a wrong text was probably meant to be."""
+    alias = _VALUE_ALIASES.get(text.lower())
+    near = [alias] if alias in choices else nearest(text[:64].lower(), choices, 1)
+    return near[0] if near else None

@@ -1,0 +1,493 @@
+"""What a recipe file may say, what it becomes, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petune.errors import RecipeError
+from petune.methods.configs import CONFIGS, AdapterConfig, FullConfig, LoraConfig, SideConfig
+from petune.recipe import (
+    KEYS_THAT_CHANGE_NUMBERS,
+    METHOD_LR,
+    Recipe,
+    demo_recipe,
+    differences,
+    find_recipe,
+    json_schema,
+    load_recipe,
+    recipe_folder,
+    shipped_recipes,
+)
+from petune.recipe.rules import METRICS
+from petune.recipe.suggest import ALIASES
+from petune.recipe.yaml_lines import read, scalar, write_scalar
+from petune.tasks.configs import DataConfig
+
+GOOD = "model: demo:minilm\ndata: demo:docstrings\nmethod: lora\n"
+
+
+def write(folder: Path, text: str | bytes, name: str = "r.yaml") -> Path:
+    file = folder / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def problems_of(source: Any, overrides: Any = ()) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(source, overrides)
+    assert caught.value.code == 2
+    return [str(problem) for problem in caught.value.problems]
+
+
+# ------------------------------------------------------------------------------------------------------------ good recipes
+
+
+def test_model_data_and_method_suffice(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, GOOD))
+    assert (recipe.model, recipe.data.path, recipe.method, recipe.method_name) == ("demo:minilm", "demo:docstrings", LoraConfig(), "lora")
+    assert (recipe.version, recipe.task, recipe.epochs, recipe.source, recipe.folder) == (1, None, 1.0, tmp_path / "r.yaml", tmp_path)
+    assert recipe.lines == {"model": 1, "data": 2, "method": 3}
+
+
+def test_sections_may_be_mappings_and_every_line_is_kept(tmp_path: Path) -> None:
+    text = "model: m\ndata:\n  path: a.jsonl\n  columns: {text: body}\nmethod:\n  name: lora\n  r: 8\n  targets:\n  - q\n  - v\nlr: 1e-4\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.method == LoraConfig(r=8, targets=("q", "v"))
+    assert recipe.data.columns == {"text": "body"}
+    assert {"data.path": 3, "data.columns.text": 4, "method.r": 7, "method.targets[1]": 10, "lr": 11}.items() <= recipe.lines.items()
+    assert recipe.where("method.r").endswith("r.yaml:7")
+    assert recipe.where("method.alpha").endswith("r.yaml:5")
+
+
+@pytest.mark.parametrize("config", [FullConfig, LoraConfig, AdapterConfig, SideConfig])
+def test_every_method_has_its_config_and_usual_learning_rate(tmp_path: Path, config: type) -> None:
+    name = config.__name__.removesuffix("Config").lower()
+    recipe = load_recipe(write(tmp_path, GOOD), [f"method={name}"])
+    assert isinstance(recipe.method, config) and recipe.method_name == name
+    assert recipe.learning_rate == METHOD_LR[name]
+    assert load_recipe(recipe, ["lr=3e-3"]).learning_rate == 3e-3
+
+
+def test_a_recipe_is_frozen_and_its_folder_and_lines_are_no_keys(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, GOOD))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.epochs = 3
+    assert any("source is not a setting" in problem for problem in problems_of(write(tmp_path, GOOD + "source: x\n")))
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        *[("1e-4", 1e-4), ("012", 12), ("-7", -7), ("+7", 7), (".5", 0.5), ("2.", 2.0), ("1E3", 1000.0)],
+        *[("no", "no"), ("on", "on"), ("yes", "yes"), ("off", "off"), ("true", True), ("False", False)],
+        *[("12:30:45", "12:30:45"), ("1_000", "1_000"), ("0x1f", "0x1f"), ("2024-01-01", "2024-01-01"), ("nan", "nan"), ("inf", "inf")],
+        *[("null", None), ("~", None), ("", None), ("=", "="), ("1e", "1e"), ("9" * 301, float("9" * 301))],
+    ],
+)
+def test_plain_words_mean_what_yaml_1_2_says(word: str, value: object) -> None:
+    found = scalar(word)
+    assert found == value and type(found) is type(value)
+    if word and word != "=":
+        assert read(f"a: {word}", "r").tree == {"a": value}
+        assert read(f"a: '{word}'", "r").tree == {"a": word}
+
+
+@pytest.mark.parametrize("text", [b"\xef\xbb\xbf" + GOOD.encode(), GOOD.replace("\n", "\r\n").encode(), GOOD.replace("\n", "\r").encode()])
+def test_byte_order_mark_and_foreign_line_ends_are_read(tmp_path: Path, text: bytes) -> None:
+    assert load_recipe(write(tmp_path, text)).lines == {"model": 1, "data": 2, "method": 3}
+
+
+# --------------------------------------------------------------------------------------------------------------- overrides
+
+
+def test_overrides_follow_the_same_rules_and_later_ones_win(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD)
+    recipe = load_recipe(file, ["lr=1e-4", "method.r=4", "method.r=8", "method.targets=[q, v]", "data=*.jsonl", "compile=true", "out="])
+    assert (recipe.lr, recipe.method, recipe.data.path) == (1e-4, LoraConfig(r=8, targets=("q", "v")), "*.jsonl")
+    assert (recipe.compile, recipe.out, recipe.where("method.r"), recipe.lines) == (True, None, "command line", {"model": 1, "method": 3})
+
+
+def test_a_method_setting_keeps_the_method_and_a_method_replaces_it(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD.replace("method: lora", "method: {name: lora, r: 4, alpha: 2}"))
+    assert load_recipe(file, ["method.r=8"]).method == LoraConfig(r=8, alpha=2)
+    assert load_recipe(file, ["method=adapter"]).method == AdapterConfig()
+    assert load_recipe(file, ["method=lora"]).method == LoraConfig()
+    assert load_recipe(file, ["method=side", "method.reduction=4"]).method == SideConfig(reduction=4)
+
+
+def test_python_arguments_are_overrides_too(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(tmp_path, GOOD), {"epochs": 2, "method": {"name": "lora", "targets": ["q"]}, "out": tmp_path, "data.max_length": 9}
+    )
+    assert (recipe.epochs, recipe.method, recipe.out) == (2.0, LoraConfig(targets=("q",)), str(tmp_path))
+    assert recipe.data.max_length == 9
+    assert problems_of(recipe, {"epochs": 10**5000})[0].startswith("argument  epochs")
+    assert load_recipe({"model": "m", "data": "d", "method": "full"}).source is None
+    assert problems_of({"model": "m", "data": "d"})[0].startswith("argument  method is missing")
+
+
+def test_wrong_overrides_say_command_line_and_suggest(tmp_path: Path) -> None:
+    found = problems_of(write(tmp_path, GOOD), ["method.rank=8", "epochs=ten", "nonsense", "lr.x=1", "=3", "method.targets=[q"])
+    text = "\n".join(found)
+    assert "command line  method.rank is not a setting of lora\n   did you mean: method.r" in text
+    assert "command line  epochs does not take this value\n   expected a number" in text
+    assert "command line  'nonsense' is not an override" in text and "command line  '=3' is not an override" in text
+    assert "command line  lr does not take this value" in text
+    assert "command line  method.targets: not YAML" in text
+
+
+# ---------------------------------------------------------------------------------------------------------- paths and names
+
+
+def test_inputs_are_found_beside_the_recipe_then_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    for folder, name in ((there, "both"), (here, "both"), (here, "mine")):
+        (folder / name).write_text("")
+    monkeypatch.chdir(here)
+    recipe = load_recipe(write(there, GOOD), ["data=both", "data.eval=mine", "model=org/name"])
+    assert recipe.resolve_path("both") == there / "both"
+    assert recipe.resolve_path("mine") == Path("mine")
+    assert recipe.resolve_path("neither") is recipe.resolve_path("x" * 9999) is recipe.resolve_path("\0") is None
+    values = recipe.resolved()
+    assert (values["data"]["path"], values["data"]["eval"], values["model"]) == (str(there / "both"), str(here / "mine"), "org/name")
+
+
+def test_a_shipped_recipe_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("bert_lora", "bert_lora.yaml", "recipes/bert_lora.yaml"):
+        assert find_recipe(name) == recipe_folder() / "bert_lora.yaml"
+    assert len(shipped_recipes()) == 16
+    with pytest.raises(RecipeError, match="did you mean: bert_lora"):
+        find_recipe("bert_lore")
+    with pytest.raises(RecipeError, match="is a folder"):
+        find_recipe(tmp_path)
+    write(tmp_path, GOOD, "bert_lora.yaml")
+    assert find_recipe("bert_lora.yaml") == Path("bert_lora.yaml")
+
+
+@pytest.mark.parametrize(("default", "recipe"), [("minilm", "bert_lora.yaml"), ("tiny-llama", "llama_lora.yaml")])
+def test_no_recipe_means_the_demo_recipe(monkeypatch: pytest.MonkeyPatch, default: str, recipe: str) -> None:
+    monkeypatch.setattr("petune.recipe.read.default_model", lambda: default)
+    assert demo_recipe().name == recipe
+    assert load_recipe(None).source == demo_recipe()
+
+
+# ------------------------------------------------------------------------------------------------------ writing and resuming
+
+
+def test_what_a_recipe_writes_reads_back_as_itself(tmp_path: Path) -> None:
+    overrides = [
+        "method.targets=[q, v]",
+        "class_weights={no: 2, 'a: b': 1.5}",
+        "task=classify",
+        "data.prefix='x: \\n'",
+        "trackers=[tensorboard]",
+    ]
+    recipe = load_recipe(write(tmp_path, GOOD), overrides)
+    text = recipe.to_yaml()
+    again = load_recipe(write(tmp_path, text, "resolved.yaml"))
+    assert again.resolved() == recipe.resolved()
+    assert again.to_yaml().partition("\n")[2] == text.partition("\n")[2]
+    assert all("  # " in line for line in text.splitlines()[1:])
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(st.characters(codec="utf-8", exclude_characters="\0")),
+        st.lists,
+        max_leaves=5,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_any_value_survives_being_written(value: object) -> None:
+    def as_tuple(item: object) -> object:
+        return tuple(as_tuple(one) for one in item) if isinstance(item, list) else item
+
+    document = read(f"a: {write_scalar(value)}  # comment", "r")
+    assert not document.problems and document.tree == {"a": as_tuple(value)}
+
+
+def test_resume_compares_what_changes_the_numbers(tmp_path: Path) -> None:
+    old = load_recipe(write(tmp_path, GOOD)).resolved()
+    new = load_recipe(write(tmp_path, GOOD), ["lr=1e-3", "method.r=8", "out=x", "keep=5", "trackers=[wandb]", "device=cpu"]).resolved()
+    assert differences(old, new) == [("method.r", 16, 8), ("lr", 2e-4, 1e-3)]
+    assert differences(old, new, allow=["method"]) == [("lr", 2e-4, 1e-3)]
+    assert differences(old, old) == []
+    assert {"lr", "seed", "batch_size", "data", "method"} <= set(KEYS_THAT_CHANGE_NUMBERS) <= set(Recipe.model_fields)
+
+
+def test_a_moved_folder_is_no_change_but_another_file_is() -> None:
+    def at(path: str) -> dict[str, Any]:
+        return load_recipe({"model": "m", "data": path, "method": "lora"}).resolved()
+
+    assert differences(at("/a/rows.jsonl"), at("/b/rows.jsonl")) == []
+    assert differences(at("/a/rows.jsonl"), at("/a/other.jsonl")) == [("data.path", "/a/rows.jsonl", "/a/other.jsonl")]
+
+
+def test_the_json_schema_names_every_setting() -> None:
+    schema = json_schema()
+    assert set(schema["properties"]) == set(Recipe.model_fields)
+    assert schema["required"] == ["model", "data", "method"]
+    short, *methods = schema["properties"]["method"]["anyOf"]
+    assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "adapter", "side"]
+    assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
+    assert methods[1]["properties"]["r"] | {"minimum": 1, "default": 16} == methods[1]["properties"]["r"]
+
+
+def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    for path in _every_key():
+        assert f"`{path}`" in text, path
+    free = text.partition("Free to change are")[2].partition(". Inputs")[0]
+    assert set(re.findall(r"`(\w+)`", free)) == {*Recipe.model_fields} - {*KEYS_THAT_CHANGE_NUMBERS, "version"}
+
+
+def test_aliases_lead_to_settings_that_exist() -> None:
+    for target in ALIASES.values():
+        assert " " in target or target in {*_every_key(), "data", "method"}, target
+
+
+def test_the_metric_table_is_that_of_the_tasks() -> None:
+    from petune import tasks
+
+    assert {task: dict(table) for task, table in METRICS.items()} == tasks.METRICS
+
+
+def _every_key() -> set[str]:
+    inner = {f"data.{entry.name}" for entry in dataclasses.fields(DataConfig)}
+    for config in CONFIGS.values():
+        inner |= {f"method.{entry.name}" for entry in dataclasses.fields(config)}
+    return {*Recipe.model_fields, *inner}
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong recipes
+
+# name: (text, line of the problem, what the message says). Unless the text has a model of its own, GOOD precedes it: its first line is 4.
+WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
+    "empty": (b"", 1, ("is empty", "model, data and method suffice")),
+    "only a comment": (b"# nothing\n", 1, ("is empty",)),
+    "a list": (b"- model\n- data\n", 1, ("is a mapping", "found a list")),
+    "one word": (b"lora\n", 1, ("is a mapping", "found the text 'lora'")),
+    "no model": (b"data: d\nmethod: lora\n", 1, ("model is missing", "model: demo:minilm")),
+    "no data": (b"model: m\nmethod: lora\n", 1, ("data is missing", "data: demo:docstrings")),
+    "no method": (b"model: m\ndata: d\n", 1, ("method is missing", "full, lora, adapter, side")),
+    "rank": (
+        b"model: m\ndata: d\nmethod:\n  name: lora\n  rank: 8\n",
+        5,
+        ("method.rank is not a setting of lora", "did you mean: method.r "),
+    ),
+    "r at top": ("r: 8\n", 4, ("r is not a setting", "did you mean: method.r ")),
+    "lr in data": (b"model: m\ndata: {path: d,\n  lr: 3}\nmethod: lora\n", 3, ("data.lr is not a setting of data", "did you mean: lr ")),
+    "learning_rate": ("learning_rate: 1e-4\n", 4, ("learning_rate is not a setting", "did you mean: lr ")),
+    "bs": ("bs: 8\n", 4, ("did you mean: batch_size ",)),
+    "typing error": ("epcohs: 3\n", 4, ("did you mean: epochs ",)),
+    "hyphens and capitals": ("Gradient-Accumulation-Steps: 2\n", 4, ("did you mean: accumulate ",)),
+    "max_seq_len": ("max_seq_length: 64\n", 4, ("did you mean: data.max_length ",)),
+    "4 bit": ("load_in_4bit: true\n", 4, ("not supported",)),
+    "resume": ("resume_from_checkpoint: true\n", 4, ("--resume",)),
+    "of another method": ("reduction: 4\n", 4, ("method.reduction is a setting of adapter and side; this recipe's method is lora",)),
+    "dotted key": ("method.r: 4\n", 4, ("dots are for the command line",)),
+    "no such method": (b"model: m\ndata: d\nmethod: lorra\n", 3, ("no such method", "did you mean: lora")),
+    "method is a list": (b"model: m\ndata: d\nmethod: [lora]\n", 3, ("no such method", "found a list")),
+    "method without name": (b"model: m\ndata: d\nmethod: {r: 8}\n", 3, ("method.name is missing",)),
+    "text for a number": ("epochs: ten\n", 4, ("epochs does not take this value", "a number, above 0", "the text 'ten'")),
+    "quoted number": ('lr: "1e-4"\n', 4, ("write the number plainly, without quotes or separators: 1e-4",)),
+    "underscore": ("batch_size: 1_000\n", 4, ("a whole number", "1000")),
+    "fraction": ("batch_size: 2.5\n", 4, ("a whole number, at least 1", "found 2.5")),
+    "truth for a number": ("batch_size: true\n", 4, ("a whole number", "found true")),
+    "number for a text": (b"model: 7\ndata: d\nmethod: lora\n", 1, ("expected text", 'put it in quotes: "7"')),
+    "yes": ("compile: yes\n", 4, ("expected true or false", "write true")),
+    "nan": ("lr: .nan\n", 4, ("lr is not a finite number", "found nan")),
+    "infinite": ("clip: 1e999\n", 4, ("clip is not a finite number", "found inf")),
+    "negative": ("lr: -1e-4\n", 4, ("lr is out of range", "above 0", "found -0.0001")),
+    "huge": ("max_steps: 99999999999999999999\n", 4, ("max_steps is out of range", "below 2147483648")),
+    "keep one": ("keep: 1\n", 4, ("keep is out of range", "at least 2")),
+    "empty value": ("seed:\n", 4, ("seed does not take this value", "found nothing")),
+    "unknown choice": ("task: classification\n", 4, ("one of classify, seq2seq, causal, chat", "did you mean: classify")),
+    "list item": (b"model: m\ndata: d\nmethod:\n  name: lora\n  targets:\n  - q\n  - 3\n", 7, ("method.targets[1]", "found 3")),
+    "not a list": ("trackers: tensorbord\n", 4, ("a list", "write [tensorboard]")),
+    "column role": (
+        b"model: m\nmethod: lora\ndata:\n  path: d\n  columns:\n    txt: body\n",
+        6,
+        ("data.columns", "'txt'", "did you mean: text"),
+    ),
+    "class weight": ("class_weights:\n  a: 1\n  b: -1\n", 6, ("class_weights.b is out of range", "found -1")),
+    "set twice": ("lr: 1e-4\nlr: 1e-3\n", 5, ("lr is set twice", "first set on line 4")),
+    "other version": ("version: 2\n", 4, ("another version", "expected 1, found 2", "set version: 1")),
+    "tab": ("data2:\n\tx: 1\n", 5, ("a tab where YAML allows only spaces",)),
+    "open bracket": ("trackers: [a, b\n", 5, ("not YAML",)),
+    "colon in text": ("out: a: b\n", 4, ("not YAML", "put the text in quotes")),
+    "alias": ("lr: &a 1e-4\nclip: *a\n", 5, ("the alias *a", "write the value out")),
+    "python tag": ("out: !!python/object/apply:os.system [ls]\n", 4, ("the tag", "remove the tag")),
+    "two documents": ("---\nmodel: m\n", 4, ("a second document",)),
+    "too deep": ("out: " + "[" * 3000 + "\n", 4, ("nested deeper than 32",)),
+    "UTF-16": (GOOD.encode("utf-16"), 1, ("UTF-16", "save it as UTF-8")),
+    "NUL": (GOOD.encode() + b"out: a\0b\n", 4, ("NUL",)),
+    "Latin-1": (GOOD.encode() + b"out: caf\xe9\n", 4, ("byte 0xe9 is not UTF-8",)),
+    "control character": (GOOD.encode() + b"out: a\x07\n", 4, ("U+0007",)),
+    "escaped NUL": ('out: "a\\0b"\n', 4, ("an escape that is no character",)),
+    "escape beyond Unicode": ('out: "\\UFFFFFFFF"\n', 4, ("an escape or directive",)),
+    "packing while classifying": (
+        b"model: m\ndata:\n  path: d\n  packing: true\nmethod: lora\ntask: classify\n",
+        4,
+        ("packing", "task: causal"),
+    ),
+    "class weights while generating": ("task: causal\nclass_weights: balanced\n", 5, ("class_weights", "task: classify")),
+    "metric of another task": ("task: causal\nmetric: accuracy\n", 5, ("no such metric of this task", "token_accuracy")),
+    "direction against the metric": ("metric: loss\ndirection: max\n", 5, ("worst checkpoint",)),
+    "half a warm-up step": ("warmup: 1.5\n", 4, ("must be whole",)),
+    "warm-up beyond the end": ("warmup: 10\nmax_steps: 5\n", 4, ("not over when max_steps ends",)),
+    "adapter for full": (b"model: m\ndata: d\nmethod: full\ninit_adapter: a\n", 4, ("full fine-tuning has no adapter",)),
+    "never evaluated": ("max_steps: 5\neval_every: 10\npatience: 2\n", 6, ("eval_every is beyond max_steps",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_recipe_is_told_where_what_and_how(name: str, tmp_path: Path) -> None:
+    text, line, phrases = WRONG[name]
+    file = write(tmp_path, text if isinstance(text, bytes) else GOOD + text)
+    found = problems_of(file)
+    here = [problem for problem in found if problem.startswith((f"{file}:{line}  ", f"{file}:{line}:"))]
+    assert any(all(phrase in problem for phrase in phrases) for problem in here), found
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_all_problems_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = "model: 3\nepochs: ten\nlr: .nan\nbs: 4\ndata: {path: d, max_len: 8, split: 2}\nmethod: {name: lora, rank: 4, dropout: 2}\n"
+    file = write(tmp_path, text + "warmup: 1.5\n")
+    found = problems_of(file)
+    assert [int(problem.split(":")[1].split()[0]) for problem in found] == [1, 2, 3, 4, 5, 5, 6, 6, 7]
+    keys = ("model", "epochs", "lr", "bs", "data.max_len", "data.split", "method.rank", "method.dropout", "warmup")
+    assert [problem.split("  ")[1].split()[0].rstrip(":") for problem in found] == list(keys)
+
+
+def test_a_repeated_key_hides_no_other_problem(tmp_path: Path) -> None:
+    assert len(problems_of(write(tmp_path, GOOD + "lr: x\nlr: 1e-4\nbs: 3\n"))) == 3
+
+
+def test_a_value_that_could_not_be_read_is_reported_once(tmp_path: Path) -> None:
+    assert len(problems_of(write(tmp_path, "model: *m\ndata: d\nmethod: lora\n"))) == 1
+
+
+@pytest.mark.parametrize("text", [b"k: 1\n" * 180_000, b"".join(b"k%d: 1\n" % i for i in range(4900)), b"- " * 400_000, b"x" * 1_000_001])
+def test_a_large_file_is_refused_quickly(tmp_path: Path, text: bytes) -> None:
+    file = write(tmp_path, text)
+    start = time.process_time()
+    assert len(problems_of(file)) <= 101
+    assert time.process_time() - start < 3
+
+
+def test_what_is_no_regular_file_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "not a regular file" in problems_of(tmp_path / "pipe.yaml")[0]
+    assert "not a regular file" in problems_of("/dev/zero")[0]
+    assert "no such recipe file" in problems_of(tmp_path / "missing.yaml")[0]
+    for text in ("a\0b", "x" * 5000, "\udce9.yaml"):
+        assert len(problems_of(text)) == 1
+
+
+FRAGMENTS = (
+    *(
+        "[",
+        "{",
+        "}",
+        "]",
+        ":",
+        ",",
+        "-",
+        "&a",
+        "*a",
+        "!!python/object:os.system",
+        "'",
+        '"',
+        "|",
+        ">",
+        "%",
+        "@",
+        "?",
+        "<<",
+        "#",
+        "---",
+        "...",
+    ),
+    *(".nan", "1e999", "null", "~", "method", "lora", "data", "r", "\\ud800"),
+)
+NASTY = [
+    *(one.encode() + b" " for one in FRAGMENTS),
+    b"\n",
+    b"\t",
+    b"\0",
+    b"\xff",
+    b"\r",
+    b"\xe2\x80\xa8",
+    b"\n  ",
+    b"9" * 400,
+    b"a" * 2000,
+]
+
+
+def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(tmp_path: Path) -> None:
+    whole = [file.read_bytes() for file in shipped_recipes()] + [
+        GOOD.encode() + text.encode() for text, *_ in WRONG.values() if isinstance(text, str)
+    ]
+    rng = random.Random(0)
+    for _ in range(300):
+        data = bytearray(rng.choice(whole)[:2000])
+        for _ in range(rng.randint(1, 6)):
+            place = rng.randrange(len(data) + 1)
+            data[place : place + rng.choice((0, 0, 1, 9))] = rng.choice(NASTY) * rng.choice((1, 1, 40))
+        _judge(tmp_path, bytes(data))
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@settings(max_examples=100, deadline=None)
+def test_random_bytes_are_judged_too(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    _judge(tmp_path_factory.getbasetemp(), data)
+
+
+@given(st.lists(st.text(max_size=30) | st.builds("{}={}".format, st.sampled_from(sorted(_every_key())), st.text(max_size=12)), max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_random_overrides_are_judged_too(overrides: list[str]) -> None:
+    try:
+        load_recipe({"model": "m", "data": "d", "method": "lora"}, overrides)
+    except RecipeError as error:
+        assert str(error)
+
+
+def _judge(folder: Path, data: bytes) -> None:
+    file = write(folder, data, "fuzz.yaml")
+    start = time.process_time()
+    try:
+        recipe = load_recipe(file)
+    except RecipeError as error:
+        assert str(error).encode() and error.problems
+    else:
+        assert load_recipe(write(folder, recipe.to_yaml(), "again.yaml")).resolved() == recipe.resolved()
+    assert time.process_time() - start < 1
+
+
+# ------------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_a_recipe_is_checked_without_torch() -> None:
+    code = "import sys; from petune.recipe import load_recipe; load_recipe('bert_lora'); print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    assert done.stdout.strip() == "set()"
