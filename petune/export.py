@@ -1,0 +1,474 @@
+"""What a tuning leaves behind: a folder others can read, and the way back into a base model, strict in both directions.
+
+lora is laid out as peft does, a full tuning as a Hugging Face folder, adapter and side as tuned.safetensors; petune.json beside them says
+what was tuned and on which base. Nothing is filled before everything fits. The file is long
+as saving, loading and merging share the folder's layout and are read together.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from petune import methods
+from petune.errors import FileError, MachineError, PetuneError, TrainingFault, UsageError
+from petune.fingerprint import bare, compare, fingerprint, full_hash, plain_name, refuse_merged
+from petune.folders import commit_folder
+from petune.log import warn
+from petune.methods import Tuning, is_wrapped, lora, mark_only_trainable, merged_weights, tuned_parameters, tuned_state, tuning
+from petune.methods.configs import FullConfig, LoraConfig, MethodConfig, make_config
+from petune.methods.lora import LoraLayer
+from petune.methods.tuned import tuned_layers
+from petune.models import family_of
+from petune.models.load import quiet
+from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
+from petune.tensorfile import read_json, read_tensors, write_file, write_json, write_tensors
+
+__all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
+
+FORMAT = 1
+RECORD, TUNED = "petune.json", "tuned.safetensors"
+_OURS = (RECORD, CONFIG, "config.json")  # a folder with one of them may be overwritten
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    base_name: str | None = None,
+    base_sha256: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all. Returns its path.
+
+    `base_name` (default: where the model was loaded from) and `base_sha256` (from `full_hash`, for `load(verify_base=True)`) are stored.
+    Raises UsageError for a model that is not wrapped, is inside merged_weights, or an occupied folder without `overwrite`; TrainingFault
+    for a NaN or infinity; MachineError.
+    """
+    model = bare(model)
+    record = tuning(model)
+    refuse_merged(model)
+    name = base_name or _origin(model)
+    facts = _facts(model, record) | {"base": {"name": name, "fingerprint": fingerprint(model), "sha256": base_sha256}}
+
+    def fill(work: Path) -> None:
+        tensors = _write_model(model, record.config, name, work)
+        rows = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
+        _write_record(work / RECORD, facts | {"tensors": rows})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+
+    return commit_folder(Path(folder), fill, overwrite, _OURS)
+
+
+def write_peft(
+    model: nn.Module, folder: str | Path, *, tokenizer: Any = None, base_name: str | None = None, overwrite: bool = False
+) -> Path:
+    """Write a lora tuning as peft's two files and nothing of petune's. Raises as `save`, and UsageError for another method."""
+    model = bare(model)
+    record = tuning(model)
+    refuse_merged(model)
+    if not isinstance(record.config, LoraConfig):
+        raise UsageError(f"peft has no file for {record.method}", expected="lora", remedy="use petune.save, and petune.load to read it")
+
+    def fill(work: Path) -> None:
+        _write_model(model, record.config, base_name or _origin(model), work)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+
+    return commit_folder(Path(folder), fill, overwrite, _OURS)
+
+
+def _origin(model: nn.Module) -> str | None:
+    """Where transformers loaded the model from, if it did."""
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
+
+
+def _facts(model: nn.Module, record: Tuning) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    labels = getattr(config, "id2label", None)
+    return {
+        "format": FORMAT,
+        "petune": _version(),
+        "method": record.method,
+        "config": asdict(record.config),
+        "family": record.family,
+        "also_train": [plain_name(name) for name in record.also_train],
+        "model": {"class": type(model).__name__, "type": getattr(config, "model_type", None)},
+        "id2label": {str(index): label for index, label in labels.items()} if labels else None,
+        "vocabulary": getattr(embeddings, "num_embeddings", None),
+    }
+
+
+def _write_record(path: Path, facts: Mapping[str, Any]) -> None:
+    """One line per fact: indenting the thousands of numbers of a fingerprint would take longer than saving the tensors."""
+    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in facts.items())
+    write_file(path, [b"{\n", ",\n".join(lines).encode(), b"\n}\n"])
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("petune")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def _write_model(model: nn.Module, config: MethodConfig, name: str | None, work: Path) -> Mapping[str, Tensor]:
+    """Write the method's own files; returns the tensors in them by base-model name."""
+    if isinstance(config, FullConfig) and isinstance(model, PreTrainedModel):
+        _write_hugging_face(model, model.state_dict(), work)
+        return _read_whole(work)
+    tensors = _whole(model) if isinstance(config, FullConfig) else tuned_state(model)
+    tensors = {plain_name(name): value for name, value in tensors.items()}
+    if isinstance(config, LoraConfig):
+        fields, keyed = to_peft(model, tensors, name)
+        write_tensors(work / TENSORS, keyed, {"format": "pt"})
+        write_json(work / CONFIG, fields)
+    else:
+        write_tensors(work / TUNED, tensors)
+    return tensors
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, a tied one once."""
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(value), (name, value.detach()))
+    return dict(seen.values())
+
+
+def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
+    for name, value in state.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise TrainingFault("holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses")
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with quiet():
+            model.save_pretrained(work, state_dict=dict(state))
+    except SafetensorError as error:
+        raise MachineError(f"cannot write: {error}", where=str(work), remedy="check the disk's free space") from error
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) -> Model:
+    """Tune `base_model`, in place, as the folder says: one that `save` or peft's LoRA wrote. What was trained requires gradients again.
+
+    `verify_base` compares the SHA-256 of the whole base with the stored one. Raises FileError for a tensor that is missing, unexpected,
+    mis-shaped or not finite, for another base, and for a setting petune lacks; UsageError for a model that is wrapped already.
+    """
+    folder, model = Path(folder), bare(base_model)
+    if is_wrapped(model):
+        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+    record = _read_record(folder)
+    if record is None:
+        if verify_base:
+            raise FileError("stores no hash of its base: peft's files do not", where=str(folder), remedy="load without verify_base")
+        _load_lora(model, folder, None)
+        return base_model
+    _check_base(model, record, folder, verify_base)
+    if record.method == "lora":
+        _load_lora(model, folder, record)
+    elif record.method == "full":
+        _load_full(model, folder, record)
+    else:
+        _load_tuned(model, folder, record)
+    labels = record.facts.get("id2label")
+    if labels and record.also_train and hasattr(model, "config"):
+        config = cast("Any", model.config)
+        config.id2label = {int(index): label for index, label in labels.items()}
+        config.label2id = {label: int(index) for index, label in labels.items()}
+    return base_model
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A petune.json: `shapes` by tensor name, `facts` all of it."""
+
+    method: str
+    config: MethodConfig
+    also_train: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    facts: Mapping[str, Any]
+
+
+def _read_record(folder: Path) -> _Record | None:
+    """The folder's petune.json, or None for peft's own. Raises FileError that explains any other folder."""
+    if not (folder / RECORD).is_file():
+        _explain(folder)
+        return None
+    file = folder / RECORD
+    facts = read_json(file)
+    if (version := facts.get("format")) != FORMAT:
+        sides = {"expected": str(FORMAT), "found": repr(version)[:40]}
+        raise FileError("another version of petune.json", where=str(file), remedy="use the petune that wrote it", **sides)
+    try:
+        config = make_config(facts["method"], facts["config"])
+        shapes = {str(name): tuple(shape) for name, (shape, _) in facts["tensors"].items()}
+        base = facts["base"]
+        if not isinstance(base["fingerprint"]["tensors"], dict) or "sha256" not in base:
+            raise KeyError("fingerprint")
+        return _Record(facts["method"], config, tuple(map(str, facts["also_train"])), shapes, facts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"petune.json is damaged: {error}", where=str(file), remedy="use another copy") from error
+
+
+def _explain(folder: Path) -> None:
+    """Return for a folder with peft's two files; say what any other is and what to do with it."""
+    where = str(folder)
+    if not folder.is_dir():
+        raise FileError("is not a folder", where=where, expected="a folder that petune.save or peft wrote", remedy="check the path")
+    if (folder / CONFIG).is_file():
+        check_config(read_json(folder / CONFIG, links=True), folder / CONFIG)
+        if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
+            remedy = "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
+            raise FileError("holds a .bin file, a pickle, which can run code", where=where, expected=TENSORS, remedy=remedy)
+        return
+    inside = sorted(path.parent.name for name in (RECORD, CONFIG) for path in folder.glob(f"*/{name}"))
+    if inside:
+        raise FileError("holds no adapter itself, but its sub-folders do", where=where, remedy=f"give {folder / inside[0]}")
+    if (folder / "config.json").is_file():
+        remedy = "load it with AutoModel...from_pretrained, or as the recipe's `model`"
+        raise FileError("is a whole model, not a tuning of one", where=where, remedy=remedy)
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise FileError("holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path")
+
+
+def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -> None:
+    file, made_on = str(folder / RECORD), record.facts.get("model") or {}
+    if (expected := made_on.get("class")) != (found := type(model).__name__) or record.facts.get("family") != _family(model):
+        sides = {"expected": f"{expected} (family {record.facts.get('family')})", "found": f"{found} (family {_family(model)})"}
+        raise FileError(f"this {record.method} tuning is of another kind of model", where=file, **sides)
+    names = {name for name, _ in model.named_modules()}
+    if lost := [head for head in record.also_train if head not in names]:
+        raise FileError(f"the model has no {lost[0]}, which was trained", where=file, remedy="load the base with the head of the same task")
+    base = record.facts["base"]
+    compare(base["fingerprint"], model, file, record.also_train)
+    if not verify:
+        return
+    if base["sha256"] is None:
+        raise FileError("stores no hash of its base", where=file, remedy="save with base_sha256=petune.export.full_hash(model)")
+    if (digest := full_hash(model, record.also_train)) != base["sha256"]:
+        remedy = "load the base it was made on, in the dtype it was hashed in"
+        raise FileError(
+            "the base's SHA-256 differs", where=file, expected=f"{base['sha256'][:16]}…", found=f"{digest[:16]}…", remedy=remedy
+        )
+
+
+def _load_lora(model: nn.Module, folder: Path, record: _Record | None) -> None:
+    """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
+    config = read_json(folder / CONFIG, links=True)
+    check_config(config, folder / CONFIG)
+    adapter = from_peft(model, config, read_tensors(folder / TENSORS, links=True), folder)
+    state = adapter.state
+    if record is not None:
+        check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TENSORS, record.also_train)
+    plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
+        warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
+    for name, own in adapter.layers.items():
+        full, layer = plain[name]
+        model.set_submodule(full, lora.tune(layer, own, (state[f"{name}.lora_A"], state[f"{name}.lora_B"])))
+    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
+    _remember(model, Tuning("lora", record.config if record else adapter.config, _family(model), also_train))
+    _fill({name: value for head in also_train for name, value in _named(model, head).items()}, state)
+
+
+def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
+    return {plain_name(f"{head}.{own}"): value for own, value in model.get_submodule(head).named_parameters()}
+
+
+def _family(model: nn.Module) -> str | None:
+    family = family_of(model)
+    return family.name if family else None
+
+
+def _remember(model: nn.Module, record: Tuning) -> None:
+    setattr(model, "petune_tuning", record)  # noqa: B010
+    mark_only_trainable(model)
+
+
+def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def _load_tuned(model: nn.Module, folder: Path, record: _Record) -> None:
+    """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned tensor."""
+    state = read_tensors(folder / TUNED)
+    check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
+    devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
+    wanted = {plain_name(name): value for name, value in tuned_parameters(model).items()}
+    shapes = {name: tuple(value.shape) for name, value in wanted.items()}
+    check_tensors(shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
+    _remember(model, replace(tuning(model), config=record.config))
+    _fill(wanted, state)
+
+
+def _read_whole(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a Hugging Face folder, from one file or several."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise FileError("holds no model.safetensors", where=str(folder), remedy="use another copy")
+    return {name: value for file in files for name, value in read_tensors(file, links=True).items()}
+
+
+def _load_full(model: nn.Module, folder: Path, record: _Record) -> None:
+    alone = (folder / TUNED).is_file()
+    state = read_tensors(folder / TUNED) if alone else _read_whole(folder)
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    check_tensors(record.shapes, found, folder)
+    own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    given = {id(own[name]) for name in state if name in own}
+    tied = {name for name, value in own.items() if name not in state and id(value) in given}  # written once, under its other name
+    check_tensors({name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder)
+    _fill({name: own[name] for name in state}, state)
+    _remember(model, Tuning("full", FullConfig(), _family(model), ()))
+
+
+# ---------------------------------------------------------------- merging
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which has nothing to merge.
+
+    `update`: norm of the updates. `ulps`: root mean square of an update's entry over the spacing of numbers at the weights' own root mean
+    square: below 1, most entries move to a neighbour or not at all. `lost`: share of the update that rounding to the base's dtype changed.
+    `logits`: greatest absolute difference of logits before and after on the batch that was given, else None.
+    """
+
+    folder: Path
+    dtype: str
+    layers: int
+    update: float
+    ulps: float
+    lost: float
+    logits: float | None
+
+    def __str__(self) -> str:
+        text = f"merged {self.layers} layers into {self.dtype}: ||update|| {self.update:.4g}, {self.ulps:.3g} ulp"
+        text += f", {100 * self.lost:.3g} % rounded away"
+        return text if self.logits is None else f"{text}, logits within {self.logits:.3g}"
+
+
+def save_merged(
+    model: nn.Module, folder: str | Path, tokenizer: Any = None, *, batch: Mapping[str, Tensor] | None = None, overwrite: bool = False
+) -> MergeReport:
+    """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it was.
+
+    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and for a tied weight the model
+    class would tie again on loading; otherwise as `save`.
+    """
+    model = bare(model)
+    record = tuning(model)
+    refuse_merged(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"{type(model).__name__} is not a transformers model", remedy="use petune.merge and save it your own way")
+    layers = [cast("LoraLayer", layer) for _, layer in tuned_layers(model)] if record.method == "lora" else []
+    update, ulps, lost = _rounding(layers)
+    before = _logits(model, batch) if batch is not None else None
+    config, unties = model.config, _unties(model, layers)
+    tied = getattr(config, "tie_word_embeddings", None)
+    with merged_weights(model):
+        after = _logits(model, batch) if batch is not None else None
+        factors = {id(value) for layer in layers for value in layer.tuned().values()}
+        state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in factors}
+
+        def fill(work: Path) -> None:
+            # a config that ties nothing is read without tying anything: whatever is still shared is then written under each of its names
+            own = {name: value.detach().clone() if unties else value.detach() for name, value in state.items()}
+            _write_hugging_face(model, own, work)
+            _check_complete(own, work)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(work)
+
+        try:
+            if unties:
+                config.tie_word_embeddings = False
+            place = commit_folder(Path(folder), fill, overwrite, _OURS)
+        finally:
+            if unties:
+                config.tie_word_embeddings = tied
+    logits = float((before.double() - after.double()).abs().max()) if before is not None and after is not None else None
+    report = MergeReport(place, str(model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits)
+    if lost > 0.05:
+        warn(f"{report.dtype} is too coarse for this update: {100 * lost:.0f} % of it is rounded away; a float32 base keeps it")
+    return report
+
+
+def _rounding(layers: list[LoraLayer]) -> tuple[float, float, float]:
+    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all layers."""
+    update = missed = weights = spacing = 0.0
+    with torch.no_grad():
+        for layer in layers:
+            wide = torch.promote_types(layer.weight.dtype, torch.float32)
+            weight, delta = layer.weight.to(wide), layer.delta().to(wide)
+            update += float(delta.norm()) ** 2
+            missed += float((layer.merged_weight().to(wide) - weight - delta).norm()) ** 2
+            weights += float(weight.norm()) ** 2
+            spacing = torch.finfo(layer.weight.dtype).eps
+    ulps = math.sqrt(update / weights) / spacing if weights else 0.0
+    return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return cast("Tensor", model(**batch).logits)
+    finally:
+        model.train(training)
+
+
+def _unties(model: PreTrainedModel, layers: list[LoraLayer]) -> bool:
+    """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as T5's does."""
+    tuned = {id(layer.weight) for layer in layers}
+    names: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if id(value) in tuned:
+            names.setdefault(id(value), []).append(name)
+    shared = next((group for group in names.values() if len(group) > 1), None)
+    if shared is None:
+        return False
+    fields = model.config.to_dict() | {"tie_word_embeddings": False}
+    if type(model.config).from_dict(fields).tie_word_embeddings:
+        what = f"merging parts {' and '.join(shared)}, which {type(model).__name__} ties again when it is loaded"
+        raise UsageError(what, remedy="keep the base model and load the adapter with petune.load")
+    return True
+
+
+def _check_complete(state: Mapping[str, Tensor], work: Path) -> None:
+    """Every tensor must be in the file, or share its memory with one that is: the model class decides what it leaves out."""
+    written = _read_whole(work)
+    kept = {value.data_ptr() for name, value in state.items() if name in written}
+    lost = [name for name, value in state.items() if name not in written and value.data_ptr() not in kept]
+    if lost:
+        raise PetuneError("the model class left out tensors that are its own", where=", ".join(lost[:10]))

@@ -1,0 +1,846 @@
+"""Checkpoints: whatever kills a save, the last committed one verifies; whatever is damaged is found; what resumes is bit-identical."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petune import checkpoint
+from petune.checkpoint import (
+    MANIFEST,
+    RunLock,
+    candidates,
+    commit,
+    newest_good,
+    pack_optimizer,
+    read_json,
+    read_tensors,
+    require_free,
+    restore_optimizer,
+    rng_state,
+    rotate,
+    set_aside,
+    set_rng_state,
+    sweep,
+    verify,
+    write_json,
+    write_tensors,
+)
+from petune.errors import FileError, MachineError, UsageError
+
+
+def filler(mark: int) -> Callable[[Path], None]:
+    """A save whose every file carries `mark`."""
+
+    def write(folder: Path) -> None:
+        write_tensors(folder / "state.safetensors", {"w": torch.full((64,), float(mark)), "step": torch.tensor(mark)})
+        (folder / "tuned").mkdir()
+        write_json(folder / "tuned" / "config.json", {"mark": mark})
+
+    return write
+
+
+def save(root: Path, step: int, mark: int | None = None) -> Path:
+    mark = step if mark is None else mark
+    return commit(root, step, filler(mark), run_id="run", facts={"mark": mark})
+
+
+def mark_of(path: Path) -> int:
+    """Verify a checkpoint and read its mark, the same in all its files."""
+    manifest = verify(path)
+    config, state = read_json(path / "tuned" / "config.json"), read_tensors(path / "state.safetensors")
+    marks = {manifest.facts["mark"], config["mark"], int(state["step"]), int(state["w"][0])}
+    assert len(marks) == 1
+    return int(marks.pop())
+
+
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: a kill loses no more there than on a disk, and a flush takes no time."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+# ---------------------------------------------------------------- commit and verify
+
+
+def test_a_committed_checkpoint_verifies_and_says_what_it_holds(tmp_path: Path) -> None:
+    path = save(tmp_path / "new" / "checkpoints", 7)
+    manifest = verify(path)
+    assert path.name == "step-7" and (manifest.run_id, manifest.step, manifest.facts) == ("run", 7, {"mark": 7})
+    assert set(manifest.files) == {"state.safetensors", "tuned/config.json"}
+    assert names(path.parent) == ["latest", "step-7"] and (path.parent / "latest").read_text() == "step-7\n"
+
+
+def test_files_are_readable_by_the_group_whatever_wrote_them(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        os.close(os.open(folder / "sub" / "a", os.O_CREAT | os.O_WRONLY, 0o600))
+
+    before = os.umask(0o022)
+    try:
+        path = commit(tmp_path, 1, write, run_id="run", facts={})
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (path / "sub" / "a", path / MANIFEST, tmp_path / "latest")} == {0o644}
+
+
+def test_everything_is_flushed_before_the_rename_and_the_parent_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(fd: int) -> None:
+        done.append("fsync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    def spy_rename(old: Any, new: Any) -> None:
+        done.append("rename " + Path(new).name)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    path = save(tmp_path, 3)
+    work = f"step-3.tmp-{os.getpid()}"
+    at = done.index("rename step-3")
+    flushed = {f"fsync {name}" for name in ("state.safetensors", "config.json", "tuned", work, f".{MANIFEST}.tmp-{os.getpid()}")}
+    assert flushed <= set(done[:at])
+    assert done.index("rename " + MANIFEST) > max(done.index("fsync state.safetensors"), done.index("fsync config.json"))
+    assert done[at - 1] == f"fsync {work}"
+    assert done[at + 1] == f"fsync {path.parent.name}"
+    assert done.index("rename latest") > at + 1
+
+
+def test_a_failing_save_leaves_nothing_and_its_error_passes(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def write(folder: Path) -> None:
+        filler(2)(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        commit(tmp_path, 2, write, run_id="run", facts={})
+    with pytest.raises(ValueError):
+        commit(tmp_path, 2, filler(2), run_id="run", facts={"x": float("nan")})
+    with pytest.raises(ValueError):
+        commit(tmp_path, -1, filler(2), run_id="run", facts={})
+    assert names(tmp_path) == ["latest", "step-1"] and mark_of(tmp_path / "step-1") == 1
+
+
+def test_saving_a_step_again_replaces_it_even_when_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 5, mark=1)
+    save(tmp_path, 5, mark=2)
+    (tmp_path / "step-5" / "state.safetensors").write_bytes(b"x")
+    save(tmp_path, 5, mark=3)
+    assert mark_of(tmp_path / "step-5") == 3 and names(tmp_path) == ["latest", "step-5"]
+
+
+def test_a_pointer_that_cannot_be_written_does_not_undo_a_save(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    save(tmp_path, 1)
+    assert newest_good(tmp_path)[0].name == "step-1"
+
+
+def test_links_and_pipes_are_not_committed(tmp_path: Path) -> None:
+    for make in (lambda path: os.mkfifo(path), lambda path: path.symlink_to("/etc/hostname")):
+        with pytest.raises(FileError, match="odd"):
+            commit(tmp_path, 1, lambda folder, make=make: make(folder / "odd"), run_id="run", facts={})  # type: ignore[misc]
+    assert names(tmp_path) == []
+
+
+# ---------------------------------------------------------------- kills and refusals at every call
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: from the k-th call on the process does nothing any more."""
+
+
+CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "fchmod")
+
+
+@contextmanager
+def crash_at(k: int, error: Callable[[], BaseException], *, for_good: bool) -> Iterator[list[str]]:
+    """Let the k-th changing call fail; with `for_good` every later one too. Yields the calls made so far."""
+    made: list[str] = []
+    kept = {call: getattr(os, call) for call in CALLS}
+
+    def wrap(call: str) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if call == "open" and not (args[1] & os.O_CREAT):  # opening to read or to flush changes nothing
+                return kept[call](*args, **kwargs)
+            made.append(call)
+            if len(made) == k or (for_good and len(made) > k):
+                if call == "write":
+                    kept[call](args[0], args[1][: len(args[1]) // 2])  # half of it reaches the disk
+                raise error()
+            return kept[call](*args, **kwargs)
+
+        return guarded
+
+    for call in CALLS:
+        setattr(os, call, wrap(call))
+    try:
+        yield made
+    finally:
+        for call in CALLS:
+            setattr(os, call, kept[call])
+
+
+def step_of_a_run(root: Path) -> None:
+    """A new step, a step saved again, and a rotation that deletes."""
+    save(root, 3)
+    save(root, 3, mark=33)
+    rotate(root, 2)
+
+
+def test_a_kill_at_every_call_leaves_the_last_commit_whole(fast: Path) -> None:
+    start, root = fast / "start", fast / "root"
+    save(start, 1)
+    save(start, 2)
+    k, seen = 0, set()
+    while True:
+        k += 1
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(start, root)
+        try:
+            with crash_at(k, Killed, for_good=True):
+                step_of_a_run(root)
+            break
+        except Killed:
+            pass
+        path, _, problems = newest_good(root)
+        assert not problems, f"call {k}: a damaged checkpoint has a name"
+        seen.add(mark := mark_of(path))
+        assert all(mark_of(path) in (1, 2, 3, 33) for path in candidates(root)) and len(candidates(root)) >= 2
+        sweep(root)
+        assert mark_of(newest_good(root)[0]) == mark
+        assert all(name in ("latest", "step-1", "step-2", "step-3") for name in names(root)), f"call {k}: {names(root)}"
+        save(root, 4)
+        assert mark_of(newest_good(root)[0]) == 4
+    assert k > 60 and seen == {2, 3, 33}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
+def test_a_refusal_at_every_call_is_told_and_leaves_no_torso(fast: Path, code: int) -> None:
+    start, root = fast / "start", fast / "root"
+    save(start, 1)
+    save(start, 2)
+    k, told = 0, 0
+    while True:
+        k += 1
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(start, root)
+        try:
+            with crash_at(k, lambda: OSError(code, os.strerror(code)), for_good=False) as made:
+                save(root, 3)
+            if len(made) < k:
+                break
+        except MachineError as error:
+            told += 1
+            assert errno.errorcode[code] in str(error) and str(root) in str(error)
+            left = names(root)
+            assert left in (["latest", "step-1", "step-2"], ["latest", "step-1", "step-2", "step-3"]), f"call {k}: {left}"
+        path, _, problems = newest_good(root)
+        assert not problems and mark_of(path) == int(path.name[5:]) >= 2
+    assert told > 15
+
+
+def test_a_full_disk_that_stays_full_keeps_what_was_committed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with (
+        crash_at(9, lambda: OSError(errno.ENOSPC, "No space left on device"), for_good=True),
+        pytest.raises(MachineError, match="ENOSPC"),
+    ):
+        save(tmp_path, 2)
+    assert mark_of(newest_good(tmp_path)[0]) == 1
+
+
+def save_until_killed(root: Path, report: int) -> None:
+    step = max((int(path.name.split("-")[1].split(".")[0]) for path in candidates(root)), default=0)
+    sweep(root)
+    while True:
+        step += 1
+        save(root, step)
+        os.write(report, step.to_bytes(8, "big"))
+        if step % 3 == 0:
+            save(root, step)
+        rotate(root, 2, protect=[root / "step-1"])
+
+
+def test_sixty_kills_in_save_and_rotation_lose_nothing(fast: Path) -> None:
+    chance = random.Random(0)
+    last = 0
+    for _ in range(60):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(read)
+                save_until_killed(fast, write)
+            finally:
+                os._exit(1)  # only an error ends the loop
+        os.close(write)
+        time.sleep(chance.uniform(0.005, 0.08))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child failed by itself"
+        with os.fdopen(read, "rb") as pipe:
+            reported = pipe.read()
+        last = int.from_bytes(reported[-8:], "big") if reported else last
+        if last:
+            path, manifest, problems = newest_good(fast)
+            assert not problems and manifest.step >= last and mark_of(path) == manifest.step
+            assert mark_of(next(path for path in candidates(fast) if path.name.startswith("step-1") and verify(path).step == 1)) == 1
+    assert last >= 10
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_every_flipped_bit_is_found(fast: Path) -> None:
+    path = save(fast, 1)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    chance = random.Random(1)
+    for file in files:
+        raw = file.read_bytes()
+        places = [(at, bit) for at in range(len(raw)) for bit in range(8)]
+        for at, bit in places if file.name == MANIFEST and len(places) < 2000 else chance.sample(places, min(700, len(places))):
+            flipped = bytearray(raw)
+            flipped[at] ^= 1 << bit
+            file.write_bytes(flipped)
+            with pytest.raises(FileError):
+                verify(path)
+        file.write_bytes(raw)
+    assert len(files) == 3 and mark_of(path) == 1
+
+
+def test_a_file_cut_short_missing_added_or_exchanged_is_named(tmp_path: Path) -> None:
+    path, other = save(tmp_path, 1), save(tmp_path, 2)
+    state = path / "state.safetensors"
+    raw = state.read_bytes()
+    state.write_bytes(raw[:-1])
+    with pytest.raises(FileError, match=rf"state\.safetensors .*size\n.*{len(raw)} bytes, found {len(raw) - 1}"):
+        verify(path)
+    state.write_bytes((other / "state.safetensors").read_bytes())
+    with pytest.raises(FileError, match=r"state\.safetensors .*changed"):
+        verify(path)
+    state.unlink()
+    (path / "tuned" / "extra").write_bytes(b"")
+    with pytest.raises(FileError) as raised:
+        verify(path)
+    assert "state.safetensors  is missing" in str(raised.value) and "extra  is not in the manifest" in str(raised.value)
+    shutil.rmtree(path)
+    other.rename(path)
+    with pytest.raises(FileError, match="another step"):
+        verify(path)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit a manifest as someone who can also seal it."""
+    content = json.loads((path / MANIFEST).read_bytes())
+    del content["seal"]
+    change(content)
+    (path / MANIFEST).write_bytes(checkpoint._render(content))
+
+
+def test_an_edited_fact_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    text = (path / MANIFEST).read_text()
+    for old, new in (('"run_id": "run"', '"run_id": "ran"'), ('"mark": 1', '"mark": 2'), ("\n}", "\n} ")):
+        assert old in text
+        (path / MANIFEST).write_text(text.replace(old, new))
+        with pytest.raises(FileError, match=r"manifest\.json"):
+            verify(path)
+
+
+@pytest.mark.parametrize("version", [0, 2, 1.0, True, "1", None])
+def test_another_version_says_found_and_supported(tmp_path: Path, version: object) -> None:
+    path = save(tmp_path, 1)
+    edit(path, lambda content: content.update(version=version))
+    with pytest.raises(FileError, match=f"expected 1, found {version!r}"):
+        verify(path)
+
+
+@pytest.mark.parametrize("name", ["../step-2/state.safetensors", "/etc/hostname", "a/../b", "a\0b", "a//b", "./a", "", "a\\b", MANIFEST])
+def test_a_name_in_the_manifest_may_not_escape(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    save(tmp_path, 2)
+    edit(path, lambda content: content["files"].update({name: {"size": 0, "sha256": "0" * 64}}))
+    with pytest.raises(FileError, match=r"manifest\.json"):
+        verify(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("facts"),
+        lambda content: content.update(more=1),
+        lambda content: content.update(step="1"),
+        lambda content: content.update(step=True),
+        lambda content: content.update(files=[]),
+        lambda content: content.update(files={}),
+        lambda content: content["files"].update(a=3),
+        lambda content: content["files"].update(a={"size": True, "sha256": ""}),
+        lambda content: content["files"].update(a={"size": 1}),
+    ],
+)
+def test_a_malformed_manifest_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = save(tmp_path, 1)
+    edit(path, change)
+    with pytest.raises(FileError, match=r"manifest\.json"):
+        verify(path)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"[" * 100_000, b'{"version":1,"x":' + b"[" * 400 + b"]" * 400 + b"}", b"\xff"])
+def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    path = save(tmp_path, 1)
+    (path / MANIFEST).write_bytes(text)
+    with pytest.raises(FileError, match=r"manifest\.json"):
+        verify(path)
+
+
+def test_links_and_pipes_in_a_checkpoint_are_refused_without_blocking(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    for name in ("state.safetensors", MANIFEST, "more", "tuned"):
+        for make in (lambda file: file.symlink_to(tmp_path / "kept"), lambda file: os.mkfifo(file)):
+            if (path / name).exists():
+                (path / name).rename(tmp_path / "kept")
+            make(path / name)
+            with pytest.raises(FileError, match=name):
+                verify(path)
+            (path / name).unlink()
+            if (tmp_path / "kept").exists():
+                (tmp_path / "kept").rename(path / name)
+    assert mark_of(path) == 1
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileError, match="step-1"):
+        verify(path)
+
+
+def test_what_is_no_checkpoint_is_a_file_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("absent", "file", "empty"):
+        with pytest.raises(FileError, match=name):
+            verify(tmp_path / name)
+
+
+# ---------------------------------------------------------------- which one
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 0):
+        save(tmp_path, step)
+        os.utime(tmp_path / f"step-{step}", (0, 0))
+    for name in ("step-07", "step-", "step-1x", "step-11.tmp-3", "aside-step-200", "step-¹"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in candidates(tmp_path)] == ["step-100", "step-10", "step-9", "step-0"]
+    assert candidates(tmp_path / "absent") == []
+
+
+def test_the_newest_good_one_is_found_with_the_reasons_for_skipping(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 11):
+        save(tmp_path, step)
+    (tmp_path / "step-11" / MANIFEST).unlink()
+    (tmp_path / "step-10" / "state.safetensors").write_bytes(b"")
+    (tmp_path / "latest").write_text("step-11\n")
+    path, manifest, problems = newest_good(tmp_path)
+    assert path.name == "step-9" and manifest.step == 9
+    assert ["step-11" in str(problem) for problem in problems] == [True, False] and "step-10" in str(problems[1])
+
+
+def test_no_good_checkpoint_is_a_file_error(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no checkpoint here"):
+        newest_good(tmp_path)
+    (save(tmp_path, 1) / MANIFEST).unlink()
+    with pytest.raises(FileError, match=r"(?s)no checkpoint is whole.*step-1"):
+        newest_good(tmp_path)
+
+
+def test_a_replacement_cut_off_between_its_renames_is_found_and_finished(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2).rename(tmp_path / "step-2.old-77")
+    assert mark_of(newest_good(tmp_path)[0]) == 2
+    assert sweep(tmp_path) == ["step-2.old-77"]
+    assert mark_of(tmp_path / "step-2") == 2
+
+
+# ---------------------------------------------------------------- tidying
+
+
+def test_sweep_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    for name in ("step-2.tmp-5", "step-1.gone-6", "step-1.old-7"):
+        shutil.copytree(tmp_path / "step-1", tmp_path / name)
+    (tmp_path / "step-3.tmp-9").symlink_to(outside)
+    (tmp_path / ".latest.tmp-4").write_text("x")
+    (tmp_path / "step-4.tmp-x").mkdir()
+    assert sweep(tmp_path) == [".latest.tmp-4", "step-1.gone-6", "step-1.old-7", "step-2.tmp-5", "step-3.tmp-9"]
+    assert names(tmp_path) == ["latest", "outside", "step-1", "step-4.tmp-x"] and (outside / "precious").exists()
+    assert sweep(tmp_path / "absent") == []
+
+
+def test_rotation_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
+    for step in (2, 9, 10, 11, 30):
+        save(tmp_path, step)
+    deleted = rotate(tmp_path, 2, protect=[tmp_path / "nowhere" / ".." / "step-9"])
+    assert [path.name for path in deleted] == ["step-10", "step-2"]
+    assert [path.name for path in candidates(tmp_path)] == ["step-30", "step-11", "step-9"]
+    assert rotate(tmp_path, 2, protect=[tmp_path / "step-9"]) == []
+
+
+@pytest.mark.parametrize("keep", [1, 0, -3])
+def test_rotation_to_fewer_than_two_is_refused(tmp_path: Path, keep: int) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(UsageError, match="at least 2"):
+        rotate(tmp_path, keep)
+    assert mark_of(tmp_path / "step-1") == 1
+
+
+def test_a_damaged_checkpoint_never_pushes_out_a_good_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+    (tmp_path / "step-5" / "state.safetensors").unlink()
+    (tmp_path / "step-4" / MANIFEST).write_text("{}")
+    rotate(tmp_path, 2)
+    assert [path.name for path in candidates(tmp_path)] == ["step-5", "step-4", "step-3", "step-2"]
+
+
+def test_a_future_that_was_left_is_set_aside_and_kept(tmp_path: Path) -> None:
+    for step in (9, 10, 20):
+        save(tmp_path, step)
+    assert [path.name for path in set_aside(tmp_path, after=9)] == ["aside-step-20", "aside-step-10"]
+    assert newest_good(tmp_path)[0].name == "step-9"
+    sweep(tmp_path)
+    save(tmp_path, 11)
+    save(tmp_path, 12)
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["aside-step-10", "aside-step-20", "latest", "step-11", "step-12"]
+
+
+# ---------------------------------------------------------------- optimizer and generators
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(torch.tanh(self.first(x))))
+        return out
+
+
+def make(seed: int = 0, **options: Any) -> tuple[Net, torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    torch.manual_seed(seed)
+    net = Net()
+    groups = [{"params": [*net.first.parameters()], "weight_decay": 0.1}, {"params": [net.last.weight], "lr": 0.0123}]
+    optimizer = torch.optim.AdamW(groups, lr=1 / 300, betas=(0.87, 0.997), **options)
+    return net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 7))
+
+
+def run(net: Net, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> None:
+    for _ in range(steps):
+        x = torch.randn(5, 6) * random.random() + float(numpy.random.standard_normal())
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def everything(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in net.named_parameters()} | {
+        key: tensor.clone() for key, tensor in pack_optimizer(optimizer, dict(net.named_parameters()))[0].items()
+    }
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left)
+
+
+def save_run(root: Path, step: int, net: Net, optimizer: torch.optim.Optimizer, scheduler: Any) -> Path:
+    kept, facts = pack_optimizer(optimizer, dict(net.named_parameters()))
+    words, more = rng_state()
+
+    def write(folder: Path) -> None:
+        write_tensors(folder / "weights.safetensors", net.state_dict())
+        write_tensors(folder / "state.safetensors", kept | words)
+        write_json(folder / "state.json", {"optimizer": facts, "rng": more, "scheduler": scheduler.last_epoch})
+
+    return commit(root, step, write, run_id="run", facts={})
+
+
+def resume_run(path: Path, net: Net, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    verify(path)
+    net.load_state_dict(read_tensors(path / "weights.safetensors"))
+    tensors, facts = read_tensors(path / "state.safetensors"), read_json(path / "state.json")
+    restore_optimizer(optimizer, dict(net.named_parameters()), tensors, facts["optimizer"], str(path))
+    scheduler.last_epoch = facts["scheduler"]
+    set_rng_state(tensors, facts["rng"], str(path))
+
+
+@pytest.fixture(autouse=True)
+def _generators_are_given_back() -> Iterator[None]:
+    kept = rng_state()
+    yield
+    set_rng_state(*kept, "test")
+
+
+def seed_all() -> None:
+    random.seed(5)
+    numpy.random.seed(6)
+    torch.manual_seed(7)
+    random.gauss(0, 1)  # leaves its second value in the state
+    numpy.random.standard_normal()
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}])
+def test_resuming_at_any_step_equals_going_straight_on(fast: Path, options: dict[str, Any]) -> None:
+    straight = make(**options)
+    seed_all()
+    run(*straight, 20)
+    wanted = everything(*straight[:2])
+    for cut in (0, 1, 10, 19):
+        parts = make(**options)
+        seed_all()
+        run(*parts, cut)
+        path = save_run(fast, cut, *parts)
+        again = make(seed=99, **options)
+        seed_all()
+        run(*again, 3)  # whatever it did before must not matter
+        resume_run(path, *again)
+        run(*again, 20 - cut)
+        assert equal(everything(*again[:2]), wanted), f"cut at {cut}"
+
+
+def test_an_optimizer_comes_back_bit_identical_with_its_options(tmp_path: Path) -> None:
+    net, optimizer, scheduler = make()
+    run(net, optimizer, scheduler, 4)
+    tensors, facts = pack_optimizer(optimizer, dict(net.named_parameters()))
+    assert {key.split("/")[1] for key in tensors} == {"exp_avg", "exp_avg_sq", "step"}
+    assert "optimizer/exp_avg/first.weight" in tensors
+    fresh_net, fresh, _ = make(seed=3)
+    restore_optimizer(fresh, dict(fresh_net.named_parameters()), tensors, json.loads(json.dumps(facts)), "here")
+    old, new = optimizer.state_dict(), fresh.state_dict()
+    assert old["param_groups"] == new["param_groups"] and isinstance(new["param_groups"][0]["betas"], tuple)
+    for index, state in old["state"].items():
+        assert equal(state, new["state"][index])
+    kept = {key: tensor.clone() for key, tensor in pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0].items()}
+    run(net, optimizer, scheduler, 1)
+    assert equal(pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0], kept), "the copy is not its own"
+
+
+def test_state_follows_names_and_not_positions() -> None:
+    net, optimizer, scheduler = make()
+    run(net, optimizer, scheduler, 3)
+    tensors, facts = pack_optimizer(optimizer, dict(net.named_parameters()))
+    other = Net()
+    swapped = torch.optim.AdamW(
+        [{"params": [*reversed([*other.first.parameters()])], "weight_decay": 0.1}, {"params": [other.last.weight]}], lr=1.0
+    )
+    restore_optimizer(swapped, dict(other.named_parameters()), tensors, facts, "here")
+    assert torch.equal(swapped.state[other.first.bias]["exp_avg"], tensors["optimizer/exp_avg/first.bias"])
+    assert torch.equal(swapped.state[other.last.weight]["exp_avg_sq"], tensors["optimizer/exp_avg_sq/last.weight"])
+
+
+def test_a_rate_that_is_a_tensor_and_a_rate_that_never_stepped_are_kept() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.01), foreach=False)
+    tensors, facts = pack_optimizer(optimizer, dict(net.named_parameters()))
+    fresh = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.5), foreach=False)
+    restore_optimizer(fresh, dict(net.named_parameters()), tensors, facts, "here")
+    assert torch.equal(fresh.param_groups[0]["lr"], torch.tensor(0.01)) and not fresh.state
+
+
+def test_state_that_does_not_fit_is_refused_whole() -> None:
+    net, optimizer, scheduler = make()
+    run(net, optimizer, scheduler, 2)
+    names_of = dict(net.named_parameters())
+    tensors, facts = pack_optimizer(optimizer, names_of)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    key = "optimizer/exp_avg/first.weight"
+    wide = nn.ModuleDict({"first": nn.Linear(6, 9), "last": nn.Linear(8, 1, bias=False)})
+    wide_groups = [{"params": [*wide["first"].parameters()]}, {"params": [*wide["last"].parameters()]}]
+    run(net, optimizer, scheduler, 2)
+    before = everything(net, optimizer)
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        copy: dict[str, Any] = json.loads(json.dumps(facts))
+        change(copy)
+        return copy
+
+    cases: list[tuple[str, torch.optim.Optimizer, dict[str, Any], dict[str, Tensor], dict[str, Any]]] = [
+        ("missing", optimizer, names_of, {k: v for k, v in tensors.items() if k != key}, facts),
+        ("unexpected", optimizer, names_of, tensors | {"optimizer/exp_avg/nowhere": torch.ones(1)}, facts),
+        ("shape", optimizer, names_of, tensors | {key: torch.ones(3)}, facts),
+        ("shape", torch.optim.AdamW(wide_groups), dict(wide.named_parameters()), tensors, facts),
+        ("first.wait", optimizer, {name.replace("weight", "wait"): value for name, value in names_of.items()}, tensors, facts),
+        ("groups differ", torch.optim.AdamW(net.parameters()), names_of, tensors, facts),
+        ("another optimizer", torch.optim.SGD(net.parameters()), names_of, tensors, facts),
+        ("not what", optimizer, names_of, tensors, {}),
+        ("not what", optimizer, names_of, tensors, changed(lambda copy: copy.update(state=3))),
+        ("not what", optimizer, names_of, tensors, changed(lambda copy: copy["groups"][0].pop("params"))),
+        ("not what", optimizer, names_of, tensors, changed(lambda copy: copy["groups"][0].pop("options"))),
+        ("not what", optimizer, names_of, tensors, changed(lambda copy: copy["state"]["first.bias"].pop("values"))),
+    ]
+    for match, into, named, given, said in cases:
+        with pytest.raises(FileError, match=match):
+            restore_optimizer(into, named, given, said, "step-2")
+    assert equal(everything(net, optimizer), before)
+
+
+def test_a_parameter_without_a_name_is_our_mistake() -> None:
+    net, optimizer, _ = make()
+    with pytest.raises(ValueError, match="no name"):
+        pack_optimizer(optimizer, {"first.weight": net.first.weight})
+
+
+def draw() -> list[float]:
+    torch_draws = [*torch.randn(3).tolist(), float(torch.empty(1).exponential_())]
+    return [*torch_draws, random.random(), random.gauss(0, 1), *numpy.random.standard_normal(3).tolist(), numpy.random.randint(2**31)]
+
+
+def test_every_generator_continues_where_it_was(tmp_path: Path) -> None:
+    seed_all()
+    draw()
+    tensors, facts = rng_state()
+    write_tensors(tmp_path / "a", tensors)
+    write_json(tmp_path / "b", facts)
+    wanted = [draw() for _ in range(3)]
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    for _ in range(2):
+        set_rng_state(read_tensors(tmp_path / "a"), read_json(tmp_path / "b"), "here")
+        assert [draw() for _ in range(3)] == wanted
+
+
+@pytest.mark.parametrize("broken", ["rng/torch", "rng/python", "rng/numpy"])
+@pytest.mark.parametrize("tensor", [None, torch.ones(3), torch.full((625,), -1)])
+def test_a_generator_state_that_does_not_fit_sets_nothing(broken: str, tensor: Tensor | None) -> None:
+    tensors, facts = rng_state()
+    bad = {key: value for key, value in tensors.items() if key != broken} | ({broken: tensor} if tensor is not None else {})
+    random.random(), torch.rand(1), numpy.random.rand()
+    kept = rng_state()
+    with pytest.raises(FileError, match="step-2"):
+        set_rng_state(bad, facts, "step-2")
+    with pytest.raises(FileError, match="step-2"):
+        set_rng_state(tensors, {"python": 3, "numpy": 4}, "step-2")
+    assert equal(rng_state()[0], kept[0]) and rng_state()[1] == kept[1]
+
+
+# ---------------------------------------------------------------- lock and space
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from petune.checkpoint import RunLock
+with RunLock(Path(sys.argv[1])):
+    print('held', flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        with pytest.raises(MachineError, match=f"process {holder.pid} on {socket.gethostname()}"), RunLock(tmp_path):
+            pass
+        assert (tmp_path / ".lock").exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    assert (tmp_path / ".lock").exists()
+    with RunLock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / ".lock").read_text()
+        with pytest.raises(MachineError, match="another run"), RunLock(tmp_path):
+            pass
+    assert names(tmp_path) == []
+
+
+def test_a_killed_runs_orphan_does_not_hold_its_lock(tmp_path: Path) -> None:
+    code = HOLD.replace("print('held', flush=True)", "import os; child = os.fork(); child and print(child, flush=True)")
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout
+    orphan = int(holder.stdout.readline())
+    holder.kill()
+    holder.wait()
+    try:
+        with RunLock(tmp_path):
+            os.kill(orphan, 0)  # it is there, and in nobody's way
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_lock_deleted_by_hand_is_given_back_without_complaint(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as lock:
+        lock.path.unlink()
+    assert names(tmp_path) == []
+
+
+def test_without_flock_the_owner_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for owner, free in (
+        (f"process {ended.pid} on {socket.gethostname()}\n", True),
+        (f"process {os.getpid()} on {socket.gethostname()}\n", False),
+        (f"process 1 on {socket.gethostname()}\n", False),
+        ("process 5 on another-host\n", False),
+        ("nonsense", False),
+        ("", True),
+    ):
+        (tmp_path / ".lock").write_text(owner)
+        if free:
+            with RunLock(tmp_path):
+                pass
+        else:
+            with pytest.raises(MachineError, match=r"delete .*\.lock"), RunLock(tmp_path):
+                pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(MachineError, match="ELOOP"), RunLock(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_too_little_space_names_needed_and_free(tmp_path: Path) -> None:
+    require_free(tmp_path / "not" / "yet", 1)
+    with pytest.raises(MachineError, match=r"expected 1e\+06 TB free, found .* [GT]B"):
+        require_free(tmp_path / "not" / "yet", 10**18)
+    assert names(tmp_path) == []

@@ -1,0 +1,415 @@
+"""What petune.export writes comes back bit by bit, is refused when it does not fit, and is read by transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+from transformers.models.bart import BartConfig, BartForConditionalGeneration, BartForSequenceClassification
+from transformers.models.bert import BertConfig, BertForSequenceClassification
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.models.t5 import T5Config, T5ForConditionalGeneration
+
+from petune import export, folders
+from petune.errors import FileError, TrainingFault, UsageError
+from petune.methods import merged_weights, tuned_state, wrap
+
+torch.set_num_threads(1)
+
+SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IDS = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
+
+
+def bert(seed: int = 0, labels: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(**SMALL, **sizes, num_labels=labels)).eval()
+
+
+def bart_config() -> BartConfig:
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}
+    return BartConfig(**SMALL, **sizes, d_model=32, decoder_start_token_id=2, forced_eos_token_id=None)
+
+
+def bart(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return BartForConditionalGeneration(bart_config()).eval()
+
+
+def bart_classifier(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return BartForSequenceClassification(bart_config()).eval()
+
+
+def t5(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**SMALL, **sizes, decoder_start_token_id=0)).eval()
+
+
+def llama_config(tie: bool = False) -> LlamaConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(**SMALL, **sizes, tie_word_embeddings=tie, num_labels=3)
+
+
+def llama(seed: int = 0, tie: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama_config(tie)).eval()
+
+
+def llama_classifier(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return LlamaForSequenceClassification(llama_config()).eval()
+
+
+MODELS = {f.__name__: f for f in (bert, bart, bart_classifier, t5, llama, llama_classifier)}
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"r": 4}, "adapter": {"reduction": 4}, "side": {"reduction": 2}}
+
+
+def logits(model: nn.Module, tuned: bool = True) -> Tensor:
+    extra = {"decoder_input_ids": IDS} if isinstance(model, T5ForConditionalGeneration | BartForConditionalGeneration) else {}
+    with torch.no_grad():
+        return model(input_ids=IDS, **extra).logits
+
+
+def stir(model: nn.Module) -> nn.Module:
+    """Give every tuned tensor a value no initialisation has."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for value in tuned_state(model).values():
+            value += 0.1 * torch.randn(value.shape, generator=generator)
+    return model.eval()
+
+
+def tuned(make: Any, method: str = "lora", **settings: Any) -> nn.Module:
+    return stir(wrap(make(), method=method, **(METHODS[method] | settings)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_trip_is_bit_exact(name: str, method: str, tmp_path: Path) -> None:
+    model = tuned(MODELS[name], method)
+    export.save(model, tmp_path / "a")
+    base = MODELS[name]()
+    before = torch.get_rng_state()
+    again = export.load(base, tmp_path / "a").eval()
+    assert torch.equal(before, torch.get_rng_state()), "loading must not draw"
+    one, two = tuned_state(model), tuned_state(again)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) and one[key].dtype == two[key].dtype for key in one)
+    assert torch.equal(logits(model), logits(again))
+    trains = {key for key, value in again.named_parameters() if value.requires_grad}
+    assert trains == {key for key, value in model.named_parameters() if value.requires_grad}
+    assert again.petune_tuning == model.petune_tuning
+    export.save(again, tmp_path / "b")
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in os.listdir(tmp_path / "a"))
+
+
+def test_a_model_of_no_family_round_trips(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    for method, settings in (("lora", {"also_train": ["2"], "r": 2}), ("full", {})):
+        model = stir(wrap(make(), method=method, **settings))
+        with torch.no_grad():
+            model[1].running_mean += method == "full"
+        export.save(model, tmp_path / method)
+        x = torch.randn(5, 8)
+        assert torch.equal(model(x), export.load(make(), tmp_path / method).eval()(x))
+
+
+def test_low_precision_bases_keep_wide_factors(tmp_path: Path) -> None:
+    model = tuned(lambda: llama().bfloat16())
+    export.save(model, tmp_path / "a")
+    again = export.load(llama().bfloat16(), tmp_path / "a")
+    assert all(torch.equal(value, tuned_state(again)[key]) and value.dtype == torch.float32 for key, value in tuned_state(model).items())
+
+
+def test_a_base_in_another_dtype_is_the_same_base(tmp_path: Path) -> None:
+    export.save(tuned(llama), tmp_path / "a")
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        export.load(llama().to(dtype), tmp_path / "a")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_base_is_refused(method: str, tmp_path: Path) -> None:
+    export.save(tuned(bert, method), tmp_path / "a")
+    with pytest.raises(FileError, match="another kind of model"):
+        export.load(llama(), tmp_path / "a")
+    if method != "full":  # which replaces every value
+        with pytest.raises(FileError, match=r"another base model[\s\S]*bert\.embeddings\.word_embeddings\.weight[\s\S]*holds other values"):
+            export.load(bert(seed=1), tmp_path / "a")
+    other = bert()
+    with torch.no_grad():
+        other.bert.encoder.layer[0].output.dense = nn.Linear(64, 40)
+    with pytest.raises(FileError, match=r"layer\.0\.output\.dense\.weight[\s\S]*another shape"):
+        export.load(other, tmp_path / "a")
+
+
+def test_at_most_ten_differences_are_named(tmp_path: Path) -> None:
+    export.save(tuned(bert), tmp_path / "a")
+    with pytest.raises(FileError) as caught:
+        export.load(bert(seed=1), tmp_path / "a")
+    assert len(caught.value.problems) == 11
+    assert "tensors differ" in str(caught.value)
+
+
+def test_a_change_of_one_row_needs_the_hash(tmp_path: Path) -> None:
+    model = tuned(llama)
+    export.save(model, tmp_path / "a", base_sha256=export.full_hash(model))
+    export.save(model, tmp_path / "unhashed")
+    export.load(llama(), tmp_path / "a", verify_base=True)
+    other = llama()
+    with torch.no_grad():
+        other.model.embed_tokens.weight[3, 3] += 1
+    export.load(copy.deepcopy(other), tmp_path / "a")
+    with pytest.raises(FileError, match="SHA-256 differs"):
+        export.load(other, tmp_path / "a", verify_base=True)
+    with pytest.raises(FileError, match="stores no hash"):
+        export.load(llama(), tmp_path / "unhashed", verify_base=True)
+
+
+def test_another_number_of_labels_says_so(tmp_path: Path) -> None:
+    export.save(tuned(bert), tmp_path / "a")
+    with pytest.raises(FileError, match=r"classifier\.weight[\s\S]*num_labels"):
+        export.load(bert(labels=5), tmp_path / "a")
+
+
+def test_label_names_come_back(tmp_path: Path) -> None:
+    model = tuned(bert)
+    model.config.id2label = {0: "class", 1: "function", 2: "module"}
+    export.save(model, tmp_path / "a")
+    config = export.load(bert(), tmp_path / "a").config
+    assert config.id2label == {0: "class", 1: "function", 2: "module"}
+    assert config.label2id["module"] == 2
+
+
+def edit(folder: Path, change: Any, file: str) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+FILES = {"lora": "adapter_model.safetensors", "adapter": "tuned.safetensors", "side": "tuned.safetensors", "full": "model.safetensors"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tensors_that_do_not_fit_are_refused_and_the_base_is_untouched(method: str, tmp_path: Path) -> None:
+    file = FILES[method]
+    export.save(tuned(bert, method), tmp_path / "a")
+    original = (tmp_path / "a" / file).read_bytes()
+    key = sorted(load_file(tmp_path / "a" / file))[3]
+
+    def renamed(tensors: dict[str, Tensor]) -> None:
+        tensors["stranger.weight"] = tensors.pop(key)
+
+    def bad(tensors: dict[str, Tensor]) -> None:
+        tensors[key].view(-1)[0] = float("nan")
+
+    cases = [
+        (lambda tensors: tensors.pop(key), "is missing"),
+        (lambda tensors: tensors.update({"stranger": torch.ones(2)}), "stranger[^\n]*unexpected"),
+        (renamed, "1 missing, 1 unexpected"),
+        (lambda tensors: tensors.update({key: torch.ones(3)}), "another shape"),
+        (bad, "NaN or an infinity"),
+    ]
+    for change, message in cases:
+        (tmp_path / "a" / file).write_bytes(original)
+        edit(tmp_path / "a", change, file)
+        base = bert()
+        with pytest.raises(FileError, match=message):
+            export.load(base, tmp_path / "a")
+        assert not hasattr(base, "petune_tuning")
+        assert torch.equal(logits(base), logits(bert()))
+    (tmp_path / "a" / file).write_bytes(original[:-100])
+    with pytest.raises(FileError, match="cut short"):
+        export.load(bert(), tmp_path / "a")
+
+
+def test_folders_that_are_no_tuning_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="not a folder"):
+        export.load(bert(), tmp_path / "nowhere")
+    with pytest.raises(FileError, match="holds no tuning"):
+        export.load(bert(), tmp_path)
+    bert().save_pretrained(tmp_path / "whole")
+    with pytest.raises(FileError, match="whole model"):
+        export.load(bert(), tmp_path / "whole")
+    export.save(tuned(bert), tmp_path / "run" / "tuned")
+    with pytest.raises(FileError, match=r"give .*run/tuned"):
+        export.load(bert(), tmp_path / "run")
+    (tmp_path / "run" / "tuned" / "petune.json").write_text('{"format": 99}')
+    with pytest.raises(FileError, match="another version"):
+        export.load(bert(), tmp_path / "run" / "tuned")
+    (tmp_path / "run" / "tuned" / "petune.json").write_text('{"format": 1, "method": "lora", "config": {"r": 0}}')
+    with pytest.raises(FileError, match="damaged"):
+        export.load(bert(), tmp_path / "run" / "tuned")
+
+
+def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not wrapped"):
+        export.save(bert(), tmp_path / "a")
+    for method, error in (("lora", TrainingFault), ("full", TrainingFault), ("side", TrainingFault)):
+        model = tuned(bert, method)
+        with torch.no_grad():
+            next(iter(tuned_state(model).values())).view(-1)[0] = float("inf")
+        with pytest.raises(error, match="NaN or an infinity"):
+            export.save(model, tmp_path / "a")
+    model = tuned(bert)
+    with merged_weights(model), pytest.raises(UsageError, match="merged_weights"):
+        export.save(model, tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_wrapped_model_takes_no_second_tuning(tmp_path: Path) -> None:
+    model = tuned(bert)
+    export.save(model, tmp_path / "a")
+    with pytest.raises(UsageError, match="wrapped already"):
+        export.load(model, tmp_path / "a")
+
+
+def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
+    model = tuned(bert)
+    export.save(model, tmp_path / "a")
+    with pytest.raises(UsageError, match="occupied"):
+        export.save(model, tmp_path / "a")
+    (tmp_path / "a" / "stale").touch()
+    export.save(model, tmp_path / "a", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "a")) == ["adapter_config.json", "adapter_model.safetensors", "petune.json"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="not overwritten"):
+        export.save(model, tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("stage", ["export.write_tensors", "export.write_json", "folders._flush", "folders.sync_folder"])
+def test_a_save_that_fails_leaves_the_old_folder_whole(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export.save(tuned(bert), tmp_path / "a")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    replaced = stage == "folders.sync_folder"  # the new folder has its name by then, or none has changed
+    room, name = stage.split(".")
+    holder = {"export": export, "folders": folders}[room]
+    real, calls = getattr(holder, name), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if replaced and len(calls) == 1:
+            return real(*args, **kwargs)
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr(holder, name, fail)
+    with pytest.raises(Exception, match="No space left"):
+        export.save(tuned(llama), tmp_path / "a", overwrite=True)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["a"] or replaced
+    if not replaced:
+        assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+    else:
+        export.load(llama(), tmp_path / "a")
+
+
+def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
+    for method in METHODS:
+        export.save(tuned(bert, method), tmp_path / method)
+        modes = {file.stat().st_mode & 0o777 for file in (tmp_path / method).iterdir()}
+        assert modes == {tmp_path.joinpath(method).stat().st_mode & 0o666}
+
+
+def test_an_adapter_that_changes_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(export, "warn", said.append)
+    export.save(wrap(llama(), r=2), tmp_path / "a")
+    export.load(llama(), tmp_path / "a")
+    export.save(tuned(llama), tmp_path / "b")
+    export.load(llama(), tmp_path / "b")
+    assert len(said) == 1
+    assert "every update is zero" in said[0]
+
+
+def test_a_compiled_model_saves_plain_names(tmp_path: Path) -> None:
+    model = tuned(llama)
+    export.save(model, tmp_path / "plain")
+    export.save(torch.compile(model, backend="eager"), tmp_path / "compiled")
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
+    export.save(model, tmp_path / "partly")
+    names = {tuple(sorted(load_file(tmp_path / name / FILES["lora"]))) for name in ("plain", "compiled", "partly")}
+    assert len(names) == 1
+    assert torch.equal(logits(export.load(llama(), tmp_path / "partly")), logits(export.load(llama(), tmp_path / "plain")))
+
+
+# ---------------------------------------------------------------- merged folders
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_merged_folder_is_plain_and_equal(name: str, method: str, tmp_path: Path) -> None:
+    model = tuned(MODELS[name], method)
+    before, config = logits(model), copy.deepcopy(model.config.to_dict())
+    extra = {"decoder_input_ids": IDS} if name in ("bart", "t5") else {}
+    report = export.save_merged(model, tmp_path / "m", batch={"input_ids": IDS} | extra)
+    assert torch.equal(logits(model), before), "the model in memory stays as it was"
+    assert {**model.config.to_dict(), "architectures": None, "dtype": None} == {**config, "architectures": None, "dtype": None}
+    again = type(model).from_pretrained(tmp_path / "m")
+    assert torch.allclose(logits(again), before, atol=1e-5)
+    assert report.logits is not None
+    assert report.logits < 1e-5
+    assert (report.update > 0) == (method == "lora")
+    text = "".join(file.read_text() for file in (tmp_path / "m").glob("*.json"))
+    assert "petune" not in text
+    assert "lora" not in text
+    assert not any("lora" in key or "petune" in key for key in load_file(tmp_path / "m" / "model.safetensors"))
+    assert {key for key, value in again.state_dict().items()} == set(MODELS[name]().state_dict())
+
+
+def test_auto_classes_load_a_merged_folder(tmp_path: Path) -> None:
+    model = tuned(bert)
+    export.save_merged(model, tmp_path / "bert")
+    assert torch.allclose(logits(AutoModelForSequenceClassification.from_pretrained(tmp_path / "bert")), logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "target"), [("llama", "embed_tokens"), ("llama", "lm_head"), ("bart", "lm_head")])
+def test_merging_one_end_of_a_tied_pair_unties_the_saved_model(name: str, target: str, tmp_path: Path) -> None:
+    model = tuned(lambda: llama(tie=True) if name == "llama" else bart(), targets=[target])
+    export.save_merged(model, tmp_path / "m")
+    assert model.config.tie_word_embeddings is True
+    again = type(model).from_pretrained(tmp_path / "m")
+    assert again.config.tie_word_embeddings is False
+    assert torch.allclose(logits(again), logits(model), atol=1e-5)
+
+
+def test_t5_ties_again_so_merging_its_head_is_refused(tmp_path: Path) -> None:
+    model = tuned(t5, targets=["lm_head"])
+    with pytest.raises(UsageError, match="ties again"):
+        export.save_merged(model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_adapter_and_side_cannot_be_merged(tmp_path: Path) -> None:
+    for method in ("adapter", "side"):
+        with pytest.raises(UsageError, match=r"petune\.load"):
+            export.save_merged(tuned(bert, method), tmp_path / "m")
+
+
+def test_rounding_away_an_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(export, "warn", said.append)
+    model = wrap(llama().bfloat16(), r=4)
+    with torch.no_grad():
+        for name, value in tuned_state(model).items():
+            if name.endswith("lora_B"):
+                value.normal_(std=1e-4)
+    report = export.save_merged(model, tmp_path / "m")
+    assert report.ulps < 1
+    assert report.lost > 0.05
+    assert "rounded away" in said[0]
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert export.save_merged(tuned(llama), tmp_path / "n").lost < 1e-5
