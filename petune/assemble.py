@@ -1,0 +1,184 @@
+"""The order of passes, in one place: data and tokenizer, then load -> tune -> place on the device.
+
+`prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and writes nothing. `build` makes
+the model that `train` steps. New tensors are drawn on the CPU from the recipe's seed, so every device starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from petune import export
+from petune.errors import FileError, MachineError, UsageError
+from petune.log import say
+from petune.methods import tune, tuned_parameters, tuning
+from petune.methods.configs import FullConfig
+from petune.methods.targets import head_modules
+from petune.models.load import Head, Loaded, Source, kind_of, load_model, load_tokenizer, read_config, resolve_model
+from petune.recipe import Recipe
+from petune.tasks import TASKS, Encoded, Rows, Task, check_fit, detect_format, encode, infer_task, load_rows, render
+from petune.tensorfile import read_json
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe with its data read and tokenized; no weights yet."""
+
+    recipe: Recipe
+    source: Source
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    rows: Rows
+    encoded: Encoded
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs and in what: the device, the dtype of frozen weights, and autocast around every forward."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bf16 matmuls when frozen weights are bf16; nothing otherwise."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype is torch.bfloat16 else nullcontext()
+
+    def __str__(self) -> str:
+        return f"{'bf16' if self.dtype is torch.bfloat16 else 'fp32'} on {self.device.type}"
+
+
+def choose_place(recipe: Recipe) -> Place:
+    """The device and dtype a recipe means here. Raises MachineError for cuda without a CUDA device."""
+    available = torch.cuda.is_available()
+    if recipe.device == "cuda" and not available:
+        raise MachineError("device: cuda, but this machine shows no CUDA device", remedy="use device: auto or cpu")
+    device = torch.device("cuda" if recipe.device == "cuda" or (recipe.device == "auto" and available) else "cpu")
+    bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and device.type == "cuda")
+    return Place(device, torch.bfloat16 if bf16 else torch.float32)
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Find the model, read and check the rows, tokenize them. Loads no weights and writes nothing.
+
+    Raises UsageError when task, data and model do not go together, DataError for bad rows, FileError for a model that is not there.
+    """
+    source = resolve_model(recipe.model, recipe.folder)
+    config = read_config(source)
+    kind = kind_of(config)
+    name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)
+    check_fit(name, kind, recipe.data.packing)
+    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed)
+    tokenizer = load_tokenizer(source)
+    encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
+    return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run would learn from: facts about the rows, and the first of them with what is trained in [[...]]."""
+
+    facts: tuple[str, ...]
+    examples: tuple[str, ...]
+
+
+def preview(recipe: Recipe, number: int) -> Preview:
+    """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
+    prepared = prepare(recipe)
+    facts = (f"model {prepared.source.note}", f"task {prepared.task.name}", *prepared.rows.notes, *prepared.encoded.report.lines())
+    shown = prepared.encoded.train[:number]
+    return Preview(facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown))
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence a model of this config takes, in tokens; None when its positions are relative and know no end."""
+    return None if config.model_type == "t5" else getattr(config, "max_position_embeddings", None)
+
+
+def load_base(source: Source, task: Task, labels: Sequence[str] | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    dtype = torch.float32 if isinstance(recipe.method, FullConfig) else choose_place(recipe).dtype
+    loaded = load_model(source, cast("Head", task.head), labels, dtype)
+    loaded.model.config.pad_token_id = tokenizer.pad_token_id
+    return loaded
+
+
+def build(prepared: Prepared) -> nn.Module:
+    """Load and tune the model of a recipe on its device, ready for training, in eval mode.
+
+    Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32.
+    """
+    recipe = prepared.recipe
+    loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer)
+    model: nn.Module = loaded.model
+    if loaded.note:
+        say(loaded.note)
+    torch.manual_seed(recipe.seed)
+    if recipe.init_adapter is not None:
+        model = _start_from(model, recipe)
+    else:
+        tune(model, _with_new(recipe.method, model, loaded))
+    for name, parameter in tuned_parameters(model).items():
+        if not parameter.is_floating_point():
+            raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))
+        parameter.data = parameter.data.float()
+    place = choose_place(recipe)
+    model.to(place.device)
+    if recipe.gradient_checkpointing:
+        _checkpoint_activations(model)
+    if recipe.compile:
+        model.compile()
+    return model
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    """Recompute activations in the backward pass, in the form that does not need inputs to require gradients."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second is the older transformers'
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise UsageError("this model has no gradient checkpointing", where="gradient_checkpointing", found=type(model).__name__)
+    enable({"use_reentrant": False})
+
+
+def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the method must be the same."""
+    assert recipe.init_adapter is not None
+    folder = recipe.resolve_path(recipe.init_adapter)
+    if folder is None:
+        raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
+    model = export.load(model, folder)
+    if tuning(model).method != recipe.method_name:
+        where = recipe.where("init_adapter")
+        raise UsageError(f"{folder} was tuned with {tuning(model).method}", where=where, expected=recipe.method_name)
+    return model
+
+
+def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
+    """The method's config with fresh modules added to what trains beside it."""
+    if isinstance(method, FullConfig) or not loaded.new:
+        return method
+    named = head_modules(model, loaded.family, method.also_train)
+    return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
+
+
+def rebuild(recipe: Recipe, folder: Path, task: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device."""
+    source = resolve_model(recipe.model, recipe.folder)
+    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(folder), revision=None))
+    base: nn.Module = load_base(source, TASKS[task], _labels_of(folder), recipe, tokenizer).model
+    model = export.load(base, folder)
+    return model.to(choose_place(recipe).device).eval(), tokenizer
+
+
+def _labels_of(folder: Path) -> tuple[str, ...] | None:
+    """The labels a classifier was saved with, in the order of their ids."""
+    labels = read_json(folder / export.RECORD).get("id2label")
+    return None if labels is None else tuple(labels[str(index)] for index in range(len(labels)))

@@ -1,0 +1,73 @@
+"""Proof, while it trains, that a run trains what it says and nothing else.
+
+Every tuned tensor must have had a gradient that is not all zero within two updates and have moved within three (LoRA's A waits one update
+for B); every frozen tensor must have the same checksum at each save as at the start. A fault names the tensors, as the usual cause is a
+layer that the forward pass never reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import Problem, TrainingFault
+
+GRADIENT_WITHIN = 2
+MOVED_WITHIN = 3
+_CHUNK = 1 << 20
+_AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> int:
+    """A 64-bit checksum of the bits of `tensor`, position included; any single changed element changes it."""
+    bits = tensor.detach().contiguous().reshape(-1)
+    bits = bits.to(torch.int8) if bits.dtype is torch.bool else bits.view(_AS_INTEGER[tensor.element_size()])
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        weights = (
+            torch.arange(start, start + part.numel(), device=part.device).remainder_(65_521).mul_(2).add_(1)
+        )  # odd: invertible mod 2^64
+        total += int((part * weights).sum())
+    return total % 2**64
+
+
+class Audit:
+    """Watches one run. `tuned` and `frozen` are live tensors by name."""
+
+    def __init__(self, tuned: Mapping[str, nn.Parameter], frozen: Mapping[str, Tensor]) -> None:
+        self.tuned, self.frozen = tuned, frozen
+        self.frozen_before = {name: checksum(value) for name, value in frozen.items()}
+        self.waiting = set(tuned)
+        self.still = {name: checksum(value) for name, value in tuned.items()}
+        self.updates = 0
+
+    def after_backward(self) -> None:
+        """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has none."""
+        if self.updates >= GRADIENT_WITHIN:
+            return
+        self.waiting -= {name for name in self.waiting if (grad := self.tuned[name].grad) is not None and bool(grad.any())}
+        if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
+            raise TrainingFault(
+                [Problem(f"has had no gradient in {GRADIENT_WITHIN} updates", where=name) for name in sorted(self.waiting)[:10]]
+            )
+
+    def after_update(self) -> None:
+        """Note which tensors moved. Raises TrainingFault after the third update if one has not."""
+        if self.updates >= MOVED_WITHIN:
+            return
+        self.updates += 1
+        self.still = {name: value for name, value in self.still.items() if checksum(self.tuned[name]) == value}
+        if self.updates == MOVED_WITHIN and self.still:
+            raise TrainingFault(
+                [Problem(f"has not moved in {MOVED_WITHIN} updates", where=name) for name in sorted(self.still)[:10]]
+                + [Problem("the learning rate may be too small for the size of these values", remedy="raise lr")]
+            )
+
+    def check_frozen(self) -> None:
+        """Raises TrainingFault naming every frozen tensor whose bits changed since the start."""
+        moved = [name for name, before in self.frozen_before.items() if checksum(self.frozen[name]) != before]
+        if moved:
+            raise TrainingFault([Problem("is frozen but has changed", where=name) for name in moved[:10]])

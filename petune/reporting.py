@@ -1,0 +1,188 @@
+"""How a run tells what it does: one protocol, plain lines for it, and the log file that keeps every line whatever is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from petune.errors import MachineError
+from petune.log import say
+from petune.tensorfile import writing
+
+
+class Reporter(Protocol):
+    """What a run calls. `record` has step, epoch, loss, lr, grad_norm, tokens, tokens_per_s; an evaluation step, epoch and its scores."""
+
+    def header(self, lines: Sequence[str], total_steps: int) -> None:
+        """Once, before the first step."""
+        ...
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """After every optimizer step."""
+        ...
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """After every evaluation."""
+        ...
+
+    def note(self, line: str) -> None:
+        """Something worth knowing."""
+        ...
+
+    def done(self, lines: Sequence[str]) -> None:
+        """Once, at the end."""
+        ...
+
+
+class PlainReporter:
+    """Plain lines through petune's logger: about twenty step lines a run, every evaluation and note."""
+
+    def header(self, lines: Sequence[str], total_steps: int) -> None:
+        """Show the header as it is."""
+        self.every = max(1, total_steps // 20)
+        self.total = total_steps
+        for line in lines:
+            say(line)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show the first, the last and every twentieth part of the steps."""
+        if record["step"] == 1 or record["step"] % self.every == 0 or record["step"] == self.total:
+            say(step_line(record, self.total))
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Show the scores."""
+        say(score_line(record))
+
+    def note(self, line: str) -> None:
+        """Show the line."""
+        say(line)
+
+    def done(self, lines: Sequence[str]) -> None:
+        """Show the lines."""
+        for line in lines:
+            say(line)
+
+
+class Logged:
+    """Passes everything on, keeps every line in `run.log` and every record in `metrics.jsonl`."""
+
+    def __init__(self, inner: Reporter, log: Path, metrics: Path) -> None:
+        self.inner, self.log, self.metrics = inner, log, metrics
+        self.total = 0
+
+    def write(self, line: str) -> None:
+        """A line for the log alone, with the time."""
+        _append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def write_error(self, error: BaseException) -> None:
+        """The whole traceback, for the log alone."""
+        with suppress(MachineError):  # on a full disk the error itself is what matters
+            self.write("".join(traceback.format_exception(error)).rstrip())
+
+    def _keep(self, record: Mapping[str, Any]) -> None:
+        _append(self.metrics, json.dumps(dict(record)) + "\n")
+
+    def header(self, lines: Sequence[str], total_steps: int) -> None:
+        """Log and pass on."""
+        self.total = total_steps
+        for line in lines:
+            self.write(line)
+        self.inner.header(lines, total_steps)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Log, keep and pass on."""
+        self.write(step_line(record, self.total))
+        self._keep(record)
+        self.inner.step(record)
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Log, keep and pass on."""
+        self.write(score_line(record))
+        self._keep(record)
+        self.inner.evaluated(record)
+
+    def note(self, line: str) -> None:
+        """Log and pass on."""
+        self.write(line)
+        self.inner.note(line)
+
+    def done(self, lines: Sequence[str]) -> None:
+        """Log and pass on."""
+        for line in lines:
+            self.write(line)
+        self.inner.done(lines)
+
+
+def _append(path: Path, text: str) -> None:
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+class Trackers:
+    """The experiment trackers a recipe names, through accelerate. Nothing is imported and no network is touched when it names none."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Raises MachineError for one that is not installed."""
+        self.kinds: list[Any] = []
+        self.active: list[Any] = []
+        if not names:
+            return
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+        PartialState()
+        ready = {str(name) for name in get_available_trackers()}
+        for name in names:
+            if name not in ready:
+                raise MachineError(f"tracker {name} is not installed", where="trackers", found=", ".join(sorted(ready)) or "none")
+            self.kinds.append(LOGGER_TYPE_TO_CLASS[name])
+
+    def start(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Begin to log; those that write files write them to `folder`."""
+        for kind in self.kinds:
+            tracker = kind("petune", logging_dir=str(folder)) if kind.requires_logging_directory else kind("petune")
+            if hasattr(tracker, "start"):
+                tracker.start()
+            flat = {key: value for key, value in settings.items() if isinstance(value, int | float | str | bool)}
+            tracker.store_init_configuration(flat)
+            self.active.append(tracker)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send the numbers of a record under its step."""
+        for tracker in self.active:
+            tracker.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def finish(self) -> None:
+        """Flush and close."""
+        for tracker in self.active:
+            tracker.finish()
+
+
+def step_line(record: Mapping[str, Any], total: int) -> str:
+    """One step as text."""
+    return (
+        f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+        f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def score_line(record: Mapping[str, Any]) -> str:
+    """One evaluation as text."""
+    scores = "  ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in record.items() if name.startswith("eval_"))
+    return f"evaluation at step {record['step']}  {scores}"
+
+
+def human(size: float) -> str:
+    """A size in bytes for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,501 @@
+"""The only training loop. `petune train recipe.yaml` ends here, and the optimizer step stands in `Training.step`.
+
+The rows of step k are a pure function of seed, epoch and k, and the learning rate of k alone, so resuming needs no cursor but the step.
+Gradients are sums over rows divided once by the trained tokens of the whole step, so accumulation changes memory and not numbers. The file
+is over 300 lines long because starting, stepping, saving and ending one run are one story and read best in order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petune import checkpoint, export
+from petune.assemble import Prepared, build, choose_place, prepare
+from petune.audit import Audit
+from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault
+from petune.evaluate import Batch, batches, evaluate, forward, head_only, to_device
+from petune.methods import frozen_tensors, tuned_parameters, without_tuning
+from petune.methods.configs import FullConfig
+from petune.methods.targets import head_modules
+from petune.models import family_of
+from petune.recipe import Recipe, differences, load_recipe
+from petune.reporting import Logged, PlainReporter, Reporter, Trackers
+from petune.run_folder import RunFolder
+from petune.runs import Run, load_run
+from petune.schedule import learning_rate, plan_steps, units_of_step
+from petune.state import fill, refuse_tuned_folder, restore_state, write_state
+from petune.stopping import StopAsked, StopRequest
+from petune.tasks import METRICS, Example, class_weights, count, loss_sum, pad_token_id
+from petune.wording import closing_lines, header_lines, peak_memory
+
+__all__ = ["Run", "Training", "load_run", "train"]
+
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
+def train(
+    recipe: str | Path | Recipe | Mapping[str, Any] | None = None,
+    *,
+    resume: bool | str | Path = False,
+    overwrite: bool = False,
+    allow_change: Collection[str] = (),
+    reporter: Reporter | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Any,
+) -> Run:
+    """Train what `recipe` says (None: the demo) and return the finished run.
+
+    `overrides` are `key.sub=value` texts, `settings` the same as keyword arguments. `resume` True goes on from the newest checkpoint
+    that verifies, a path from exactly that one; `allow_change` names keys that may differ from the recipe the run began with. Raises
+    PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
+    """
+    settled = settle(recipe, overrides, settings)
+    folder = RunFolder.of(settled)
+    folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
+    if resume is True and folder.finished():
+        (reporter or PlainReporter()).note(
+            f"{folder.path} is finished; raise epochs with --allow-change epochs to go on, or choose another out"
+        )
+        if not _extends(folder, settled, allow_change):
+            return load_run(folder.path)
+    stop = StopRequest()
+    with stop.listening():
+        prepared = prepare(settled)
+        if resume:
+            _refuse_changes(folder, settled, allow_change)
+        logged = Logged(reporter or PlainReporter(), folder.log, folder.metrics)
+        with folder.locked():
+            try:
+                training = Training(prepared, folder, logged, stop)  # refuses what cannot train, before anything is written
+                if not resume:
+                    folder.begin(overwrite=overwrite)
+                training.run(resume, allow_change)
+            except BaseException as error:
+                if folder.has_resolved():
+                    logged.write_error(error)
+                raise
+    return load_run(folder.path)
+
+
+def settle(
+    recipe: str | Path | Recipe | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """The recipe that is meant: a file, a shipped name, a mapping, or a run folder, which stands for its own resolved recipe."""
+    if isinstance(recipe, str | Path) and (Path(recipe) / "resolved.yaml").is_file():
+        recipe = load_run(recipe).recipe
+    settled = load_recipe(recipe, overrides)
+    return load_recipe(settled, settings) if settings else settled
+
+
+def _extends(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> bool:
+    """Whether the caller asked a finished run to go on for longer."""
+    old, new = folder.resolved(), recipe.resolved()
+    return bool(differences(old, new)) and not differences(old, new, tuple(allow_change))
+
+
+def _refuse_changes(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> None:
+    changed = differences(folder.resolved(), recipe.resolved(), tuple(allow_change)) if folder.has_resolved() else []
+    if changed:
+        problems = [
+            Problem(f"{key} has changed since the run began", where=recipe.where(key), expected=str(old), found=str(new))
+            for key, old, new in changed
+        ]
+        keys = " ".join(f"--allow-change {key}" for key, _, _ in changed)
+        raise RecipeError([*problems, Problem("these keys change the numbers", remedy=f"put them back, start anew, or say {keys}")])
+
+
+@dataclass
+class Progress:
+    """What a run knows of itself beside its tensors; JSON in every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    before: dict[str, float] = field(default_factory=dict)
+    head_only: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    scored_step: int = -1
+    best_step: int | None = None
+    best_value: float | None = None
+    best_scores: dict[str, float] = field(default_factory=dict)
+    worse: int = 0
+
+
+class Training:
+    """One run in memory: model, optimizer, units and progress."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, reporter: Logged, stop: StopRequest) -> None:
+        self.prepared, self.folder, self.reporter, self.stop = prepared, folder, reporter, stop
+        self.recipe, self.task, self.tokenizer = prepared.recipe, prepared.task, prepared.tokenizer
+        self.place = choose_place(self.recipe)
+        self.metric, self.larger_is_better = self._metric()
+        self.trackers = Trackers(self.recipe.trackers)
+        self.progress = Progress()
+        with self._explain_memory("loading of the model"):
+            self.model: nn.Module = build(prepared)
+        self.tuned = tuned_parameters(self.model)
+        self.units = prepared.encoded.train
+        recipe = self.recipe
+        self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
+        self.optimizer = self._optimizer()
+        self.weights = self._class_weights()
+        self.run_id = uuid.uuid4().hex
+        self._check_disk()
+
+    # ------------------------------------------------------------ set up
+
+    def _metric(self) -> tuple[str, bool]:
+        name = self.recipe.metric or self.task.metric
+        known = METRICS[self.task.name]
+        if name not in known:
+            raise RecipeError(f"task {self.task.name} has no metric {name!r}", where=self.recipe.where("metric"), expected=", ".join(known))
+        direction = known[name] if self.recipe.direction == "auto" else self.recipe.direction
+        return name, direction == "max"
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        matrices = [value for value in self.tuned.values() if value.dim() > 1]
+        vectors = [value for value in self.tuned.values() if value.dim() <= 1]  # biases, norms and gates do not decay
+        groups = [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        betas = (self.recipe.beta1, self.recipe.beta2)
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=self.recipe.learning_rate, betas=betas, fused=self.place.device.type == "cuda")
+
+    def _class_weights(self) -> Tensor | None:
+        weights = class_weights(self.recipe.class_weights, self.units, self.prepared.rows.labels or ())
+        return None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
+
+    # ------------------------------------------------------------ the whole run
+
+    def run(self, resume: bool | str | Path, allow_change: Collection[str] = ()) -> None:
+        """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
+        if resume:
+            self._restore(resume, allow_change)
+            self.folder.begin()
+        self.audit = Audit(self.tuned, frozen_tensors(self.model))
+        self.trackers.start(self.folder.path, self.recipe.resolved())
+        self.reporter.header(header_lines(self.prepared, self.model, self.steps, self.place, self.folder.path), self.steps.total)
+        try:
+            if not self.progress.before:
+                self._score_base()
+            if self._evaluation_due() and self.progress.scored_step != self.progress.step:
+                self._after_step()  # a stop cut this evaluation off
+            while self.progress.step < self.steps.total and not self._out_of_patience():
+                self.stop.check()
+                record = self.step()
+                self.reporter.step(record)
+                self.trackers.log(record)
+                self._after_step()
+        except StopAsked as signal:
+            path = self.save()
+            raise Stopped(
+                f"stopped by {signal} at step {self.progress.step} of {self.steps.total}; saved {path}",
+                remedy=f"go on with: petune train {self.folder.path} --resume",
+            ) from None
+        finally:
+            self.trackers.finish()
+        self._finish()
+
+    def _after_step(self) -> None:
+        """Evaluate and save where the recipe says so; an evaluation that is the best so far is always saved."""
+        step = self.progress.step
+        best = self._evaluation_due() and self._evaluate_and_compare()
+        save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0 or step == self.steps.total
+        if best or save_due or self._out_of_patience():
+            self.save()
+
+    def _evaluation_due(self) -> bool:
+        step = self.progress.step
+        return step > 0 and (step % (self.recipe.eval_every or self.steps.per_epoch) == 0 or step == self.steps.total)
+
+    def _out_of_patience(self) -> bool:
+        return self.recipe.patience is not None and self.progress.worse >= self.recipe.patience
+
+    # ------------------------------------------------------------ one step
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The padded batches of step `step` (from 0), one per forward pass, on the CPU."""
+        return list(self._batches(self._units_of(step), self.recipe.batch_size, self.prepared.encoded.packed))
+
+    def _units_of(self, step: int) -> list[Example]:
+        return [self.units[index] for index in units_of_step(step, self.steps, self.recipe.seed)]
+
+    def _batches(self, units: Sequence[Example], size: int, packed: bool = False) -> Iterator[Batch]:
+        return batches(units, size, self.task.name, pad_token_id(self.tokenizer), "right", packed)
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step: forward and backward over its micro-batches, clip, update. Returns the record to log.
+
+        Raises TrainingFault, before the update, when loss or gradient is not finite and when no label of the step is trained.
+        """
+        began, number = time.perf_counter(), self.progress.step
+        micro = self.micro_batches(number)
+        total = sum(count(batch, self.weights) for batch in micro)
+        if not total:
+            raise TrainingFault(
+                "every label of this step is masked", where=f"step {number + 1}", remedy="look at the rows with petune data"
+            )
+        self.model.train()
+        loss = sum(self._forward_backward(batch, total) for batch in micro)
+        norm = self._gradient_norm()
+        self._refuse_non_finite(loss, norm, number)
+        self.audit.after_backward()
+        if self.recipe.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.tuned.values(), self.recipe.clip, torch.tensor(norm))
+        lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self._explain_memory("optimizer step"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.audit.after_update()
+        return self._record(loss, norm, lr, time.perf_counter() - began)
+
+    def _forward_backward(self, batch: Batch, total: float) -> float:
+        """Add one micro-batch's share of the gradient; `total` is the count of the whole step, so the shares add up to its mean."""
+        with self._explain_memory("forward and backward pass"):
+            batch = to_device(batch, self.place.device)
+            with self.place.autocast():
+                logits = forward(self.model, batch)
+            share = loss_sum(logits, batch, self.task.name, self.weights)[0] / total
+            share.backward()
+        return float(share.detach())
+
+    def _gradient_norm(self) -> float:
+        return float(torch.nn.utils.get_total_norm([value.grad for value in self.tuned.values() if value.grad is not None]))
+
+    def _refuse_non_finite(self, loss: float, norm: float, number: int) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        places = [example.where for example in self._units_of(number)]
+        raise TrainingFault(
+            f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite; the update was not made",
+            where=f"step {number + 1}",
+            found=f"loss {loss}, gradient norm {norm}; rows {', '.join(places[:5])}{' and more' if len(places) > 5 else ''}",
+            remedy="lower lr, use dtype: fp32, or look at these rows; checkpoints hold only finite states",
+        )
+
+    def _record(self, loss: float, norm: float, lr: float, seconds: float) -> dict[str, Any]:
+        progress = self.progress
+        tokens = sum(len(example.input_ids) for example in self._units_of(progress.step))
+        progress.step += 1
+        progress.tokens += tokens
+        progress.seconds += seconds
+        progress.first_loss = loss if progress.first_loss is None else progress.first_loss
+        progress.last_loss = loss
+        return {
+            "step": progress.step,
+            "epoch": round(progress.step / self.steps.per_epoch, 4),
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": progress.tokens,
+            "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
+        }
+
+    @contextmanager
+    def _explain_memory(self, phase: str) -> Iterator[None]:
+        try:
+            yield
+        except (*_NO_MEMORY, RuntimeError) as error:
+            if not isinstance(error, _NO_MEMORY) and "allocate memory" not in str(error):
+                raise
+            first = (str(error).splitlines() or ["no detail"])[0]
+            raise MachineError(
+                f"out of memory in the {phase}, step {self.progress.step + 1}",
+                found=first,
+                remedy="try " + ", ".join(self._ways_out(phase)),
+            ) from None
+
+    def _ways_out(self, phase: str) -> list[str]:
+        """What to change in the recipe when memory runs out in `phase`."""
+        recipe = self.recipe
+        held = recipe.eval_batch_size or recipe.batch_size
+        if phase == "loading of the model":
+            ways = ["a smaller model"]
+        elif phase == "evaluation":
+            ways = [f"eval_batch_size={held // 2}"] * (held > 1) + ["a smaller data.max_length"]
+        else:
+            ways = [f"batch_size={recipe.batch_size // 2} accumulate={recipe.accumulate * 2} (the same numbers)"] * (recipe.batch_size > 1)
+            ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + ["a smaller data.max_length"]
+        return ways + ["method=lora"] * isinstance(recipe.method, FullConfig)
+
+    # ------------------------------------------------------------ scores
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores on the held-out rows. Raises StopAsked when a stop was asked for meanwhile."""
+        held_out = self._batches(self.prepared.encoded.eval, self.recipe.eval_batch_size or self.recipe.batch_size)
+        with self._explain_memory("evaluation"):
+            return evaluate(self.model, held_out, self.task.name, self.place.device, self.place.autocast, self.stop.check)
+
+    def _untouched(self) -> AbstractContextManager[Any]:
+        """The base model again, for as long as nothing has trained."""
+        return nullcontext() if isinstance(self.recipe.method, FullConfig) else without_tuning(self.model)
+
+    def _score_base(self) -> None:
+        """Scores of the untouched base and of the head-only control, kept in progress."""
+        control = None
+        with self._untouched():
+            before = self.evaluate()
+            wanted = self.task.name == "classify" and self.recipe.head_only
+            if heads := head_modules(self.model, family_of(self.model), "auto") if wanted else ():
+                sides = self.prepared.encoded.train, self.prepared.encoded.eval
+                rows = lambda part: self._batches(part, 32)  # noqa: E731
+                place, seed = self.place, self.recipe.seed
+                with self._explain_memory("evaluation"):
+                    control = head_only(
+                        self.model,
+                        heads[0],
+                        *sides,
+                        rows,
+                        place.device,
+                        self.stop.check,
+                        seed=seed,
+                        autocast=place.autocast,
+                        weights=self.weights,
+                    )
+        self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither
+        self._report_scores(self.progress.before)
+        if self.progress.head_only is not None:
+            self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {self.progress.head_only:.4f}")
+
+    def _report_scores(self, scores: Mapping[str, float]) -> None:
+        epoch = round(self.progress.step / self.steps.per_epoch, 4)
+        record = {"step": self.progress.step, "epoch": epoch, **{f"eval_{name}": value for name, value in scores.items()}}
+        self.reporter.evaluated(record)
+        self.trackers.log(record)
+
+    def _evaluate_and_compare(self) -> bool:
+        """Evaluate; whether the named metric is the best so far. A value that is not finite never is."""
+        progress = self.progress
+        progress.scores, progress.scored_step = self.evaluate(), progress.step
+        self._report_scores(progress.scores)
+        value = progress.scores[self.metric]
+        best = progress.best_value
+        better = math.isfinite(value) and (best is None or (value > best if self.larger_is_better else value < best))
+        progress.worse = 0 if better else progress.worse + 1
+        if better:
+            progress.best_value, progress.best_step, progress.best_scores = value, progress.step, progress.scores
+        return better
+
+    # ------------------------------------------------------------ state on disk
+
+    def save(self) -> Path:
+        """Commit a checkpoint of this very step, point `best` at the best one, rotate. Raises TrainingFault if a frozen tensor moved."""
+        self.audit.check_frozen()
+        root = self.folder.checkpoints
+        path = checkpoint.commit(
+            root, self.progress.step, lambda place: write_state(place, self.tuned, self.optimizer), run_id=self.run_id, facts=self._facts()
+        )
+        protect = []
+        if self.progress.best_step is not None:
+            protect.append(root / f"step-{self.progress.best_step}")
+            self.folder.point_best(self.progress.best_step, self.metric, self.progress.best_value)
+        checkpoint.rotate(root, self.recipe.keep, protect)
+        return path
+
+    def _write(self, folder: Path) -> None:
+        write_state(folder, self.tuned, self.optimizer)
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same for a state to be continued, and the progress it belongs to."""
+        return {
+            "progress": asdict(self.progress),
+            "rows": self.prepared.rows.sha256,
+            "frozen": f"{sum(value * (at + 1) for at, value in enumerate(self.audit.frozen_before.values())) % 2**64:016x}",
+            "method": self.recipe.method_name,
+        }
+
+    def _restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
+        """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
+        root = self.folder.checkpoints
+        checkpoint.sweep(root)
+        if resume is True and not checkpoint.candidates(root):
+            self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
+            self.folder.cut_metrics(-1)
+            return
+        if resume is True:
+            path, manifest, skipped = checkpoint.newest_good(root)
+            for problem in skipped:
+                self.reporter.note(f"NOT RESUMED FROM: {problem}")
+        else:
+            path = Path(str(resume))
+            refuse_tuned_folder(path)
+            manifest = checkpoint.verify(path)
+        self._refuse_foreign(manifest.facts, path, allow_change)
+        restore_state(path, self.tuned, self.optimizer)
+        self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
+        checkpoint.set_aside(root, manifest.step)
+        self.folder.cut_metrics(manifest.step)
+        self.reporter.note(f"resumed from {path} at step {manifest.step}")
+
+    def _refuse_foreign(self, facts: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
+        self.audit = Audit({}, frozen_tensors(self.model))
+        now = self._facts()
+        reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
+        problems = [
+            Problem(f"{reason} since this checkpoint was saved", where=str(path), expected=str(facts[key])[:16], found=str(now[key])[:16])
+            for key, reason in reasons.items()
+            if facts[key] != now[key] and not (key == "rows" and any(name.split(".")[0] == "data" for name in allow_change))
+        ]
+        if problems:
+            raise FileError(problems)
+
+    def _check_disk(self) -> None:
+        """Room for two checkpoints and the tuned files, before step 1."""
+        state = sum(value.numel() * value.element_size() for value in self.tuned.values())
+        checkpoint.require_free(self.folder.path, 2 * 3 * state + 2 * state)
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self) -> None:
+        """Go back to the best checkpoint, write `tuned/` and what a person wants to see."""
+        progress = self.progress
+        if progress.best_step is not None and progress.best_step != progress.step:
+            self._go_back_to_best(self.folder.checkpoints / f"step-{progress.best_step}")
+        base = None if isinstance(self.recipe.method, FullConfig) else export.full_hash(self.model)
+        export.save(self.model, self.folder.tuned, tokenizer=self.tokenizer, base_name=self.recipe.model, base_sha256=base, overwrite=True)
+        summary = self._summary(progress.best_scores or progress.scores)
+        self.folder.finish(summary)
+        self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))
+
+    def _go_back_to_best(self, best: Path) -> None:
+        """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
+        progress = self.progress
+        try:
+            checkpoint.verify(best)
+            fill(self.tuned, checkpoint.read_tensors(best / "state.safetensors"), best)
+            self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric}, not the last")
+        except FileError as error:
+            self.reporter.note(f"THE BEST CHECKPOINT CANNOT BE READ, tuned/ holds the last state: {error}")
+            progress.best_step, progress.best_scores = progress.step, progress.scores
+
+    def _summary(self, scores: Mapping[str, float]) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "task": self.task.name,
+            "format": self.prepared.rows.format,
+            "num_labels": len(self.prepared.rows.labels or ()),
+            "metric": self.metric,
+            "before": progress.before,
+            "after": dict(scores),
+            "head_only": progress.head_only,
+            "loss": [progress.first_loss, progress.last_loss],
+            "steps": progress.step,
+            "best_step": progress.best_step,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 2),
+            "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 1),
+            "peak_memory_bytes": peak_memory(self.place.device),
+        }

@@ -1,0 +1,61 @@
+"""What a run says first and last: the facts a person checks before waiting, and what came of it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from petune.assemble import Place, Prepared
+from petune.methods import count_parameters, describe
+from petune.reporting import human
+from petune.run_folder import RunFolder
+from petune.schedule import Steps
+
+
+def header_lines(prepared: Prepared, model: nn.Module, steps: Steps, place: Place, out: Path) -> list[str]:
+    """Model, method, data, steps, numbers and where it all goes."""
+    recipe, rows = prepared.recipe, prepared.rows
+    trained, total = count_parameters(model)
+    units = "packed sequences" if recipe.data.packing else "rows"
+    return [
+        f"model    {prepared.source.note}",
+        f"method   {describe(model)}",
+        f"data     task {prepared.task.name}; {'; '.join(rows.notes)}",
+        *(f"         {line}" for line in prepared.encoded.report.lines()),
+        f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g}, {recipe.schedule}",
+        f"numbers  {place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
+        f"out      {out}",
+    ]
+
+
+def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) -> list[str]:
+    """Loss and score before and after, cost, files, and the commands that come next."""
+    metric, out = str(summary["metric"]), folder.path
+    before, after = summary["before"][metric], summary["after"][metric]
+    control = f"   (head only: {summary['head_only']:.4f})" if summary["head_only"] is not None else ""
+    first, last = summary["loss"]
+    speed, memory = summary["tokens_per_s"], human(summary["peak_memory_bytes"])
+    picture = f", {folder.picture}" if folder.picture.exists() else ""
+    ask = f"petune chat {out}" if summary["task"] == "chat" else f'petune generate {out} "..."'
+    use = f"petune merge {out}" if method in ("lora", "full") else f'petune.load(base, "{out}/tuned")'
+    return [
+        f"loss     {first:.4f} -> {last:.4f} in {summary['steps']:,} steps",
+        f"{metric:8s} {before:.4f} (untouched base) -> {after:.4f}{control}",
+        f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
+        f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
+        f"next     petune eval {out}   |   {ask}   |   {use}",
+    ]
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory this process has held, in bytes: allocated on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

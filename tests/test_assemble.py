@@ -1,0 +1,129 @@
+"""From a recipe to a model ready to train: what is refused before a weight is loaded, and what the model then is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petune.assemble import build, choose_place, prepare, rebuild
+from petune.errors import DataError, FileError, MachineError, UsageError
+from petune.methods import tuned_state
+from petune.recipe import load_recipe
+from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+
+def made(recipe: dict[str, Any]) -> Any:
+    return build(prepare(load_recipe(recipe)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"model": "nowhere/at/all"}, FileError, "nowhere/at/all"),
+        ({"data": "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
+        ({"task": "seq2seq"}, UsageError, "seq2seq"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_without_loading_a_weight(
+    changes: dict[str, Any], error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def never(*args: Any) -> None:
+        raise AssertionError("a weight was loaded")
+
+    monkeypatch.setattr("petune.assemble.load_model", never)
+    settings(tmp_path)
+    recipe = {**settings(tmp_path), **changes}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=said):
+        run(recipe)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("family", "task"), [("bert", "classify"), ("bart", "seq2seq"), ("llama", "causal"), ("llama", "chat")])
+def test_the_task_is_inferred_from_rows_and_model(family: str, task: str, tmp_path: Path):
+    recipe = settings(tmp_path, family, task=task)
+    del recipe["task"]
+    assert prepare(load_recipe(recipe)).task.name == task
+
+
+def test_packing_with_an_encoder_is_refused(tmp_path: Path):
+    recipe = settings(tmp_path, "bert")
+    del recipe["task"]
+    with pytest.raises(UsageError, match="packing"):
+        prepare(load_recipe(recipe, {"data.packing": True}))
+
+
+def test_auto_means_fp32_on_a_cpu_and_cuda_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = load_recipe(settings(tmp_path, device="auto"))
+    assert str(choose_place(recipe)) == "fp32 on cpu"
+    assert str(choose_place(load_recipe(recipe, {"dtype": "bf16"}))) == "bf16 on cpu"
+    with pytest.raises(MachineError, match="no CUDA device") as caught:
+        choose_place(load_recipe(recipe, {"device": "cuda"}))
+    assert caught.value.code == 5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", TASK)
+def test_new_tensors_come_from_the_seed_whatever_was_drawn_before(family: str, method: str, tmp_path: Path):
+    first = tuned_state(made(settings(tmp_path, family, method)))
+    torch.manual_seed(12345)
+    second = tuned_state(made(settings(tmp_path, family, method)))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    other = tuned_state(made(settings(tmp_path, family, method, seed=1)))
+    assert (method == "full" and family != "bert") or any(not torch.equal(value, other[name]) for name, value in first.items())
+
+
+def test_a_head_the_checkpoint_lacks_trains_beside_the_method(tmp_path: Path):
+    names = set(tuned_state(made(settings(tmp_path, "bert", "lora"))))
+    assert {"classifier.weight", "classifier.bias"} <= names
+    assert {"score.weight"} <= set(tuned_state(made(settings(tmp_path, "llama", "lora", task="classify"))))
+
+
+def test_the_labels_of_the_rows_become_the_names_of_the_classes(tmp_path: Path):
+    model = made(settings(tmp_path, "bert"))
+    assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
+    assert model.config.label2id == {"blue": 0, "green": 1, "red": 2}
+
+
+def test_random_weights_are_said_loudly(tmp_path: Path):
+    write_model(tmp_path / "llama", "llama")
+    recipe = settings(tmp_path)
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    listener = Listener()
+    run({**recipe, "model": f"config:{tmp_path / 'llama' / 'config.json'}", "max_steps": 1, "warmup": 0}, listener)
+    assert any("RANDOM WEIGHTS" in line for line in listener.lines)
+
+
+def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):
+    finished = run(settings(tmp_path, method="adapter", out="first", max_steps=2, warmup=0))
+    with pytest.raises(UsageError, match="was tuned with adapter") as caught:
+        made(settings(tmp_path, method="lora", init_adapter=str(finished.folder / "tuned")))
+    assert "expected lora" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", TASK)
+def test_a_rebuilt_model_computes_what_was_trained(family: str, method: str, tmp_path: Path):
+    finished = run(settings(tmp_path, family, method, max_steps=3, lr=0.01))
+    model, tokenizer = rebuild(finished.recipe, finished.folder / "tuned", finished.summary["task"])
+    assert not model.training and tokenizer.eos_token == "</s>"
+    assert finished.eval()["tuned"] == pytest.approx(finished.summary["after"], abs=1e-5)
+    assert finished.eval()["base"] == finished.summary["before"]
+
+
+def test_a_row_longer_than_the_model_is_cut_and_counted(tmp_path: Path):
+    rows = write_rows(tmp_path / "long.jsonl", "causal")
+    with rows.open("a") as file:
+        file.write(json.dumps({"text": "sun " * 200}) + "\n")
+    prepared = prepare(load_recipe(settings(tmp_path, data=str(rows))))
+    examples = [*prepared.encoded.train, *prepared.encoded.eval]
+    assert max(len(example.input_ids) for example in examples) == 64  # the positions of this model

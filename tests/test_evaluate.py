@@ -1,0 +1,134 @@
+"""Scores over batches equal scores over all rows at once, and the control is a head that really was trained on frozen features."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from petune.errors import TrainingFault
+from petune.evaluate import evaluate, forward, head_only
+from petune.methods import without_tuning
+from petune.methods.targets import head_modules
+from petune.models import family_of
+from petune.tasks import Example, loss_sum
+from petune.train import Training
+from tests.small_runs import TASK, settings, training, write_model
+
+CPU = torch.device("cpu")
+
+
+def scored(made: Training, size: int) -> dict[str, float]:
+    return evaluate(made.model, made._batches(made.prepared.encoded.eval, size), made.task.name, CPU, nullcontext)
+
+
+@pytest.mark.parametrize("family", TASK)
+def test_scores_do_not_depend_on_the_batch_size(family: str, tmp_path: Path):
+    made = training(settings(tmp_path, family))
+    assert scored(made, 9) == pytest.approx(scored(made, 1), abs=1e-5)
+    assert scored(made, 4) == pytest.approx(scored(made, 1), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama"])
+def test_the_loss_is_the_mean_over_tokens_and_perplexity_its_exponential(family: str, tmp_path: Path):
+    made = training(settings(tmp_path, family))
+    made.model.eval()
+    summed = tokens = 0.0
+    with torch.no_grad():
+        for example in made.prepared.encoded.eval:
+            assert isinstance(example.labels, list)
+            theirs = made.model(input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])).loss
+            summed, tokens = summed + float(theirs) * example.trained, tokens + example.trained
+    scores = scored(made, 4)
+    assert scores["loss"] == pytest.approx(summed / tokens, abs=1e-5)
+    assert scores["perplexity"] == pytest.approx(math.exp(summed / tokens), rel=1e-4)
+
+
+def test_accuracy_is_the_share_of_right_rows(tmp_path: Path):
+    made = training(settings(tmp_path, "bert"))
+    made.model.eval()
+    rows = made.prepared.encoded.eval
+    with torch.no_grad():
+        right = sum(int(made.model(input_ids=torch.tensor([row.input_ids])).logits.argmax()) == row.labels for row in rows)
+    assert scored(made, 4)["accuracy"] == right / len(rows)
+
+
+@pytest.mark.parametrize("training_mode", [True, False])
+def test_dropout_is_off_meanwhile_and_the_mode_is_put_back(training_mode: bool, tmp_path: Path):
+    made = training(settings(tmp_path))
+    made.model.train(training_mode)
+    before = torch.get_rng_state()
+    assert scored(made, 3) == scored(made, 3)
+    assert made.model.training is training_mode
+    assert torch.equal(before, torch.get_rng_state())
+    assert not any(value.grad is not None for value in made.model.parameters())
+
+
+def test_the_mode_is_put_back_when_a_stop_is_asked_for(tmp_path: Path):
+    made = training(settings(tmp_path))
+    made.model.train()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(made.model, made._batches(made.prepared.encoded.eval, 2), "causal", CPU, nullcontext, stop)
+    assert made.model.training
+
+
+def test_a_loss_that_is_not_finite_is_a_fault(tmp_path: Path):
+    made = training(settings(tmp_path))
+    with torch.no_grad():
+        made.model.get_parameter("model.norm.weight").fill_(math.nan)
+    with pytest.raises(TrainingFault, match="not finite") as caught:
+        scored(made, 2)
+    assert caught.value.code == 7
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_the_control_learns_what_the_frozen_features_hold_and_touches_nothing(family: str, tmp_path: Path):
+    """The class is the first word: a head on a bidirectional model can see it, the majority is a third."""
+    write_model(tmp_path / family, family)
+    made = training(settings(tmp_path, family, "lora", task="classify"))
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    state = torch.get_rng_state()
+    heads = head_modules(made.model, family_of(made.model), "auto")
+    rows = made.prepared.encoded
+
+    def accuracy() -> float:
+        with without_tuning(made.model):
+            batcher = lambda part: made._batches(part, 5)  # noqa: E731
+            return head_only(
+                made.model, heads[0], rows.train, rows.train, batcher, CPU, lambda: None, seed=0, autocast=nullcontext, epochs=60, lr=1e-2
+            )
+
+    first = accuracy()
+    assert first > 0.6
+    assert accuracy() == first
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
+    assert not made.model.training
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_control_of_a_decoder_reads_the_last_token_whatever_side_is_padded(side: str, tmp_path: Path):
+    made = training(settings(tmp_path, "llama", "lora", task="classify"))
+    made.tokenizer.padding_side = side
+    head = head_modules(made.model, family_of(made.model), "auto")[0]
+    from petune.evaluate import _features
+
+    examples: list[Example] = made.prepared.encoded.train[:5]
+    found, labels = _features(made.model, head, made._batches(examples, 5), CPU, lambda: None, nullcontext)
+    alone = [_features(made.model, head, made._batches([example], 1), CPU, lambda: None, nullcontext)[0] for example in examples]
+    assert torch.allclose(found, torch.cat(alone), atol=1e-5)
+    assert labels.tolist() == [example.labels for example in examples]
+    # and what it reads is what the model itself classifies by
+    with torch.no_grad():
+        module: nn.Module = made.model.get_submodule(head)
+        batch = next(iter(made._batches(examples, 5)))
+        assert torch.allclose(module(found), forward(made.model, batch), atol=1e-5)
+        assert float(loss_sum(module(found), batch, "classify")[0]) > 0

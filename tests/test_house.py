@@ -1,0 +1,373 @@
+"""The walls of the house: who may import whom, what nobody may call, how large a file grows, what is shipped.
+
+Each rule is a function from source to complaints, tried first on a source that breaks it: a rule that cannot fail guards nothing. The
+file is a few lines long because every rule stands beside its proof.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCE = sorted([*(ROOT / "petune").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+
+# From the top down. A room imports rooms of later groups; rooms of one group know nothing of each other, but for the pairs below.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("petune_cli", "__main__", "__init__"),
+    ("train",),
+    ("wording", "runs", "state"),
+    ("run_folder",),
+    ("reporting", "inference", "audit", "schedule", "stopping"),
+    ("assemble",),
+    ("checkpoint", "export"),
+    ("peft_files",),
+    ("fingerprint",),
+    ("recipe", "evaluate"),
+    ("methods", "parallel", "tasks"),
+    ("kernels", "models"),
+    ("stack", "attention"),
+    ("sites",),
+    ("demo",),
+    ("folders",),
+    ("tensorfile",),
+    ("errors", "log"),
+)
+LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+
+# Package: the rooms that may import it. An empty tuple: nobody.
+ONLY = {
+    "pydantic": ("recipe",),
+    "datasets": ("tasks",),
+    "typer": ("petune_cli",),
+    "rich": ("petune_cli",),
+    "torch.distributed": ("parallel",),
+    "triton": ("kernels",),
+    "peft": (),
+    "click": (),
+}
+
+BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+BANNED_BUILTINS = {"eval", "exec"}
+BANNED_CALLS = {"torch.load", "torch.save", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
+OBJECT_COLLECTIVE = re.compile(r"^((all_)?gather|broadcast|scatter|send|recv)_object(_list)?$")
+VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
+# A test about a banned thing makes one to show that it is refused: file -> what it may use.
+ABOUT_BANNED_THINGS: dict[str, set[str]] = {}
+
+LONG = 300
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt|mnt|data)/[\w.-]+|[A-Z]:\\Users")
+
+
+# ------------------------------------------------------------------ the rules
+
+
+def room_of(path: Path) -> str:
+    """The room a source file belongs to: the module or package directly under petune, or petune_cli."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[1]
+
+
+def imports(tree: ast.AST, package: tuple[str, ...] = ()) -> Iterator[tuple[str, int]]:
+    """Every dotted name a module imports, wherever it does so, with its line; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (above, node.module or "") if part)
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def upward(tree: ast.AST, room: str) -> list[str]:
+    """Imports of a room that stands above or beside `room`, and rooms that have no place in ORDER."""
+    if room not in LEVEL:
+        return [f"room {room} has no place in ORDER"]
+    found = []
+    for name, line in imports(tree):
+        parts = name.split(".")
+        other = parts[1] if parts[0] == "petune" and len(parts) > 1 else parts[0] if parts[0] == "petune_cli" else None
+        if other is None or other == room or (parts[0] == "petune" and not is_room(other)):
+            continue
+        if other not in LEVEL:
+            found.append(f"{line}: room {other} has no place in ORDER")
+        elif LEVEL[other] <= LEVEL[room]:
+            found.append(f"{line}: {room} may not import {other}")
+    return found
+
+
+def is_room(name: str) -> bool:
+    """Whether petune.<name> is a module and not a name of the face, such as __version__."""
+    return name in LEVEL or (ROOT / "petune" / name).is_dir() or (ROOT / "petune" / f"{name}.py").is_file()
+
+
+def foreign(tree: ast.AST, room: str) -> list[str]:
+    """Imports of a package that is another room's business."""
+    return [
+        f"{line}: only {' and '.join(rooms) or 'nobody'} may import {package}"
+        for name, line in imports(tree)
+        for package, rooms in ONLY.items()
+        if (name == package or name.startswith(package + ".")) and room not in rooms
+    ]
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an expression made of names and attributes; '' for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (left := dotted(node.value)):
+        return f"{left}.{node.attr}"
+    return ""
+
+
+def banned(tree: ast.AST) -> list[tuple[str, int]]:
+    """Each banned thing used, with its line: imports, names, calls, and shell=True."""
+    found = []
+    for name, line in imports(tree):
+        if name.split(".")[0] in BANNED_MODULES or name in BANNED_CALLS or OBJECT_COLLECTIVE.match(name.split(".")[-1]):
+            found.append((name, line))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in BANNED_BUILTINS and isinstance(node.ctx, ast.Load):
+            found.append((node.id, node.lineno))
+        if isinstance(node, ast.Attribute) and (dotted(node) in BANNED_CALLS or OBJECT_COLLECTIVE.match(node.attr)):
+            found.append((dotted(node) or node.attr, node.lineno))
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "shell"
+            and not (isinstance(node.value, ast.Constant) and node.value.value is False)
+        ):
+            found.append(("shell=True", node.value.lineno))
+    return found
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public functions and classes of a module, and the module itself, that have no docstring."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    missing = [node.name for node in public if not ast.get_docstring(node)]
+    return ([] if ast.get_docstring(tree) else ["the module"]) + missing
+
+
+def unexcused(source: str) -> bool:
+    """Whether a source is past LONG lines and its module docstring does not say why."""
+    doc = ast.get_docstring(ast.parse(source)) or ""
+    return source.count("\n") > LONG and not re.search(r"\b(long|lines)\b", doc)
+
+
+# ------------------------------------------------------------------ the rules can fail
+
+
+@pytest.mark.parametrize(
+    ("source", "room", "complaint"),
+    [
+        ("from petune.train import Run", "export", "export may not import train"),
+        ("from petune import checkpoint", "methods", "methods may not import checkpoint"),
+        ("def f():\n    from petune.tasks import TASKS", "methods", "methods may not import tasks"),
+        ("import petune_cli.main", "train", "train may not import petune_cli"),
+        ("import petune.errors", "cellar", "room cellar has no place"),
+    ],
+)
+def test_an_import_against_the_order_is_seen(source: str, room: str, complaint: str) -> None:
+    assert complaint in upward(ast.parse(source), room)[0]
+
+
+@pytest.mark.parametrize("source", ["import petune.errors", "from petune import __version__", "from petune.sites import Family"])
+def test_an_import_along_the_order_is_fine(source: str) -> None:
+    assert upward(ast.parse(source), "stack") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "room"),
+    [
+        ("import peft", "export"),
+        ("from torch import distributed", "train"),
+        ("import torch.distributed as d", "train"),
+        ("import rich", "train"),
+    ],
+)
+def test_an_import_of_another_rooms_package_is_seen(source: str, room: str) -> None:
+    assert foreign(ast.parse(source), room)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load('x')",
+        "from torch import load",
+        "eval('1')",
+        "run = exec",
+        "yaml.load(t, Loader=L)",
+        "subprocess.run(c, shell=True)",
+        "subprocess.run(c, shell=flag)",
+        "os.system('x')",
+        "dist.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list",
+    ],
+)
+def test_a_banned_thing_is_seen(source: str) -> None:
+    assert banned(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "run.eval()", "yaml.safe_load(t)", "petune.load(m, d)", "subprocess.run(c, shell=False)"]
+)
+def test_what_only_looks_banned_is_fine(source: str) -> None:
+    assert banned(ast.parse(source)) == []
+
+
+def test_a_long_file_needs_a_reason_and_a_public_name_a_docstring() -> None:
+    assert unexcused('"""Idea."""\n' + "x = 1\n" * LONG)
+    assert not unexcused('"""Idea. The file is long because of it."""\n' + "x = 1\n" * LONG)
+    assert undocumented(ast.parse("def f(): ...\nclass _C: ...")) == ["the module", "f"]
+
+
+@pytest.mark.parametrize("text", ["see " + "/ho" + "me/me/model", "cd " + "/wo" + "rk/main", "'" + "/ro" + "ot/.cache'"])
+def test_a_machine_path_is_seen(text: str) -> None:
+    assert MACHINE_PATH.search(text)
+
+
+# ------------------------------------------------------------------ the house keeps them
+
+
+def name_of(path: Path) -> str:
+    """The path from the root, as a test id."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def every(files: list[Path]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test per file, named after it."""
+    return pytest.mark.parametrize("path", files, ids=name_of)
+
+
+@every(SOURCE)
+def test_imports_follow_the_order(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert upward(tree, room_of(path)) + foreign(tree, room_of(path)) == []
+
+
+@every(SOURCE + TESTS)
+def test_nothing_banned_is_used(path: Path) -> None:
+    allowed = ABOUT_BANNED_THINGS.get(name_of(path), set())
+    assert [f"{line}: {what}" for what, line in banned(ast.parse(path.read_text())) if what not in allowed] == []
+
+
+@every(SOURCE)
+def test_everything_public_is_documented(path: Path) -> None:
+    assert undocumented(ast.parse(path.read_text())) == []
+
+
+@every(SOURCE)
+def test_a_long_file_says_why(path: Path) -> None:
+    assert not unexcused(path.read_text()), f"over {LONG} lines: say why in the module docstring, or find the two ideas in it"
+
+
+@every(SOURCE + TESTS)
+def test_files_are_named_after_their_idea(path: Path) -> None:
+    assert path.stem not in VAGUE_NAMES
+    assert path.parent.name not in VAGUE_NAMES
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    endings = {".py", ".md", ".toml", ".txt", ".yaml", ".json", ""}
+    found = []
+    for path in shipped_text(endings):
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if MACHINE_PATH.search(line) and "#!/" not in line:
+                found.append(f"{name_of(path)}:{number}")
+    assert found == []
+
+
+def shipped_text(endings: set[str]) -> list[Path]:
+    """Our own text files: what a clone holds, but for data and tokenizers."""
+    rooms = ("petune", "cli", "tests", "benchmarks", "recipes", "docs", "requirements", ".ci")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*")] + list(ROOT.glob("*"))
+    return [path for path in files if path.is_file() and path.suffix in endings and not {"__pycache__", "docstrings"} & set(path.parts)]
+
+
+# ------------------------------------------------------------------ the package
+
+
+def test_every_package_is_shipped() -> None:
+    packages = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "petune").rglob("__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages | {"petune_cli", "petune.recipes"}
+
+
+def test_the_pins_keep_the_bounds() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+    assert "+" not in pins["torch"], "a local version tag ties the pin to one platform"
+    extras = PROJECT["project"]["optional-dependencies"]
+    for text in [*PROJECT["project"]["dependencies"], *(text for extra in extras.values() for text in extra)]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(Version(pins[wanted.name.lower()])), text
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter that sees the tree."""
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "PATH": "", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+
+
+HEAVY = "print(json.dumps(sorted({'torch', 'transformers', 'datasets', 'pydantic', 'rich'} & set(sys.modules))))"
+
+
+def fastest(code: str, tries: int = 5) -> float:
+    """The least time a fresh interpreter needs for `code`, seconds: the load of the machine only ever adds."""
+    times = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        python(code)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def test_import_petune_is_quick_and_loads_nothing() -> None:
+    assert json.loads(python(f"import json, sys, petune\n{HEAVY}")) == []
+    assert fastest("import petune") - fastest("pass") < 0.15
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    loaded = json.loads(python(f"import json, sys\nimport petune_cli.main\n{HEAVY}"))
+    assert not {"torch", "transformers", "datasets", "pydantic"} & set(loaded)
+    assert fastest("from petune_cli.main import app\napp(['--help'])") < 0.5
+
+
+def test_checking_a_recipe_loads_no_torch() -> None:
+    assert "torch" not in json.loads(python(f"import json, sys\nfrom petune.recipe import load_recipe\nload_recipe('llama_lora')\n{HEAVY}"))
+
+
+def test_the_face_holds_what_it_names() -> None:
+    import petune
+
+    assert [name for name in petune.__all__ if not callable(getattr(petune, name)) and name != "__version__"] == []
+    assert dir(petune) == sorted(petune.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'wrapp'"):
+        petune.wrapp  # noqa: B018
+
+
+def test_petune_train_can_be_called_before_and_after_its_room_is_imported() -> None:
+    python(
+        "import petune, inspect\n"
+        "assert callable(petune.train)\n"
+        "from petune.train import load_run\n"
+        "import petune.train as room\n"
+        "assert room.load_run is petune.load_run\n"
+        "try: petune.train('no-such-recipe')\n"
+        "except petune.PetuneError as error: assert error.code == 2\n"
+        "else: raise AssertionError\n"
+    )

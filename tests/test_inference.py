@@ -1,0 +1,156 @@
+"""A tuned model is asked the way it was trained, alone, in numbers, or in a conversation that can turn to the base and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petune.errors import UsageError
+from petune.methods import without_tuning
+from petune.tasks import encode_prompt
+from petune.train import load_run
+from tests.small_runs import METHODS, WORDS, run, settings, write_model
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+
+def trained(place: Path, family: str = "llama", method: str = "lora", **changes: Any) -> Any:
+    finished = run(settings(place, family, method, **{"max_steps": 3, "lr": 0.05, **changes}))
+    return load_run(finished.folder)
+
+
+@pytest.mark.parametrize(("family", "method"), [("bart", "lora"), ("t5", "adapter"), ("llama", "side"), ("llama", "full")])
+def test_generate_is_greedy_and_continues_the_prompt_as_it_was_trained(family: str, method: str, tmp_path: Path):
+    loaded = trained(tmp_path, family, method)
+    answer = loaded.generate("red sun moon", max_new_tokens=5)
+    assert isinstance(answer, str) and answer == loaded.generate("red sun moon", max_new_tokens=5)
+    speaker = loaded.speaker
+    ids = encode_prompt("red sun moon", speaker.task.name, speaker.tokenizer, speaker.data, format=speaker.format)
+    expected = speaker.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    start = len(ids) if family == "llama" else 0
+    assert answer == speaker.tokenizer.decode(expected[start:], skip_special_tokens=True).strip()
+    assert len(answer.split()) <= 5
+    assert not answer.startswith("red sun moon") or family != "llama"
+
+
+def test_many_prompts_have_the_answers_of_each(tmp_path: Path):
+    loaded = trained(tmp_path)
+    prompts = ["red sun", "blue moon star sea"]
+    assert loaded.generate_many(prompts, max_new_tokens=3) == [loaded.generate(prompt, max_new_tokens=3) for prompt in prompts]
+
+
+def test_options_are_transformers_own(tmp_path: Path):
+    loaded = trained(tmp_path)
+    torch.manual_seed(0)
+    answers = {loaded.generate("red", do_sample=True, temperature=5.0, max_new_tokens=8) for _ in range(5)}
+    assert len(answers) > 1
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_classifier_answers_with_a_label_and_its_probability(family: str, tmp_path: Path):
+    loaded = trained(tmp_path, family, task="classify")
+    label, probability = loaded.speaker.classify("red sun moon")
+    assert label in ("red", "green", "blue") and 1 / 3 <= probability <= 1
+    assert loaded.generate("red sun moon") == label
+    with pytest.raises(UsageError, match="no generation options"):
+        loaded.generate("red sun moon", max_new_tokens=5)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_text_longer_than_the_model_is_cut_as_in_training(family: str, tmp_path: Path):
+    """The tokenizer here knows no limit and the recipe sets none: the 64 positions of the model are what there is."""
+    loaded = trained(tmp_path, family, task="classify")
+    long = " ".join(["red"] * 30 + ["sun"] * 300)
+    assert loaded.generate(long) in ("red", "green", "blue")
+
+
+def test_a_long_text_is_cut_on_the_side_that_training_cut(tmp_path: Path):
+    data = settings(tmp_path, "bert")["data"] | {"max_length": 8, "truncation": "left"}
+    loaded = trained(tmp_path, "bert", data=data)
+    end = "green hill tree cat dog fox runs sings"
+    assert loaded.speaker.classify(f"red sun moon star sea {end}") == pytest.approx(loaded.speaker.classify(end))
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_prompt_longer_than_the_model_is_refused_with_both_lengths(family: str, tmp_path: Path):
+    loaded = trained(tmp_path, family)
+    with pytest.raises(UsageError, match="positions") as caught:
+        loaded.generate("sun " * 300)
+    assert "at most 64" in str(caught.value) and "30" in str(caught.value)
+
+
+def test_relative_positions_know_no_end(tmp_path: Path):
+    assert isinstance(trained(tmp_path, "t5").generate("sun " * 300, max_new_tokens=2), str)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_conversation_turns_to_the_base_and_back(method: str, tmp_path: Path):
+    loaded = trained(tmp_path, "llama", method, task="chat", lr=0.3, max_steps=6)
+    chat = loaded.chat(max_new_tokens=6)
+    (tuned,) = chat.ask("red sun moon")
+    chat.reset()
+    chat.use_base(True)
+    (base,) = chat.ask("red sun moon")
+    chat.reset()
+    chat.use_base(False)
+    (again,) = chat.ask("red sun moon")
+    assert tuned == again != base
+    from transformers import AutoModelForCausalLM
+
+    untouched = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
+    ids = encode_prompt("red sun moon", "chat", loaded.speaker.tokenizer, loaded.speaker.data)
+    expected = untouched.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, len(ids) :]
+    assert base == loaded.speaker.tokenizer.decode(expected, skip_special_tokens=True).strip()
+
+
+def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded = trained(tmp_path, task="chat")
+    asked: list[Any] = []
+    monkeypatch.setattr(type(loaded.speaker), "ask", lambda self, prompt, **options: asked.append(prompt) or f"answer {len(asked)}")
+    chat = loaded.chat()
+    list(chat.ask("one"))
+    list(chat.ask("two"))
+    chat.reset()
+    list(chat.ask("three"))
+    said = [[(turn.role, turn.content) for turn in prompt] for prompt in asked]
+    assert said == [[("user", "one")], [("user", "one"), ("assistant", "answer 1"), ("user", "two")], [("user", "three")]]
+
+
+def test_a_turn_that_failed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded = trained(tmp_path, task="chat")
+    chat = loaded.chat()
+
+    def fail(self: Any, prompt: Any, **options: Any) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(loaded.speaker), "ask", fail)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.ask("one"))
+    assert chat.turns == []
+
+
+def test_tasks_other_than_chat_see_each_prompt_by_itself(tmp_path: Path):
+    loaded = trained(tmp_path, "bart")
+    chat = loaded.chat(max_new_tokens=4)
+    first = list(chat.ask("red sun moon"))
+    list(chat.ask("blue sea"))
+    assert list(chat.ask("red sun moon")) == first == [loaded.generate("red sun moon", max_new_tokens=4)]
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "side"])
+def test_the_base_inside_a_wrapped_model_is_the_untouched_one(method: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    write_model(tmp_path / "llama", "llama")
+    loaded = trained(tmp_path, method=method)
+    ids = torch.tensor([[1, *range(9, 9 + len(WORDS[:6]))]])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
+    with torch.no_grad(), without_tuning(loaded.speaker.model) as model:
+        assert torch.equal(model(input_ids=ids).logits, base(input_ids=ids).logits)
+    with torch.no_grad():
+        assert not torch.allclose(loaded.speaker.model(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-4)

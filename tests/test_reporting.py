@@ -1,0 +1,135 @@
+"""Every line is kept, whoever listens; a tracker gets the numbers; a full disk is the machine's fault and is said so."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petune.errors import MachineError, RecipeError
+from petune.reporting import Logged, PlainReporter, Trackers, human, score_line, step_line
+from tests.small_runs import Listener, run, settings
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"step": step, "epoch": step / 10, "loss": 1.5, "lr": 1e-3, "grad_norm": 0.25, "tokens": 9 * step, "tokens_per_s": 1234.5}
+
+
+def test_a_line_of_a_step_has_its_numbers():
+    assert step_line(record(3), 40) == "step 3/40  epoch 0.30  loss 1.5000  lr 1.00e-03  grad 0.250  1,234 tokens/s"
+
+
+def test_a_line_of_scores_has_each_by_its_name():
+    assert (
+        score_line({"step": 4, "epoch": 1.0, "eval_loss": 2.0, "eval_f1_macro": 0.5})
+        == "evaluation at step 4  loss 2.0000  f1_macro 0.5000"
+    )
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 KB"), (2.5e6, "2.5 MB"), (3e9, "3 GB"), (4e12, "4 TB")])
+def test_sizes_are_for_people(size: float, text: str):
+    assert human(size) == text
+
+
+@pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 7), (100, 22), (1000, 22)])
+def test_a_long_run_shows_about_twenty_steps_the_first_and_the_last_among_them(total: int, most: int, monkeypatch: pytest.MonkeyPatch):
+    lines: list[str] = []
+    monkeypatch.setattr("petune.reporting.say", lines.append)
+    reporter = PlainReporter()
+    reporter.header(["model  tiny"], total)
+    for step in range(1, total + 1):
+        reporter.step(record(step))
+    assert lines[0] == "model  tiny"
+    shown = [line for line in lines if line.startswith("step ")]
+    assert len(shown) <= most
+    assert shown[0].startswith("step 1/") and shown[-1].startswith(f"step {total}/")
+
+
+def test_everything_is_logged_with_the_time_kept_and_passed_on(tmp_path: Path):
+    listener = Listener()
+    logged = Logged(listener, tmp_path / "run.log", tmp_path / "metrics.jsonl")
+    logged.header(["one", "two"], 2)
+    logged.step(record(1))
+    logged.evaluated({"step": 1, "epoch": 0.1, "eval_loss": 2.0})
+    logged.note("noted")
+    logged.done(["bye"])
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [line[20:] for line in lines] == ["one", "two", step_line(record(1), 2), "evaluation at step 1  loss 2.0000", "noted", "bye"]
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        record(1),
+        {"step": 1, "epoch": 0.1, "eval_loss": 2.0},
+    ]
+    assert (listener.lines, listener.notes, listener.closing) == (["one", "two"], ["noted"], ["bye"])
+    assert len(listener.steps) == len(listener.scores) == 1
+
+
+def test_a_disk_that_fills_up_while_logging_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened = Path.open
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return Full() if mode == "a" else opened(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_)
+    with pytest.raises(MachineError, match="No space left") as caught:
+        run(settings(tmp_path))
+    assert caught.value.code == 5
+    assert "run.log" in str(caught.value)
+
+
+def test_no_tracker_imports_nothing(monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    trackers = Trackers(())
+    trackers.start(Path("nowhere"), {})
+    trackers.log(record(1))
+    trackers.finish()
+    assert not Path("nowhere").exists()
+
+
+def test_tensorboard_gets_every_step_and_every_score(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    finished = run(settings(tmp_path, trackers=["tensorboard"], eval_every=3))
+    files = list(finished.folder.rglob("events.out.tfevents*"))
+    assert files
+    values: dict[str, dict[int, float]] = {}
+    for file in files:
+        events = EventAccumulator(str(file))
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            values.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(name)})
+    wanted = {one["step"]: one["loss"] for one in finished.metrics() if "loss" in one}
+    assert values["loss"] == pytest.approx(wanted, abs=1e-6)
+    assert set(values["eval_loss"]) == {0, 3, 6}
+    assert {"lr", "grad_norm"} <= values.keys()
+
+
+def test_a_tracker_that_is_not_installed_is_named_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
+    recipe = settings(tmp_path, trackers=["wandb"])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(MachineError, match="wandb is not installed") as caught:
+        run(recipe)
+    assert caught.value.code == 5 and "tensorboard" in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_tracker_nobody_knows_is_refused_by_the_recipe(tmp_path: Path):
+    with pytest.raises(RecipeError, match="trackers") as caught:
+        run(settings(tmp_path, trackers=["tensorbord"]))
+    assert "tensorboard" in str(caught.value)

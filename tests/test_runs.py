@@ -1,0 +1,305 @@
+"""The run folder: every file the README promises, what others can read of it, and what a finished run can do."""
+
+from __future__ import annotations
+
+import ast
+import getpass
+import json
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+import petune
+from petune.errors import FileError, TrainingFault, UsageError
+from petune.evaluate import forward
+from petune.recipe import load_recipe
+from petune.run_folder import environment
+from petune.train import load_run
+from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
+from tests.small_runs import no_picture as no_picture
+
+AUTO = {"bert": "AutoModelForSequenceClassification", "bart": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM"}
+pictureless = pytest.mark.usefixtures("no_picture")
+
+
+def auto(family: str) -> Any:
+    return getattr(transformers, AUTO.get(family, "AutoModelForCausalLM"))
+
+
+def inputs(family: str) -> dict[str, torch.Tensor]:
+    ids = tokenizer()(["red sun moon star", "blue sea hill dog"], return_tensors="pt")["input_ids"]
+    return {"input_ids": ids} | ({"decoder_input_ids": ids[:, :3]} if family in ("bart", "t5") else {})
+
+
+def logits(model: Any, family: str) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(**inputs(family)).logits
+        return found
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_a_run_leaves_every_file_it_promises(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    recipe = as_yaml(tmp_path / "mine.yaml", settings(tmp_path, eval_every=3))
+    finished = run(recipe)
+    names = {path.name for path in finished.folder.iterdir()}
+    promised = {"recipe.yaml", "resolved.yaml", "env.json", "metrics.jsonl", "loss.png", "run.log", "summary.json", "README.md", "best"}
+    assert names == promised | {"checkpoints", "tuned"}
+    assert (finished.folder / "recipe.yaml").read_bytes() == recipe.read_bytes()
+    assert (finished.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    readme = (finished.folder / "README.md").read_text()
+    assert all(name in readme for name in names - {"README.md", "checkpoints", "tuned"})
+    assert "mine" in readme
+
+
+@pictureless
+def test_the_resolved_recipe_holds_every_setting_and_means_the_same(tmp_path: Path):
+    finished = run(settings(tmp_path))
+    text = (finished.folder / "resolved.yaml").read_text()
+    assert set(yaml.safe_load(text)) >= {"lr", "seed", "clip", "schedule", "weight_decay", "keep", "method", "data"}
+    assert load_recipe(finished.folder / "resolved.yaml").resolved() == load_recipe(settings(tmp_path)).resolved()
+
+
+@pictureless
+def test_the_environment_names_versions_and_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    finished = run(settings(tmp_path))
+    text = (finished.folder / "env.json").read_text()
+    assert json.loads(text)["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert {"python", "system", "machine"} <= json.loads(text).keys()
+    for private in (socket.gethostname(), os.path.expanduser("~"), "verysecret"):
+        assert private not in text
+    assert getpass.getuser() not in json.dumps(environment())
+    for path in finished.folder.rglob("*"):
+        if path.is_file():
+            assert b"verysecret" not in path.read_bytes(), path
+
+
+@pictureless
+def test_records_have_their_fields_and_the_evaluations_theirs(tmp_path: Path):
+    finished = run(settings(tmp_path, "bert", eval_every=3))
+    steps = [record for record in finished.metrics() if "loss" in record]
+    scores = [record for record in finished.metrics() if "loss" not in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(set(record) == {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s"} for record in steps)
+    assert all(math.isfinite(value) for record in steps for value in record.values())
+    assert [record["lr"] for record in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert [record["step"] for record in scores] == [0, 3, 6]
+    names = {"step", "epoch", "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews"}
+    assert all(set(record) == names for record in scores)
+
+
+@pictureless
+def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    listener = Listener()
+    finished = run(settings(tmp_path, out="good"), listener)
+    log = (finished.folder / "run.log").read_text()
+    assert all(line in log for line in [*listener.lines, *listener.notes, *listener.closing])
+    assert "Traceback" not in log
+    monkeypatch.setattr("petune.train.forward", lambda model, batch: forward(model, batch) * math.nan)
+    with pytest.raises(TrainingFault):
+        run(settings(tmp_path, out="bad"))
+    log = (tmp_path / "bad" / "run.log").read_text()
+    assert "Traceback (most recent call last)" in log and "TrainingFault" in log and "_refuse_non_finite" in log
+
+
+@pictureless
+def test_the_header_and_the_end_say_what_a_reader_wants_to_know(tmp_path: Path):
+    listener = Listener()
+    finished = run(settings(tmp_path, "bert", head_only=True), listener)
+    header = "\n".join(listener.lines)
+    for said in ("trainable", "to train on", "fp32 on cpu", str(finished.folder), "tokens"):
+        assert said in header, said
+    summary = finished.summary
+    end = "\n".join(listener.closing)
+    assert f"accuracy {summary['before']['accuracy']:.4f} (untouched base) -> {summary['after']['accuracy']:.4f}" in end
+    assert f"head only: {summary['head_only']:.4f}" in end
+    for said in ("tokens/s", "peak memory", "README.md", "petune eval", "petune merge"):
+        assert said in end, said
+    assert summary["peak_memory_bytes"] > 10**7
+
+
+@pictureless
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_in_the_folder_is_a_pickle(method: str, tmp_path: Path):
+    folder = run(settings(tmp_path, method=method)).folder
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".jsonl", ".yaml", ".safetensors", ".md", ".log", ".jinja", ".txt", ""}
+    for path in files:
+        start = path.read_bytes()[:4]
+        assert not start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")), path
+
+
+@pictureless
+def test_tuned_has_the_tokenizer_and_the_chat_template(tmp_path: Path):
+    folder = run(settings(tmp_path, task="chat")).folder / "tuned"
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    assert loaded.chat_template == tokenizer().chat_template
+    assert loaded("red sun")["input_ids"] == tokenizer()("red sun")["input_ids"]
+
+
+@pictureless
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", TASK)
+def test_the_lines_of_the_readme_load_what_was_trained(family: str, method: str, tmp_path: Path):
+    """Without executing them: the lines are read as Python, and each call in them is made by hand."""
+    finished = run(settings(tmp_path, family, method, lr=0.01, max_steps=2, warmup=0))
+    code = (finished.folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    lines = ast.parse(code).body
+    assert len(lines) <= 3
+    assert ast.unparse(lines[0]) == "import petune, transformers"
+    values: dict[str, Any] = {"petune": petune, "transformers": transformers}
+    for line in lines[1:]:
+        assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Call) and isinstance(line.targets[0], ast.Name)
+        values[line.targets[0].id] = called(line.value, values)
+    assert torch.allclose(logits(values["model"], family), logits(finished.speaker.model, family), atol=1e-5)
+
+
+def called(call: ast.Call, values: dict[str, Any]) -> Any:
+    function: Any = values[ast.unparse(call.func).split(".")[0]]
+    for name in ast.unparse(call.func).split(".")[1:]:
+        function = getattr(function, name)
+    positional = [values[part.id] if isinstance(part, ast.Name) else ast.literal_eval(part) for part in call.args]
+    return function(*positional, **{str(part.arg): ast.literal_eval(part.value) for part in call.keywords})
+
+
+@pictureless
+def test_a_run_without_out_gets_a_folder_of_its_own_and_the_readme_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = settings(tmp_path, max_steps=1, warmup=0)
+    del recipe["out"]
+    finished = run(as_yaml(tmp_path / "mine.yaml", recipe))
+    assert finished.folder.parent == Path("runs") and finished.folder.name.startswith("mine-")
+    assert f'"{finished.folder}/tuned"' in (finished.folder / "README.md").read_text()
+
+
+# ---------------------------------------------------------------- a run taken up again
+
+
+@pictureless
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileError, match="not a run folder") as caught:
+            load_run(place)
+        assert caught.value.code == 4
+
+
+@pictureless
+def test_a_run_that_has_not_finished_says_how_to_go_on(tmp_path: Path):
+    with pytest.raises(petune.errors.Stopped):
+        run(settings(tmp_path), terminate_at(2))
+    loaded = load_run(tmp_path / "run")
+    assert [record["step"] for record in loaded.metrics() if "loss" in record] == [1, 2]
+    for use in (lambda: loaded.summary, lambda: loaded.generate("red"), loaded.eval, loaded.merge):
+        with pytest.raises(FileError, match="has not finished") as caught:
+            use()
+        assert "--resume" in str(caught.value)
+
+
+@pictureless
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("family", TASK)
+def test_a_merged_run_is_a_plain_checkpoint_with_equal_logits(family: str, method: str, tmp_path: Path):
+    finished = load_run(run(settings(tmp_path, family, method, lr=0.02)).folder)
+    expected = logits(finished.speaker.model, family)
+    merged = finished.merge(tmp_path / "merged")
+    assert merged == tmp_path / "merged"
+    loaded = auto(family).from_pretrained(merged)
+    assert not any("lora" in name for name in loaded.state_dict())
+    assert torch.allclose(logits(loaded, family), expected, atol=1e-5)
+    assert torch.equal(logits(finished.speaker.model, family), expected)  # the tuned model is as it was
+    assert transformers.AutoTokenizer.from_pretrained(merged)("red sun")["input_ids"] == tokenizer()("red sun")["input_ids"]
+    if family == "bert":
+        assert loaded.config.id2label == {0: "blue", 1: "green", 2: "red"}
+    base = auto(family).from_pretrained(tmp_path / family)
+    if family != "bert":
+        assert not torch.allclose(logits(base, family), expected, atol=1e-3)
+    again = finished.export("hf", tmp_path / "again")
+    assert torch.equal(logits(auto(family).from_pretrained(again), family), logits(loaded, family))
+    with pytest.raises(UsageError, match="occupied"):
+        finished.merge(tmp_path / "merged")
+
+
+@pictureless
+@pytest.mark.parametrize("family", TASK)
+def test_peft_reads_an_exported_lora_run_with_equal_logits(family: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    finished = run(settings(tmp_path, family, "lora", lr=0.02))
+    place = finished.export("peft", tmp_path / "peft")
+    kwargs = {"num_labels": 3} if family == "bert" else {}
+    base = auto(family).from_pretrained(tmp_path / family, **kwargs)
+    loaded = peft.PeftModel.from_pretrained(base, place)
+    assert torch.allclose(logits(loaded, family), logits(finished.speaker.model, family), atol=1e-5)
+
+
+@pictureless
+@pytest.mark.parametrize("method", ["adapter", "side"])
+def test_what_cannot_merge_names_petune_load(method: str, tmp_path: Path):
+    finished = run(settings(tmp_path, method=method))
+    before = sorted(tmp_path.rglob("*"))
+    for use in (finished.merge, lambda: finished.export("hf"), lambda: finished.export("peft")):
+        with pytest.raises(UsageError, match=r"petune\.load") as caught:
+            use()
+        assert caught.value.code == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pictureless
+def test_an_export_nobody_knows_is_refused(tmp_path: Path):
+    full = run(settings(tmp_path, method="full"))
+    with pytest.raises(UsageError, match="gguf") as caught:
+        full.export("gguf")
+    assert "peft, hf" in str(caught.value)
+    with pytest.raises(UsageError, match="--to hf"):
+        full.export("peft")
+
+
+@pictureless
+def test_a_run_is_taken_up_from_another_working_directory_and_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = settings(tmp_path) | {"model": "llama", "data": {"path": "causal.jsonl", "eval": "causal-held.jsonl"}, "out": "run"}
+    finished = run(recipe)
+    expected = finished.generate("red sun", max_new_tokens=4)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    loaded = load_run(tmp_path / "moved")
+    assert loaded.generate("red sun", max_new_tokens=4) == expected
+    assert loaded.eval()["tuned"] == pytest.approx(loaded.summary["after"], abs=1e-6)
+
+
+@pictureless
+def test_a_damaged_tuned_folder_is_refused(tmp_path: Path):
+    finished = run(settings(tmp_path))
+    file = finished.folder / "tuned" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(FileError) as caught:
+        load_run(finished.folder).generate("red")
+    assert caught.value.code == 4
+
+
+@pictureless
+def test_another_base_under_a_finished_run_is_refused(tmp_path: Path):
+    from tests.small_runs import write_model
+
+    finished = run(settings(tmp_path))
+    write_model(tmp_path / "llama", "llama", seed=1)
+    with pytest.raises(FileError):
+        load_run(finished.folder).generate("red")
+
+
+def test_a_picture_needs_matplotlib_and_a_run_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    finished = run(settings(tmp_path))
+    assert not (finished.folder / "loss.png").exists()
+    assert newest(finished.folder).name == "step-6"
