@@ -1,0 +1,152 @@
+"""The verbs that let a tuned model speak: one prompt, a file of prompts, a conversation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from petune_cli.given import Given, Words
+
+if TYPE_CHECKING:
+    from petune.inference import Chat
+
+Tokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.", show_default=False)]
+Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Sample; 0 or unset: greedy.", show_default=False)]
+
+PROMPT_KEYS = ("prompt", "text", "source", "instruction", "input", "body")
+
+
+def generate(
+    target: Annotated[str, typer.Argument(metavar="RUN|RECIPE", help="A run folder, or the recipe it was made with.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT KEY=VALUE", help="Default: standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", metavar="IN", help="Prompts: JSONL, or one a line.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="OUT", help="JSONL of prompt and output; default: the terminal.")] = None,
+    max_new_tokens: Tokens = None,
+    temperature: Temperature = None,
+) -> None:
+    """Answer one prompt, or a file of them."""
+    prompt, settings = _prompt_and_settings(words or [], file is not None)
+    _refuse_mixed(file, out)
+    options = _options(max_new_tokens, temperature)
+    if file is None:
+        prompt = _read_standard_input() if prompt is None else prompt
+        typer.echo(Given.of([target, *settings]).run().generate(prompt, **options))
+        return
+    prompts = read_prompts(file)
+    answers = Given.of([target, *settings]).run().generate_many(prompts, **options)
+    _write_answers(prompts, answers, out)
+
+
+def _prompt_and_settings(words: Sequence[str], from_file: bool) -> tuple[str | None, Sequence[str]]:
+    """The prompt is the first word after the target, whatever it looks like; with --file there is none."""
+    return (None, words) if from_file or not words else (words[0], words[1:])
+
+
+def _refuse_mixed(file: Path | None, out: Path | None) -> None:
+    from petune.errors import UsageError
+
+    if out is not None and file is None:
+        raise UsageError("--out goes with --file", where="command line", remedy="redirect one answer with >")
+    if out is not None and out.exists():
+        raise UsageError("this file is there already", where=str(out), remedy="choose another --out")
+
+
+def _options(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:
+    """Only what was asked for, as transformers' generate takes it."""
+    options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    return options | ({"do_sample": True, "temperature": temperature} if temperature else {})
+
+
+def _read_standard_input() -> str:
+    from petune.errors import UsageError
+
+    if sys.stdin.isatty():
+        raise UsageError("there is no prompt", where="command line", remedy='petune generate RUN "a prompt", --file, or a pipe')
+    return sys.stdin.read().rstrip("\n")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a file: of .jsonl the first of PROMPT_KEYS in each object (or the string itself), of others each line.
+
+    Raises DataError naming file and line, the first ten at once.
+    """
+    import json
+
+    from petune.errors import DataError, Problem
+
+    try:
+        lines = [(number, line) for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}", where=str(file)) from None
+    if file.suffix != ".jsonl":
+        return [line for _, line in lines]
+    prompts, problems = [], []
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            problems.append(Problem(f"is not JSON: {error}", where=f"{file}:{number}"))
+            continue
+        found = [row] if isinstance(row, str) else [row[key] for key in PROMPT_KEYS if key in row] if isinstance(row, dict) else []
+        if found and isinstance(found[0], str):
+            prompts.append(found[0])
+        else:
+            problems.append(Problem("has no prompt", where=f"{file}:{number}", expected="one of the keys " + ", ".join(PROMPT_KEYS)))
+    if problems:
+        rest = [Problem(f"and {len(problems) - 10} more lines", where=str(file))] if len(problems) > 10 else []
+        raise DataError([*problems[:10], *rest])
+    return prompts
+
+
+def _write_answers(prompts: Sequence[str], answers: Sequence[str], out: Path | None) -> None:
+    import json
+
+    text = "".join(json.dumps({"prompt": p, "output": a}, ensure_ascii=False) + "\n" for p, a in zip(prompts, answers, strict=True))
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+        typer.echo(f"{out}: {len(prompts)} answers")
+
+
+def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temperature = None) -> None:
+    """Talk to a run; /base shows the untouched model."""
+    session = Given.of(words).run().chat(**_options(max_new_tokens, temperature))
+    by_hand = sys.stdin.isatty()
+    if by_hand:
+        typer.echo("/base: the untouched model and back   /reset: forget   /quit: end")
+    for line in _said(by_hand):
+        if line == "/quit":
+            return
+        _answer(session, line, lambda piece: typer.echo(piece, nl=False))
+
+
+def _said(by_hand: bool) -> Iterator[str]:
+    """The lines of the other side, typed or piped, without empty ones."""
+    while True:
+        try:
+            line = input("> " if by_hand else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _answer(session: Chat, line: str, show: Callable[[str], None]) -> None:
+    """Obey a command or show the model's answer piece by piece."""
+    if line == "/base":
+        session.use_base(not session.on_base)
+        show("(the untouched base answers)\n" if session.on_base else "(the tuned model answers)\n")
+    elif line == "/reset":
+        session.reset()
+        show("(forgotten)\n")
+    elif line.startswith("/"):
+        show(f"({line.split()[0]} is no command: /base, /reset, /quit)\n")
+    else:
+        for piece in session.ask(line):
+            show(piece)
+        show("\n")

@@ -1,0 +1,52 @@
+"""The verbs that look before and after: the recipe, the data as the model will see it, the score."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from petune_cli.given import Given, Words
+
+
+def check(
+    words: Words = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every setting with its meaning, defaults included.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
+) -> None:
+    """Check a recipe: every mistake at once, nothing loaded."""
+    if schema:
+        import json
+
+        from petune.recipe import json_schema
+
+        typer.echo(json.dumps(json_schema(), indent=2))
+        return
+    recipe = Given.of(words).recipe()
+    if full:
+        typer.echo(recipe.to_yaml(), nl=False)
+        return
+    task = recipe.task or "the task its data shows"
+    typer.echo(f"{recipe.source}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}")
+
+
+def data(
+    words: Words = None,
+    count: Annotated[int, typer.Option("-n", min=0, help="Rows to show, with the trained tokens marked.")] = 3,
+) -> None:
+    """Show the data: format, lengths, cuts, what trains."""
+    recipe = Given.of(words).recipe()
+    from petune.assemble import preview
+
+    seen = preview(recipe, count)
+    for line in (*seen.facts, *(f"\n{example}" for example in seen.examples)):
+        typer.echo(line)
+
+
+def evaluate(words: Words = None) -> None:
+    """Score a run beside its untouched base."""
+    run = Given.of(words).run()
+    from petune_cli.display import score_table
+
+    for line in score_table(run.eval()):
+        typer.echo(line)

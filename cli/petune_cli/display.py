@@ -1,0 +1,135 @@
+"""How a run looks while it runs: a live bar on a terminal, plain lines everywhere else, the same words in both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from petune.reporting import Reporter, score_line, step_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_STEPS = 20  # step lines a plain run prints, whatever its length
+
+
+@contextmanager
+def reporter() -> Iterator[Reporter]:
+    """The reporter that fits standard output; the bar is taken down whatever ends the run."""
+    if not sys.stdout.isatty():
+        yield Plain()
+        return
+    live = Live()
+    try:
+        yield live
+    finally:
+        live.close()
+
+
+class Plain:
+    """Plain lines on standard output: header, some of the steps, every evaluation and note."""
+
+    def header(self, lines: Sequence[str], total_steps: int) -> None:
+        """Print the header as it is."""
+        self.total, self.every = total_steps, max(1, total_steps // PLAIN_STEPS)
+        self.done(lines)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Print the first step, the last, and some between."""
+        if record["step"] in (1, self.total) or record["step"] % self.every == 0:
+            print(step_line(record, self.total), flush=True)
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Print the scores."""
+        print(score_line(record), flush=True)
+
+    def note(self, line: str) -> None:
+        """Print the line."""
+        print(line, flush=True)
+
+    def done(self, lines: Sequence[str]) -> None:
+        """Print the lines."""
+        for line in lines:
+            print(line, flush=True)
+
+
+class Live:
+    """A progress bar with loss, learning rate, speed and time left; everything else is printed above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
+            TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[speed]} tokens/s"),
+            *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
+            console=console,
+        )
+        self.task = self.bar.add_task("training", total=None, loss="-", lr="-", speed="-")
+
+    def header(self, lines: Sequence[str], total_steps: int) -> None:
+        """Print the header and put up the bar."""
+        self._print(lines, first="bold")
+        self.bar.update(self.task, total=total_steps)
+        self.bar.start()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Move the bar."""
+        shown: dict[str, Any] = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.1e}", "speed": f"{record['tokens_per_s']:,.0f}"}
+        self.bar.update(self.task, completed=record["step"], **shown)
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Print the scores above the bar."""
+        self._print([score_line(record)])
+
+    def note(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._print([line])
+
+    def done(self, lines: Sequence[str]) -> None:
+        """Take the bar down and print the end."""
+        self.close()
+        self._print(lines, first="bold")
+
+    def close(self) -> None:
+        """Take the bar down; more than once does no harm."""
+        self.bar.stop()
+
+    def _print(self, lines: Sequence[str], first: str | None = None) -> None:
+        for at, line in enumerate(lines):
+            self.bar.console.print(line, style=first if at == 0 else None, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn on a terminal, columns of plain text elsewhere."""
+    if not sys.stdout.isatty():
+        print("\n".join(columns([heads, *rows])))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as aligned lines, two spaces between the columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def score_table(scores: Mapping[str, Any]) -> list[str]:
+    """What an evaluation found, one line a metric and one column a model; values that belong to no model stand below."""
+    models = [name for name, value in scores.items() if isinstance(value, Mapping)]
+    metrics = list(dict.fromkeys(metric for name in models for metric in scores[name]))
+    rows = [["metric", *models], *([metric, *(_cell(scores[name].get(metric)) for name in models)] for metric in metrics)]
+    return (columns(rows) if models else []) + [f"{name}: {_cell(value)}" for name, value in scores.items() if name not in models]
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,110 @@
+"""The verb to run when something does not work: versions, devices, disk, hub, and one step of LoRA as a self-test."""
+
+from __future__ import annotations
+
+import typer
+
+PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic", "typer", "matplotlib", "peft")
+HUB_TIMEOUT_S = 2.0
+
+
+def doctor() -> None:
+    """Look at this machine and run a self-test."""
+    from petune.errors import MachineError
+
+    for name, state in (*versions(), *devices(), disk(), *demo_models(), hub()):
+        typer.echo(f"{name:14}{state}")
+    problem = self_test()
+    typer.echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
+    if problem:
+        raise MachineError(f"the self-test failed: {problem}", remedy="install petune anew in a clean environment")
+
+
+def versions() -> list[tuple[str, str]]:
+    """Python and the packages petune stands on, with their versions."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from petune import __version__
+
+    found = [("petune", __version__), ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    for name in PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, "not installed"))
+    return found
+
+
+def devices() -> list[tuple[str, str]]:
+    """The CPU and every CUDA device with its memory."""
+    import os
+
+    import torch
+
+    found = [("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads")]
+    for at in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(at)
+        found.append((f"cuda:{at}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"))
+    return found if len(found) > 1 else [*found, ("cuda", "none: everything runs on the CPU")]
+
+
+def disk() -> tuple[str, str]:
+    """Free space where runs would be written."""
+    import shutil
+
+    return "disk", f"{shutil.disk_usage('.').free / 1e9:.1f} GB free in the working directory"
+
+
+def demo_models() -> list[tuple[str, str]]:
+    """Which demo checkpoints are there."""
+    from petune.demo import MINILM_INSTALL, MODELS, minilm_folder
+
+    return [
+        (f"{name}", f"not installed: {MINILM_INSTALL}" if name == "minilm" and minilm_folder() is None else f"demo:{name} is here")
+        for name in MODELS
+    ]
+
+
+def hub() -> tuple[str, str]:
+    """Whether models could be fetched; what is on this machine never needs it."""
+    import os
+    import socket
+    from urllib.parse import urlsplit
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return "hub", "offline, by HF_HUB_OFFLINE; folders and demo: work"
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=HUB_TIMEOUT_S).close()
+    except OSError as error:
+        return "hub", f"{address.hostname} cannot be reached directly ({error.strerror or error}); folders and demo: work"
+    return "hub", f"{address.hostname} answers"
+
+
+def self_test() -> str | None:
+    """Tune a tiny network for one step; what went wrong, or None. The generator of the process is left as it was."""
+    import torch
+    from torch import nn
+
+    from petune.methods import merge, tune
+    from petune.methods.configs import LoraConfig
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        x, y = torch.randn(32, 8), torch.randn(32, 4)
+        frozen = {name: value.clone() for name, value in model.state_dict().items()}
+        tune(model, LoraConfig(r=4, targets="all-linear"))
+        optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.1)
+        before = nn.functional.mse_loss(model(x), y)
+        before.backward()
+        optimizer.step()
+        after = nn.functional.mse_loss(model(x), y)
+        moved = [name for name, value in model.state_dict().items() if name in frozen and not torch.equal(value, frozen[name])]
+        if not after < before:
+            return f"the loss did not fall ({before:.4f} -> {after:.4f})"
+        if moved:
+            return f"frozen weights moved: {', '.join(moved)}"
+        tuned = model(x)
+        return None if torch.allclose(merge(model)(x), tuned, atol=1e-5) else "the merged model computes something else"

@@ -1,0 +1,92 @@
+"""What a verb is given: a recipe or a run folder, then `key.sub=value`. Every verb understands the same words.
+
+A recipe given to a verb that needs a run means the run the recipe made: its `out`, or the newest runs/<recipe>-<time>.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from petune.errors import UsageError
+
+if TYPE_CHECKING:
+    from petune.recipe import Recipe
+    from petune.runs import Run
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RECIPE|RUN KEY=VALUE", help="A recipe file or name, or a run folder; then settings.", show_default=False),
+]
+
+_SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
+
+
+@dataclass(frozen=True)
+class Given:
+    """The words of a command line, sorted. `target` None means the demo recipe."""
+
+    target: str | None
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def of(cls, words: Sequence[str] | None) -> Given:
+        """Sort the words. Raises UsageError when more than one is not a setting."""
+        targets = [word for word in words or () if not is_setting(word)]
+        if len(targets) > 1:
+            raise UsageError(
+                "one recipe or run folder at a time", where="command line", found=" ".join(targets), remedy="settings are written key=value"
+            )
+        return cls(targets[0] if targets else None, tuple(word for word in words or () if is_setting(word)))
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that was named, None when a recipe was."""
+        path = Path(self.target).expanduser() if self.target is not None else None
+        return path if path is not None and path.is_dir() else None
+
+    def recipe(self) -> Recipe:
+        """The recipe, or the one the run folder was made with, settings applied. Raises RecipeError, FileError for another folder."""
+        from petune.errors import FileError
+        from petune.recipe import load_recipe
+
+        if self.folder is None:
+            return load_recipe(self.target, self.overrides)
+        resolved = self.folder / "resolved.yaml"
+        if not resolved.is_file():
+            raise FileError("this is not a run folder", where=str(self.folder), expected="a folder with resolved.yaml")
+        return load_recipe(load_recipe(resolved, {"out": str(self.folder)}), self.overrides)
+
+    def run(self) -> Run:
+        """The run, settings applied to what it does from now on. Raises UsageError for a recipe that has not been trained."""
+        from petune.recipe import load_recipe
+        from petune.train import load_run
+
+        run = load_run(self.folder or self._absent_folder() or self._made_by_recipe())
+        if self.overrides:
+            run.recipe = load_recipe(run.recipe, self.overrides)
+        return run
+
+    def _absent_folder(self) -> Path | None:
+        """A target that can only mean a run folder, though there is none: `load_run` says so better than the recipe reader would."""
+        path = Path(self.target or "")
+        return path if len(path.parts) > 1 and not path.suffix and path.parent != Path("recipes") and not path.exists() else None
+
+    def _made_by_recipe(self) -> Path:
+        recipe = self.recipe()
+        found = [Path(recipe.out).expanduser()] if recipe.out else sorted(Path("runs").glob(f"{recipe.name}-*"))
+        found = [folder for folder in found if (folder / "resolved.yaml").is_file()]
+        if not found:
+            words = " ".join(word for word in ("petune train", self.target) if word)
+            raise UsageError("this recipe has no run yet", where=self.target, expected=recipe.out or f"runs/{recipe.name}-*", remedy=words)
+        return found[-1]
+
+
+def is_setting(word: str) -> bool:
+    """Whether `word` is `key.sub=value` and not the name of something that exists."""
+    return _SETTING.match(word) is not None and not Path(word).exists()

@@ -1,0 +1,103 @@
+"""The `petune` command: the verbs in their help panels, and the one place where an error becomes a message and an exit code.
+
+Start-up imports typer alone; whatever a verb needs it imports itself, so `petune --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from petune import __version__
+from petune.errors import MachineError, PetuneError
+from petune_cli import asking, checking, doctor, shelf, shipping, training
+
+commands = typer.Typer(
+    name="petune",
+    help="Tune Hugging Face models with full, lora, adapter or side: one recipe.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_PANELS = {
+    "Start": (training.train, asking.chat, shelf.ls, shelf.cp, doctor.doctor),
+    "Check": (checking.check, checking.data, checking.evaluate),
+    "Ship": (shipping.merge, shipping.export, asking.generate),
+}
+for _panel, _verbs in _PANELS.items():
+    for _verb in _verbs:
+        commands.command("eval" if _verb is checking.evaluate else None, rich_help_panel=_panel)(_verb)
+
+_REFUSED_BY_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"petune {__version__}")
+        raise typer.Exit
+
+
+@commands.callback()
+def _face(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+) -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings petune says itself, in one line
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def command_line() -> Any:
+    """The whole command, its help kept on one screen: of the two options for shell completion only the one that installs is shown."""
+    command = typer.main.get_command(commands)
+    for option in command.params:
+        if option.name == "install_completion":
+            setattr(option, "help", "Complete verbs in this shell.")  # noqa: B010 - typer declares no type for it
+        elif option.name == "show_completion":
+            setattr(option, "hidden", True)  # noqa: B010
+    return command
+
+
+def app(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command line (default: this process's) and exit.
+
+    0 done; 1 internal error; 2 usage or recipe; 3 data; 4 model, adapter or checkpoint files; 5 environment; 6 distributed; 7 training
+    fault; 75 stopped and saved; 130 interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    debug = "--debug" in words[:end]
+    words = [word for word in words[:end] if word != "--debug"] + words[end:]
+    try:
+        command_line()(words, prog_name="petune")
+    except Exception as error:
+        if debug:
+            traceback.print_exception(error)
+        known = _known(error)
+        if known is None:
+            first = (str(error).splitlines() or [""])[0]
+            typer.echo(f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see where", err=True)
+            sys.exit(1)
+        typer.echo(str(known), err=True)
+        sys.exit(known.code)
+    sys.exit(0)
+
+
+def _known(error: Exception) -> PetuneError | None:
+    """`error` as one of petune's own, or None when nobody foresaw it."""
+    if isinstance(error, PetuneError):
+        return error
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        found = (str(error).splitlines() or [""])[0] or None
+        return MachineError("out of memory", found=found, remedy="use a smaller batch_size or data.max_length, or a smaller model")
+    if isinstance(error, OSError) and error.errno in _REFUSED_BY_MACHINE:
+        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
+        return MachineError(str(error.strerror).lower(), where=where, remedy="free some space, or choose a place that may be written")
+    return None

@@ -1,0 +1,31 @@
+"""The verb that trains."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from petune_cli.given import Given, Words
+
+
+def train(
+    words: Words = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint that verifies.")] = False,
+    checkpoint: Annotated[str | None, typer.Option("--from", metavar="STEP", help="Go on from exactly this checkpoint folder.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder `out`.")] = False,
+    allow_change: Annotated[
+        list[str] | None, typer.Option("--allow-change", metavar="KEY", help="A key that may differ when resuming; repeatable.")
+    ] = None,
+) -> None:
+    """Train a recipe; without one, the demo."""
+    from petune.errors import UsageError
+    from petune_cli.display import reporter
+
+    if overwrite and (resume or checkpoint):
+        raise UsageError("--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two")
+    recipe = Given.of(words).recipe()
+    from petune.train import train as run_training
+
+    with reporter() as shown:
+        run_training(recipe, resume=checkpoint or resume, overwrite=overwrite, allow_change=tuple(allow_change or ()), reporter=shown)

@@ -1,0 +1,75 @@
+"""One grammar for every verb: a recipe or a run folder, then settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from petune_cli.given import Given, is_setting
+
+from petune.errors import FileError, UsageError
+from tests.cli.conftest import FakeRun
+
+
+def test_words_are_sorted_into_target_and_settings() -> None:
+    assert Given.of(["x.yaml", "method.r=4", "epochs=2"]) == Given("x.yaml", ("method.r=4", "epochs=2"))
+    assert Given.of(["epochs=2"]) == Given(None, ("epochs=2",))
+    assert Given.of(None) == Given(None, ())
+
+
+def test_a_second_target_is_refused() -> None:
+    with pytest.raises(UsageError, match="one recipe"):
+        Given.of(["a.yaml", "b.yaml"])
+
+
+def test_a_path_with_an_equals_sign_is_a_path_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_setting("lr=1")
+    (tmp_path / "lr=1").mkdir()
+    assert not is_setting("lr=1")
+    assert not is_setting("runs/lr=1")
+
+
+def test_a_run_folder_means_the_recipe_it_was_made_with(run_folder: FakeRun) -> None:
+    recipe = Given(str(run_folder.folder), ("epochs=3",)).recipe()
+    assert (recipe.model, recipe.method_name, recipe.epochs) == ("demo:tiny-llama", "lora", 3)
+    assert recipe.out == str(run_folder.folder)
+
+
+def test_a_recipe_means_the_run_it_made(run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_folder.folder.parent.parent)
+    run = Given("llama_lora", ("out=runs/mine", "batch_size=3")).run()
+    assert run is run_folder  # type: ignore[comparison-overlap]
+    assert run.recipe.batch_size == 3
+
+
+def test_the_newest_of_several_runs_of_a_recipe_without_out_is_meant(run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = run_folder.folder.parent
+    monkeypatch.chdir(runs.parent)
+    text = "model: demo:tiny-llama\ndata: demo:docstrings\ntask: causal\nmethod: lora\n"
+    Path("own.yaml").write_text(text)
+    for stamp in ("20260101-000000", "20260102-000000"):
+        (runs / f"own-{stamp}").mkdir()
+    (runs / "own-20260101-000000" / "resolved.yaml").write_text(text)
+    assert Given("own.yaml", ())._made_by_recipe() == Path("runs/own-20260101-000000")
+    (runs / "own-20260102-000000" / "resolved.yaml").write_text(text)
+    assert Given("own.yaml", ())._made_by_recipe() == Path("runs/own-20260102-000000")
+
+
+def test_a_recipe_never_trained_says_how_to_train_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="petune train llama_lora"):
+        Given("llama_lora", ()).run()
+
+
+def test_a_folder_that_is_no_run_is_a_file_error(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="not a run folder"):
+        Given(str(tmp_path), ()).recipe()
+
+
+def test_a_run_folder_that_is_not_there_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileError, match="not a run folder"):
+        Given("runs/nothing", ()).run()
+    with pytest.raises(UsageError, match="no run yet"):
+        Given("recipes/llama_lora", ()).run()

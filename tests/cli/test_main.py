@@ -1,0 +1,115 @@
+"""Help on one screen, and every way to fail with its own exit code and one message."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from petune import __version__, errors
+from tests.cli.conftest import Type
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let `petune train` end with `error`."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("petune.train.train", fail)
+
+
+def test_help_fits_a_screen_and_groups_the_verbs(type_: Type) -> None:
+    shown = type_("--help")
+    assert shown.code == 0
+    assert len(shown.out.splitlines()) < 30
+    words = shown.out.split()
+    order = [
+        words.index(word) for word in ("Start", "train", "chat", "ls", "cp", "doctor", "Check", "data", "eval", "Ship", "merge", "export")
+    ]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("verb", ["train", "chat", "ls", "cp", "doctor", "check", "data", "eval", "merge", "export", "generate"])
+def test_every_verb_has_help(type_: Type, verb: str) -> None:
+    shown = type_(verb, "--help")
+    assert shown.code == 0
+    assert f"petune {verb}" in shown.out
+
+
+def test_version(type_: Type) -> None:
+    assert type_("--version").out == f"petune {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [("bogus",), ("train", "--bogus"), ("export", "x", "--to", "gguf"), ("export", "x"), ("data", "-n", "many")]
+)
+def test_a_wrong_command_line_is_exit_2(type_: Type, words: tuple[str, ...]) -> None:
+    assert type_(*words).code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.UsageError, 2),
+        (errors.RecipeError, 2),
+        (errors.DataError, 3),
+        (errors.FileError, 4),
+        (errors.MachineError, 5),
+        (errors.DistributedError, 6),
+        (errors.TrainingFault, 7),
+        (errors.Stopped, 75),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(type_: Type, monkeypatch: pytest.MonkeyPatch, kind: Any, code: int) -> None:
+    raising(monkeypatch, kind("it broke", where="here", remedy="mend it"))
+    shown = type_("train", "llama_lora")
+    assert (shown.code, shown.err) == (code, "here  it broke\n   mend it\n")
+
+
+def test_an_unforeseen_error_is_one_message_without_traceback(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, ZeroDivisionError("first\nsecond"))
+    shown = type_("train", "llama_lora")
+    assert shown.code == 1
+    assert shown.err == "petune: internal error: ZeroDivisionError: first\n   run again with --debug to see where\n"
+
+
+@pytest.mark.parametrize("words", [("--debug", "train", "llama_lora"), ("train", "llama_lora", "--debug")])
+def test_debug_shows_the_traceback_wherever_it_stands(type_: Type, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    raising(monkeypatch, errors.DataError("it broke"))
+    shown = type_(*words)
+    assert shown.code == 3
+    assert "Traceback" in shown.err
+
+
+def test_debug_after_a_double_dash_is_a_word(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, errors.DataError("it broke"))
+    shown = type_("train", "--", "--debug")
+    assert shown.code == 2
+    assert "--debug" in shown.err
+
+
+def test_ctrl_c_is_exit_130(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, KeyboardInterrupt())
+    assert type_("train", "llama_lora").code == 130
+
+
+def test_out_of_memory_and_a_full_disk_are_the_machines_fault(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for error in (
+        torch.OutOfMemoryError("no room"),
+        MemoryError(),
+        OSError(errno.ENOSPC, "No space left", "runs/x"),
+        PermissionError(13, "no", "x"),
+    ):
+        raising(monkeypatch, error)
+        shown = type_("train", "llama_lora")
+        assert shown.code == 5, error
+        assert "Traceback" not in shown.err
+
+
+def test_other_errors_of_the_system_are_internal(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, IsADirectoryError(errno.EISDIR, "is a directory", "x"))
+    assert type_("train", "llama_lora").code == 1

@@ -1,0 +1,197 @@
+"""What each verb hands to the library and shows of its answer; the models behind are fakes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from petune_cli import doctor
+from petune_cli.asking import read_prompts
+
+from petune.errors import DataError
+from petune.recipe import json_schema, shipped_recipes
+from tests.cli.conftest import FakeRun, Type
+
+# ------------------------------------------------------------------ Start
+
+
+def test_train_hands_over_the_recipe_and_the_options(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("petune.train.train", lambda recipe, **options: seen.append((recipe, options)))
+    assert type_("train", "llama_lora", "method.r=4", "--resume", "--allow-change", "epochs", "--allow-change", "lr").code == 0
+    recipe, options = seen[0]
+    assert (recipe.method_name, recipe.method.r) == ("lora", 4)
+    assert (options["resume"], options["overwrite"], options["allow_change"]) == (True, False, ("epochs", "lr"))
+
+
+def test_train_from_a_checkpoint_names_it(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("petune.train.train", lambda recipe, **options: seen.append(options["resume"]))
+    type_("train", "llama_lora", "--from", "runs/x/checkpoints/step-3")
+    assert seen == ["runs/x/checkpoints/step-3"]
+
+
+def test_overwrite_and_resume_exclude_each_other(type_: Type) -> None:
+    assert type_("train", "llama_lora", "--resume", "--overwrite").code == 2
+
+
+def test_ls_lists_every_shipped_recipe(type_: Type) -> None:
+    lines = type_("ls").out.splitlines()
+    assert lines[0].split() == ["recipe", "model", "method", "task", "offline"]
+    assert [line.split()[0] for line in lines[1:-1]] == [file.stem for file in shipped_recipes()]
+
+
+def test_cp_copies_once_and_never_over(type_: Type, tmp_path: Path) -> None:
+    assert type_("cp", "llama_lora").code == 0
+    copied = (tmp_path / "llama_lora.yaml").read_text()
+    assert copied == next(file for file in shipped_recipes() if file.stem == "llama_lora").read_text()
+    assert type_("cp", "llama_lora").code == 2
+    assert type_("cp", "llama_lora", "mine.yaml").code == 0
+    assert type_("cp", "llama_lora", "nowhere/").code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama_lora.yaml", "mine.yaml"]
+
+
+def test_cp_of_an_unknown_name_suggests_one(type_: Type) -> None:
+    shown = type_("cp", "lama_lora")
+    assert shown.code == 2
+    assert "llama_lora" in shown.err
+
+
+def test_doctor_passes_here_without_a_network(type_: Type, no_network: None) -> None:
+    shown = type_("doctor")
+    assert shown.code == 0
+    assert "offline, by HF_HUB_OFFLINE" in shown.out
+    assert "one step of LoRA" in shown.out
+
+
+def test_doctor_fails_when_the_self_test_does(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petune.methods.tune", lambda model, config: [value.requires_grad_(True) for value in model.parameters()])
+    assert "frozen weights moved" in str(doctor.self_test())
+    assert type_("doctor").code == 5
+
+
+def test_doctor_says_when_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached" in doctor.hub()[1]
+
+
+# ------------------------------------------------------------------ Check
+
+
+def test_check_of_a_good_recipe_is_one_line(type_: Type) -> None:
+    shown = type_("check", "llama_lora")
+    assert (shown.code, shown.out.count("\n")) == (0, 1)
+
+
+def test_check_shows_every_mistake_and_writes_nothing(type_: Type, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: demo:tiny-llama\ndata: demo:docstrings\nmethod: {name: lora, rank: 4}\nepoch: 2\n")
+    shown = type_("check", "bad.yaml")
+    assert shown.code == 2
+    assert "bad.yaml:3" in shown.err
+    assert "bad.yaml:4" in shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+def test_check_full_prints_a_recipe_that_checks(type_: Type, tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(type_("check", "llama_side", "--full").out)
+    assert type_("check", "full.yaml").code == 0
+
+
+def test_check_schema_prints_the_schema(type_: Type) -> None:
+    assert json.loads(type_("check", "--schema").out) == json_schema()
+
+
+def test_data_shows_the_lines_it_gets(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petune.assemble.preview", lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)))
+    assert type_("data", "llama_lora", "-n", "5").out == "demo:tiny-llama\n\n5\n"
+
+
+def test_data_marks_what_is_trained_in_the_real_rows(type_: Type) -> None:
+    shown = type_("data", "llama_lora", "-n", "1").out
+    assert "trained tokens" in shown and "[[" in shown and "domain_train.jsonl:" in shown
+
+
+def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> None:
+    lines = type_("eval", "runs/mine").out.splitlines()
+    assert [line.split() for line in lines[:2]] == [["metric", "base", "tuned"], ["accuracy", "0.5000", "0.8750"]]
+    assert lines[-1] == "rows: 8"
+
+
+# ------------------------------------------------------------------ Ship
+
+
+def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun) -> None:
+    assert type_("merge", "runs/mine").out.startswith(str(run_folder.folder / "merged"))
+    assert type_("merge", "runs/mine", "--out", "there").out.startswith("there\n")
+    assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
+    assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
+
+
+def test_generate_answers_one_prompt_whatever_it_looks_like(type_: Type, run_folder: FakeRun) -> None:
+    assert type_("generate", "runs/mine", "a=b", "batch_size=2").out == "b=a\n"
+    assert run_folder.calls == [("a=b", {})]
+    assert run_folder.recipe.batch_size == 2
+
+
+def test_generate_passes_only_the_options_that_were_given(type_: Type, run_folder: FakeRun) -> None:
+    type_("generate", "runs/mine", "x", "--max-new-tokens", "7", "--temperature", "0.5")
+    type_("generate", "runs/mine", "x", "--temperature", "0")
+    assert [options for _, options in run_folder.calls] == [{"max_new_tokens": 7, "do_sample": True, "temperature": 0.5}, {}]
+
+
+def test_generate_reads_a_prompt_from_a_pipe(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    assert type_("generate", "runs/mine").out == "senil\nowt\n"
+
+
+def test_generate_writes_a_file_of_answers_once(type_: Type, run_folder: FakeRun, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n"cd"\n\n{"text": "ü", "label": 1}\n')
+    words = ("generate", "runs/mine", "--file", "in.jsonl", "--out", "out.jsonl")
+    assert type_(*words).code == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert rows == [{"prompt": "ab", "output": "ba"}, {"prompt": "cd", "output": "dc"}, {"prompt": "ü", "output": "ü"}]
+    assert type_(*words).code == 2
+    assert type_("generate", "runs/mine", "x", "--out", "other.jsonl").code == 2
+
+
+def test_a_bad_file_of_prompts_names_its_first_ten_lines(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + '{"nothing": 1}\n' * 6 + "{broken\n" * 6)
+    with pytest.raises(DataError) as caught:
+        read_prompts(file)
+    places = [problem.where for problem in caught.value.problems]
+    assert places == [*(f"{file}:{line}" for line in range(2, 12)), str(file)]
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts(tmp_path / "missing.jsonl")
+
+
+def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one\n\ntwo\n")
+    assert read_prompts(tmp_path / "in.txt") == ["one", "two"]
+
+
+def test_chat_obeys_its_commands_through_a_pipe(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "abc\n/base\nabc\n\n/base\n/nonsense\n/reset\nxy\n/quit\nunheard\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    shown = type_("chat", "runs/mine", "--max-new-tokens", "5")
+    assert shown.out.splitlines() == [
+        "cba",
+        "(the untouched base answers)",
+        "ABC",
+        "(the tuned model answers)",
+        "(/nonsense is no command: /base, /reset, /quit)",
+        "(forgotten)",
+        "yx",
+    ]
+    assert run_folder.session.heard == ["xy"]
+    assert run_folder.calls == [("chat", {"max_new_tokens": 5})]
+
+
+def test_chat_ends_with_its_input(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    assert type_("chat", "runs/mine").code == 0
