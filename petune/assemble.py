@@ -65,9 +65,10 @@ def choose_place(recipe: Recipe) -> Place:
     return Place(device, torch.bfloat16 if bf16 else torch.float32)
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare(recipe: Recipe, labels: tuple[str, ...] | None = None) -> Prepared:
     """Find the model, read and check the rows, tokenize them. Loads no weights and writes nothing.
 
+    `labels` are the classes of a model that is already trained, in the order of their ids; the rows may have no others.
     Raises UsageError when task, data and model do not go together, DataError for bad rows, FileError for a model that is not there.
     """
     source = resolve_model(recipe.model, recipe.folder)
@@ -75,7 +76,7 @@ def prepare(recipe: Recipe) -> Prepared:
     kind = kind_of(config)
     name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)
     check_fit(name, kind, recipe.data.packing)
-    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed)
+    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels)
     tokenizer = load_tokenizer(source)
     encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
     return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded)
@@ -108,6 +109,8 @@ def load_base(source: Source, task: Task, labels: Sequence[str] | None, recipe: 
     dtype = torch.float32 if isinstance(recipe.method, FullConfig) else choose_place(recipe).dtype
     loaded = load_model(source, cast("Head", task.head), labels, dtype)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
+    for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
+        loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
     return loaded
 
 
@@ -169,16 +172,19 @@ def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
     return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
 
 
-def rebuild(recipe: Recipe, folder: Path, task: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device."""
+def rebuild(recipe: Recipe, folder: Path, task: str, verify_base: bool = False) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device.
+
+    `verify_base` compares the SHA-256 of every base tensor with the one stored when the run ended. Raises FileError.
+    """
     source = resolve_model(recipe.model, recipe.folder)
     tokenizer = load_tokenizer(replace(source, kind="folder", place=str(folder), revision=None))
-    base: nn.Module = load_base(source, TASKS[task], _labels_of(folder), recipe, tokenizer).model
-    model = export.load(base, folder)
+    base: nn.Module = load_base(source, TASKS[task], labels_of(folder), recipe, tokenizer).model
+    model = export.load(base, folder, verify_base=verify_base)
     return model.to(choose_place(recipe).device).eval(), tokenizer
 
 
-def _labels_of(folder: Path) -> tuple[str, ...] | None:
+def labels_of(folder: Path) -> tuple[str, ...] | None:
     """The labels a classifier was saved with, in the order of their ids."""
     labels = read_json(folder / export.RECORD).get("id2label")
     return None if labels is None else tuple(labels[str(index)] for index in range(len(labels)))

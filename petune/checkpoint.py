@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError, MachineError, PetuneError, Problem, UsageError, nearest
-from petune.log import warn
+from petune.log import human, warn
 from petune.tensorfile import (
     open_regular,
     parse_json,
@@ -637,13 +637,5 @@ def require_free(path: Path, needed: int) -> None:
     with writing(path):
         free = shutil.disk_usage(place).free
     if free < needed:
-        sides = {"expected": f"{_human(needed)} free", "found": _human(free)}
+        sides = {"expected": f"{human(needed)} free", "found": human(free)}
         raise MachineError("not enough disk space", where=str(path), remedy="free some space, or give another `out`", **sides)
-
-
-def _human(size: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

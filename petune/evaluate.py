@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,12 +16,10 @@ Batch = dict[str, Tensor]
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-def batches(
-    examples: Sequence[Example], size: int, task: str, pad_token_id: int, padding_side: str, packed: bool = False
-) -> Iterator[Batch]:
+def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int, packed: bool = False) -> Iterator[Batch]:
     """Padded batches of `size` examples, in order; tensors on the CPU."""
     for start in range(0, len(examples), size):
-        yield collate(examples[start : start + size], task, pad_token_id, padding_side, packed)
+        yield collate(examples[start : start + size], task, pad_token_id, packed=packed)
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -75,73 +72,80 @@ def evaluate(
 def head_only(
     model: nn.Module,
     head_name: str,
-    train: Sequence[Example],
-    held_out: Sequence[Example],
-    batcher: Callable[[Sequence[Example]], Iterable[Batch]],
-    device: torch.device,
+    sides: tuple[Iterable[Batch], Iterable[Batch]],
+    place: tuple[torch.device, Autocast],
     check: Callable[[], None],
     *,
     seed: int,
-    autocast: Autocast,
     weights: Tensor | None = None,
     epochs: int = 30,
-    lr: float = 1e-2,
 ) -> float:
-    """Accuracy of a head trained to convergence on the frozen model's features: what tuning has to beat.
+    """Accuracy of a linear head trained on the frozen model's features: what tuning has to beat.
 
-    The features are what enters the head, computed once in eval mode. A head applied to every token is trained on the token the model
-    pools, the last one that is not padding. The head starts from the model's own (new) head and trains with AdamW and cosine decay,
-    under the run's class weights.
+    Two kinds of features are tried and the better result counts, which favours the control: what enters the model's own head (its pooled
+    token), and the mean of the last hidden states over the tokens. Both are computed once in eval mode and standardised. `sides` are the
+    rows to train on and the held-out ones. AdamW at 1e-2 with cosine decay, batches of 32, under the run's class weights.
     """
-    inputs, labels = _features(model, head_name, batcher(train), device, check, autocast)
-    tests, wanted = _features(model, head_name, batcher(held_out), device, check, autocast)
-    weights = None if weights is None else weights.to(inputs.dtype)
-    head = copy.deepcopy(model.get_submodule(head_name)).to(device).float().train()
-    optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.01)
-    generator = torch.Generator().manual_seed(seed)
-    steps = epochs * -(-len(labels) // 32)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+    trained, held_out = (_features(model, head_name, rows, place, check) for rows in sides)
+    labels, wanted = trained.pop("labels"), held_out.pop("labels")
+    with torch.random.fork_rng(devices=[place[0]] if place[0].type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
-        for parameter in head.parameters():
-            parameter.requires_grad_(True)
-        for _ in range(epochs):
-            for picked in torch.randperm(len(labels), generator=generator).split(32):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(head(inputs[picked]), labels[picked], weight=weights).backward()
-                optimizer.step()
-                schedule.step()
-    with torch.no_grad():
-        return float((head.eval()(tests).argmax(-1) == wanted).float().mean())
+        return max(_fit_linear(trained[kind], labels, held_out[kind], wanted, weights, epochs) for kind in trained)
+
+
+def _fit_linear(inputs: Tensor, labels: Tensor, tests: Tensor, wanted: Tensor, weights: Tensor | None, epochs: int) -> float:
+    """Held-out accuracy of one linear layer on standardised features [rows, width]."""
+    mean, spread = inputs.mean(0), inputs.std(0) + 1e-6
+    inputs, tests = (inputs - mean) / spread, (tests - mean) / spread
+    classes = int(labels.max()) + 1
+    head = nn.Linear(inputs.shape[1], classes).to(inputs.device)
+    weights = None if weights is None else weights[:classes].to(inputs.dtype)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-len(labels) // 32))
+    for _ in range(epochs):
+        for picked in torch.randperm(len(labels)).split(32):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(head(inputs[picked]), labels[picked], weight=weights).backward()
+            optimizer.step()
+            schedule.step()
+    return float((head(tests).argmax(-1) == wanted).float().mean())
 
 
 @torch.no_grad()
 def _features(
-    model: nn.Module, head_name: str, rows: Iterable[Batch], device: torch.device, check: Callable[[], None], autocast: Autocast
-) -> tuple[Tensor, Tensor]:
-    """What enters the head [rows, width] in float32, and the labels [rows]."""
-    kept: list[Tensor] = []
+    model: nn.Module, head_name: str, rows: Iterable[Batch], place: tuple[torch.device, Autocast], check: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Features by kind, [rows, width] in float32, and "labels" [rows]. A head that sees every token is asked for the last one alone."""
+    seen: dict[str, Tensor] = {}
 
-    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        kept.append(args[0].float())
+    def keep_pooled(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen["pooled"] = args[0]
 
-    features, labels = [], []
-    handle = model.get_submodule(head_name).register_forward_pre_hook(keep)
+    def keep_tokens(module: nn.Module, args: Any, output: Any) -> None:
+        seen["mean"] = output.last_hidden_state
+
+    backbone = getattr(model, "base_model", model)
+    handles = [model.get_submodule(head_name).register_forward_pre_hook(keep_pooled), backbone.register_forward_hook(keep_tokens)]
+    found: dict[str, list[Tensor]] = {}
     was_training = model.training
     model.eval()
     try:
         for batch in rows:
             check()
-            batch = to_device(batch, device)
-            with autocast():
+            batch = to_device(batch, place[0])
+            with place[1]():
                 forward(model, batch)
-            entering = kept.pop()
-            if entering.dim() == 3:
-                last = batch["attention_mask"].long().cumsum(-1).argmax(-1)
-                entering = entering[torch.arange(len(entering), device=device), last]
-            features.append(entering)
-            labels.append(batch["labels"])
+            mask = batch["attention_mask"]
+            if seen["pooled"].dim() == 3:
+                last = mask.long().cumsum(-1).argmax(-1)
+                seen["pooled"] = seen["pooled"][torch.arange(len(last), device=last.device), last]
+            tokens = seen.pop("mean")
+            if tokens.shape[:2] == mask.shape:
+                seen["mean"] = (tokens.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+            for kind, value in (*seen.items(), ("labels", batch["labels"])):
+                found.setdefault(kind, []).append(value.float() if kind != "labels" else value)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         model.train(was_training)
-    return torch.cat(features), torch.cat(labels)
+    return {kind: torch.cat(values) for kind, values in found.items()}

@@ -26,7 +26,7 @@ from petune.errors import FileError, MachineError, PetuneError, TrainingFault, U
 from petune.fingerprint import bare, compare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.folders import commit_folder
 from petune.log import warn
-from petune.methods import Tuning, is_wrapped, lora, mark_only_trainable, merged_weights, tuned_parameters, tuned_state, tuning
+from petune.methods import Tuning, is_wrapped, lora, mark_only_trainable, merged_weights, tuned_names, tuned_state, tuning
 from petune.methods.configs import FullConfig, LoraConfig, MethodConfig, make_config
 from petune.methods.lora import LoraLayer
 from petune.methods.tuned import tuned_layers
@@ -177,8 +177,9 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
 def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) -> Model:
     """Tune `base_model`, in place, as the folder says: one that `save` or peft's LoRA wrote. What was trained requires gradients again.
 
-    `verify_base` compares the SHA-256 of the whole base with the stored one. Raises FileError for a tensor that is missing, unexpected,
-    mis-shaped or not finite, for another base, and for a setting petune lacks; UsageError for a model that is wrapped already.
+    A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is rounded on a bf16 base unless it is float32
+    there. `verify_base` compares the SHA-256 of the whole base with the stored one. Raises FileError for a tensor that is missing,
+    unexpected, mis-shaped or not finite, for another base, and for a setting petune lacks; UsageError for a model that is wrapped already.
     """
     folder, model = Path(folder), bare(base_model)
     if is_wrapped(model):
@@ -324,7 +325,7 @@ def _load_tuned(model: nn.Module, folder: Path, record: _Record) -> None:
     devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
-    wanted = {plain_name(name): value for name, value in tuned_parameters(model).items()}
+    wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
     shapes = {name: tuple(value.shape) for name, value in wanted.items()}
     check_tensors(shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
     _remember(model, replace(tuning(model), config=record.config))

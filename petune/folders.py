@@ -20,7 +20,7 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
     folder = folder.resolve() if folder.is_symlink() else folder
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not overwrite:
-        raise UsageError("this folder is occupied", where=str(folder), remedy="give another, or overwrite=True")
+        raise UsageError("this folder is occupied", where=str(folder), remedy="give another, or overwrite it (--overwrite)")
     if occupied and not any((folder / name).is_file() for name in ours):
         raise UsageError("this is not a model's or an adapter's folder: not overwritten", where=str(folder), remedy="give another")
     work, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("tmp", "old"))

@@ -26,3 +26,12 @@ def warn(line: str) -> None:
     """Tell the user of something that is allowed but probably not meant."""
     _prepare()
     _logger.warning("warning: %s", line)
+
+
+def human(size: float) -> str:
+    """A size in bytes for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,32 +41,35 @@ class Reporter(Protocol):
 
 
 class PlainReporter:
-    """Plain lines through petune's logger: about twenty step lines a run, every evaluation and note."""
+    """Plain lines through `write`, petune's logger by default: about twenty step lines a run, every evaluation and note."""
+
+    def __init__(self, write: Callable[[str], None] = say) -> None:
+        self.write = write
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Show the header as it is."""
         self.every = max(1, total_steps // 20)
         self.total = total_steps
         for line in lines:
-            say(line)
+            self.write(line)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show the first, the last and every twentieth part of the steps."""
         if record["step"] == 1 or record["step"] % self.every == 0 or record["step"] == self.total:
-            say(step_line(record, self.total))
+            self.write(step_line(record, self.total))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Show the scores."""
-        say(score_line(record))
+        self.write(score_line(record))
 
     def note(self, line: str) -> None:
         """Show the line."""
-        say(line)
+        self.write(line)
 
     def done(self, lines: Sequence[str]) -> None:
         """Show the lines."""
         for line in lines:
-            say(line)
+            self.write(line)
 
 
 class Logged:
@@ -177,12 +180,3 @@ def score_line(record: Mapping[str, Any]) -> str:
     """One evaluation as text."""
     scores = "  ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in record.items() if name.startswith("eval_"))
     return f"evaluation at step {record['step']}  {scores}"
-
-
-def human(size: float) -> str:
-    """A size in bytes for people."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

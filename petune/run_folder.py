@@ -203,9 +203,10 @@ def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 _LOADING = {
-    "lora": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # or peft.PeftModel.from_pretrained(base)',
+    "lora": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel reads it too',
     "full": 'model = {auto}.from_pretrained("{out}/tuned")',
     "other": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
+    "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
 }
 _AUTO = {
     "classify": "AutoModelForSequenceClassification",
@@ -221,7 +222,8 @@ def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     options |= {"num_labels": summary.get("num_labels")}
     base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
     auto = f"transformers.{_AUTO[str(summary['task'])]}"
-    code = _LOADING[method if method in _LOADING else "other"].format(auto=auto, out=out, base=base)
+    form = "random" if source.kind == "config" and method != "full" else method if method in _LOADING else "other"
+    code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)
     return f"""# {recipe.name}: {recipe.model} tuned with {method}

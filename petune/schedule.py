@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -35,9 +36,13 @@ def _rounded_up(steps: float) -> int:
 def units_of_step(step: int, steps: Steps, seed: int) -> list[int]:
     """Which units step `step` (from 0) trains on: a slice of the permutation that seed and epoch alone determine."""
     epoch, index = divmod(step, steps.per_epoch)
+    return list(_order(seed, epoch, steps.units)[index * steps.per_step : (index + 1) * steps.per_step])
+
+
+@lru_cache(maxsize=1)
+def _order(seed: int, epoch: int, units: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    permutation = torch.randperm(steps.units, generator=generator)
-    return list(map(int, permutation[index * steps.per_step : (index + 1) * steps.per_step]))
+    return tuple(map(int, torch.randperm(units, generator=generator)))
 
 
 def learning_rate(step: int, steps: Steps, peak: float, schedule: str) -> float:

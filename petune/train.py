@@ -63,10 +63,10 @@ def train(
     folder = RunFolder.of(settled)
     folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
     if resume is True and folder.finished():
-        (reporter or PlainReporter()).note(
-            f"{folder.path} is finished; raise epochs with --allow-change epochs to go on, or choose another out"
-        )
+        _refuse_changes(folder, settled, allow_change)
         if not _extends(folder, settled, allow_change):
+            longer = f"{folder.path} is finished; raise epochs with --allow-change epochs to go on, or choose another out"
+            (reporter or PlainReporter()).note(longer)
             return load_run(folder.path)
     stop = StopRequest()
     with stop.listening():
@@ -81,7 +81,7 @@ def train(
                     folder.begin(overwrite=overwrite)
                 training.run(resume, allow_change)
             except BaseException as error:
-                if folder.has_resolved():
+                if folder.has_resolved() and not isinstance(error, Stopped):
                     logged.write_error(error)
                 raise
     return load_run(folder.path)
@@ -232,7 +232,7 @@ class Training:
         return [self.units[index] for index in units_of_step(step, self.steps, self.recipe.seed)]
 
     def _batches(self, units: Sequence[Example], size: int, packed: bool = False) -> Iterator[Batch]:
-        return batches(units, size, self.task.name, pad_token_id(self.tokenizer), "right", packed)
+        return batches(units, size, self.task.name, pad_token_id(self.tokenizer), packed)
 
     def step(self) -> dict[str, Any]:
         """One optimizer step: forward and backward over its micro-batches, clip, update. Returns the record to log.
@@ -288,7 +288,7 @@ class Training:
 
     def _record(self, loss: float, norm: float, lr: float, seconds: float) -> dict[str, Any]:
         progress = self.progress
-        tokens = sum(len(example.input_ids) for example in self._units_of(progress.step))
+        tokens = sum(example.tokens for example in self._units_of(progress.step))
         progress.step += 1
         progress.tokens += tokens
         progress.seconds += seconds
@@ -350,21 +350,10 @@ class Training:
             before = self.evaluate()
             wanted = self.task.name == "classify" and self.recipe.head_only
             if heads := head_modules(self.model, family_of(self.model), "auto") if wanted else ():
-                sides = self.prepared.encoded.train, self.prepared.encoded.eval
-                rows = lambda part: self._batches(part, 32)  # noqa: E731
-                place, seed = self.place, self.recipe.seed
+                sides = self._batches(self.prepared.encoded.train, 32), self._batches(self.prepared.encoded.eval, 32)
+                place = self.place.device, self.place.autocast
                 with self._explain_memory("evaluation"):
-                    control = head_only(
-                        self.model,
-                        heads[0],
-                        *sides,
-                        rows,
-                        place.device,
-                        self.stop.check,
-                        seed=seed,
-                        autocast=place.autocast,
-                        weights=self.weights,
-                    )
+                    control = head_only(self.model, heads[0], sides, place, self.stop.check, seed=self.recipe.seed, weights=self.weights)
         self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither
         self._report_scores(self.progress.before)
         if self.progress.head_only is not None:
@@ -404,9 +393,6 @@ class Training:
             self.folder.point_best(self.progress.best_step, self.metric, self.progress.best_value)
         checkpoint.rotate(root, self.recipe.keep, protect)
         return path
-
-    def _write(self, folder: Path) -> None:
-        write_state(folder, self.tuned, self.optimizer)
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same for a state to be continued, and the progress it belongs to."""
@@ -453,9 +439,10 @@ class Training:
             raise FileError(problems)
 
     def _check_disk(self) -> None:
-        """Room for two checkpoints and the tuned files, before step 1."""
-        state = sum(value.numel() * value.element_size() for value in self.tuned.values())
-        checkpoint.require_free(self.folder.path, 2 * 3 * state + 2 * state)
+        """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and for the tuned files."""
+        tuned = sum(value.numel() * value.element_size() for value in self.tuned.values())
+        state = 3 * tuned  # with AdamW's two moments
+        checkpoint.require_free(self.folder.path, (self.recipe.keep + 2) * state + tuned)
 
     # ------------------------------------------------------------ the end
 
@@ -486,6 +473,7 @@ class Training:
         return {
             "task": self.task.name,
             "format": self.prepared.rows.format,
+            "rows": self.prepared.rows.sha256,
             "num_labels": len(self.prepared.rows.labels or ()),
             "metric": self.metric,
             "before": progress.before,

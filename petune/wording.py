@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 from petune.assemble import Place, Prepared
+from petune.log import human
 from petune.methods import count_parameters, describe
-from petune.reporting import human
 from petune.run_folder import RunFolder
 from petune.schedule import Steps
 
@@ -57,5 +56,7 @@ def peak_memory(device: torch.device) -> int:
     """The most memory this process has held, in bytes: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on every system
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from petune.errors import MachineError, RecipeError
-from petune.reporting import Logged, PlainReporter, Trackers, human, score_line, step_line
+from petune.log import human
+from petune.reporting import Logged, PlainReporter, Trackers, score_line, step_line
 from tests.small_runs import Listener, run, settings
 from tests.small_runs import no_picture as no_picture
 
@@ -40,10 +41,9 @@ def test_sizes_are_for_people(size: float, text: str):
 
 
 @pytest.mark.parametrize(("total", "most"), [(1, 1), (7, 7), (100, 22), (1000, 22)])
-def test_a_long_run_shows_about_twenty_steps_the_first_and_the_last_among_them(total: int, most: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_run_shows_about_twenty_steps_the_first_and_the_last_among_them(total: int, most: int):
     lines: list[str] = []
-    monkeypatch.setattr("petune.reporting.say", lines.append)
-    reporter = PlainReporter()
+    reporter = PlainReporter(lines.append)
     reporter.header(["model  tiny"], total)
     for step in range(1, total + 1):
         reporter.step(record(step))

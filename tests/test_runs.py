@@ -303,3 +303,31 @@ def test_a_picture_needs_matplotlib_and_a_run_does_not(tmp_path: Path, monkeypat
     finished = run(settings(tmp_path))
     assert not (finished.folder / "loss.png").exists()
     assert newest(finished.folder).name == "step-6"
+
+
+@pictureless
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_other_rows_are_scored_by_the_labels_the_model_knows_and_the_base_is_scored_anew(method: str, tmp_path: Path):
+    finished = run(settings(tmp_path, "bert", method, epochs=1.0))
+    same = finished.eval()
+    names = finished.speaker.model.config.id2label
+    rows = [json.loads(line) for line in Path(finished.recipe.data.path).read_text().splitlines()]
+    kept = [row for row in rows if row["label"] in (names[1], names[2])]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    shifted = load_run(finished.folder)
+    shifted.recipe = load_recipe(shifted.recipe, {"data.eval": str(other)})
+    scores = shifted.eval()
+    right = sum(shifted.generate(row["text"]) == row["label"] for row in kept)
+    assert scores["tuned"]["accuracy"] == pytest.approx(right / len(kept))
+    assert scores["base"] != same["base"]
+
+
+@pictureless
+def test_a_label_the_model_does_not_know_is_an_error(tmp_path: Path):
+    finished = run(settings(tmp_path, "bert", epochs=0.1))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "red fox", "label": "nonsense"}\n{"text": "blue fox", "label": "nonsense"}\n')
+    finished.recipe = load_recipe(finished.recipe, {"data.path": str(other), "data.eval": None})
+    with pytest.raises(petune.errors.DataError, match="not one the model knows"):
+        finished.eval()

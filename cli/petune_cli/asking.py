@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from petune_cli.given import Given, Words
+from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
     from petune.inference import Chat
+    from petune.runs import Run
 
 Tokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.", show_default=False)]
 Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Sample; 0 or unset: greedy.", show_default=False)]
@@ -25,20 +26,21 @@ def generate(
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT KEY=VALUE", help="Default: standard input.")] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="IN", help="Prompts: JSONL, or one a line.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="OUT", help="JSONL of prompt and output; default: the terminal.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file OUT.")] = False,
     max_new_tokens: Tokens = None,
     temperature: Temperature = None,
+    verify_base: VerifyBase = False,
 ) -> None:
     """Answer one prompt, or a file of them."""
     prompt, settings = _prompt_and_settings(words or [], file is not None)
-    _refuse_mixed(file, out)
+    _check_out(file, out, overwrite)
     options = _options(max_new_tokens, temperature)
     if file is None:
         prompt = _read_standard_input() if prompt is None else prompt
-        typer.echo(Given.of([target, *settings]).run().generate(prompt, **options))
+        typer.echo(Given.of([target, *settings]).run(verify_base=verify_base).generate(prompt, **options))
         return
     prompts = read_prompts(file)
-    answers = Given.of([target, *settings]).run().generate_many(prompts, **options)
-    _write_answers(prompts, answers, out)
+    _answer_all(Given.of([target, *settings]).run(verify_base=verify_base), prompts, options, out)
 
 
 def _prompt_and_settings(words: Sequence[str], from_file: bool) -> tuple[str | None, Sequence[str]]:
@@ -46,13 +48,22 @@ def _prompt_and_settings(words: Sequence[str], from_file: bool) -> tuple[str | N
     return (None, words) if from_file or not words else (words[0], words[1:])
 
 
-def _refuse_mixed(file: Path | None, out: Path | None) -> None:
+def _check_out(file: Path | None, out: Path | None, overwrite: bool) -> None:
+    """Raise UsageError now for what would be refused only after the first answer."""
     from petune.errors import UsageError
 
-    if out is not None and file is None:
+    if out is None:
+        return
+    if file is None:
         raise UsageError("--out goes with --file", where="command line", remedy="redirect one answer with >")
-    if out is not None and out.exists():
-        raise UsageError("this file is there already", where=str(out), remedy="choose another --out")
+    if out.is_dir():
+        raise UsageError("this is a folder", where=str(out), expected="a file for the answers", remedy=f"--out {out / 'answers.jsonl'}")
+    if not out.parent.is_dir():
+        raise UsageError("there is no such folder", where=str(out.parent), remedy=f"make it first: mkdir -p {out.parent}")
+    if out.exists() and file.exists() and out.samefile(file):
+        raise UsageError("the answers would replace the prompts", where=str(out), remedy="choose another --out")
+    if out.is_file() and not overwrite:
+        raise UsageError("this file is there already", where=str(out), remedy="choose another --out, or say --overwrite")
 
 
 def _options(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:
@@ -82,6 +93,8 @@ def read_prompts(file: Path) -> list[str]:
         lines = [(number, line) for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}", where=str(file)) from None
+    if not lines:
+        raise DataError("holds no prompt", where=str(file), expected="one a line")
     if file.suffix != ".jsonl":
         return [line for _, line in lines]
     prompts, problems = [], []
@@ -102,20 +115,24 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _write_answers(prompts: Sequence[str], answers: Sequence[str], out: Path | None) -> None:
+def _answer_all(run: Run, prompts: Sequence[str], options: dict[str, Any], out: Path | None) -> None:
+    """Write each answer as it comes. A file that is replaced stays as it was until the first answer is there."""
     import json
 
-    text = "".join(json.dumps({"prompt": p, "output": a}, ensure_ascii=False) + "\n" for p, a in zip(prompts, answers, strict=True))
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        out.write_text(text, encoding="utf-8")
+    for at, prompt in enumerate(prompts):
+        line = json.dumps({"prompt": prompt, "output": run.generate(prompt, **options)}, ensure_ascii=False)
+        if out is None:
+            typer.echo(line)
+        else:
+            with out.open("a" if at else "w", encoding="utf-8") as stream:
+                stream.write(f"{line}\n")
+    if out is not None:
         typer.echo(f"{out}: {len(prompts)} answers")
 
 
-def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temperature = None) -> None:
+def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temperature = None, verify_base: VerifyBase = False) -> None:
     """Talk to a run; /base shows the untouched model."""
-    session = Given.of(words).run().chat(**_options(max_new_tokens, temperature))
+    session = Given.of(words).run(verify_base=verify_base).chat(**_options(max_new_tokens, temperature))
     by_hand = sys.stdin.isatty()
     if by_hand:
         typer.echo("/base: the untouched model and back   /reset: forget   /quit: end")

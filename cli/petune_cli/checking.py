@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from petune_cli.given import Given, Words
+from petune_cli.given import Given, VerifyBase, Words
 
 
 def check(
@@ -43,9 +43,9 @@ def data(
         typer.echo(line)
 
 
-def evaluate(words: Words = None) -> None:
+def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
     """Score a run beside its untouched base."""
-    run = Given.of(words).run()
+    run = Given.of(words).run(verify_base=verify_base)
     from petune_cli.display import score_table
 
     for line in score_table(run.eval()):

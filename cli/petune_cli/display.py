@@ -5,54 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from petune.reporting import Reporter, score_line, step_line
+from petune.reporting import PlainReporter, Reporter, score_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-PLAIN_STEPS = 20  # step lines a plain run prints, whatever its length
 
 
 @contextmanager
 def reporter() -> Iterator[Reporter]:
     """The reporter that fits standard output; the bar is taken down whatever ends the run."""
     if not sys.stdout.isatty():
-        yield Plain()
+        yield PlainReporter(partial(print, flush=True))
         return
     live = Live()
     try:
         yield live
     finally:
         live.close()
-
-
-class Plain:
-    """Plain lines on standard output: header, some of the steps, every evaluation and note."""
-
-    def header(self, lines: Sequence[str], total_steps: int) -> None:
-        """Print the header as it is."""
-        self.total, self.every = total_steps, max(1, total_steps // PLAIN_STEPS)
-        self.done(lines)
-
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Print the first step, the last, and some between."""
-        if record["step"] in (1, self.total) or record["step"] % self.every == 0:
-            print(step_line(record, self.total), flush=True)
-
-    def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Print the scores."""
-        print(score_line(record), flush=True)
-
-    def note(self, line: str) -> None:
-        """Print the line."""
-        print(line, flush=True)
-
-    def done(self, lines: Sequence[str]) -> None:
-        """Print the lines."""
-        for line in lines:
-            print(line, flush=True)
 
 
 class Live:

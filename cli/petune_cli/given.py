@@ -24,6 +24,8 @@ Words = Annotated[
     typer.Argument(metavar="RECIPE|RUN KEY=VALUE", help="A recipe file or name, or a run folder; then settings.", show_default=False),
 ]
 
+VerifyBase = Annotated[bool, typer.Option("--verify-base", help="Hash the whole base and compare it with the one trained on.")]
+
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
@@ -51,23 +53,36 @@ class Given:
         return path if path is not None and path.is_dir() else None
 
     def recipe(self) -> Recipe:
-        """The recipe, or the one the run folder was made with, settings applied. Raises RecipeError, FileError for another folder."""
-        from petune.errors import FileError
+        """The recipe, or the one the run folder was made with, settings applied.
+
+        Raises RecipeError, UsageError for a data file in its place, FileError for a folder that is no run's.
+        """
         from petune.recipe import load_recipe
 
         if self.folder is None:
+            self._refuse_data_file()
             return load_recipe(self.target, self.overrides)
-        resolved = self.folder / "resolved.yaml"
+        resolved = self.folder / "resolved.yaml"  # as petune.train.settle does, but `petune check` must not wait for torch
         if not resolved.is_file():
-            raise FileError("this is not a run folder", where=str(self.folder), expected="a folder with resolved.yaml")
+            from petune.train import load_run
+
+            load_run(self.folder)  # refuses, in the words of every verb
         return load_recipe(load_recipe(resolved, {"out": str(self.folder)}), self.overrides)
 
-    def run(self) -> Run:
+    def _refuse_data_file(self) -> None:
+        from petune.tasks.read import READERS
+
+        path = Path(self.target or "").expanduser()
+        if path.suffix.lower() in READERS and path.is_file():
+            remedy = f"name the data beside a recipe: petune data RECIPE data={self.target}   (`petune ls` lists the recipes)"
+            raise UsageError("this is a data file", where=self.target, expected="a .yaml recipe or a run folder", remedy=remedy)
+
+    def run(self, *, verify_base: bool = False) -> Run:
         """The run, settings applied to what it does from now on. Raises UsageError for a recipe that has not been trained."""
         from petune.recipe import load_recipe
         from petune.train import load_run
 
-        run = load_run(self.folder or self._absent_folder() or self._made_by_recipe())
+        run = load_run(self.folder or self._absent_folder() or self._made_by_recipe(), verify_base=verify_base)
         if self.overrides:
             run.recipe = load_recipe(run.recipe, self.overrides)
         return run

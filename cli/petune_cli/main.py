@@ -68,7 +68,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command line (default: this process's) and exit.
 
     0 done; 1 internal error; 2 usage or recipe; 3 data; 4 model, adapter or checkpoint files; 5 environment; 6 distributed; 7 training
-    fault; 75 stopped and saved; 130 interrupted.
+    fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the output has gone.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
@@ -76,6 +76,11 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     words = [word for word in words[:end] if word != "--debug"] + words[end:]
     try:
         command_line()(words, prog_name="petune")
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError) or _nobody_reads():
+            _drop_output()
+            sys.exit(141)
+        raise
     except Exception as error:
         if debug:
             traceback.print_exception(error)
@@ -87,6 +92,21 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
         typer.echo(str(known), err=True)
         sys.exit(known.code)
     sys.exit(0)
+
+
+def _nobody_reads() -> bool:
+    """Whether what was printed cannot be delivered any more."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Let the rest of the output go nowhere, or Python would complain of it when it closes its streams."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
 def _known(error: Exception) -> PetuneError | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from petune_cli.given import Given, Words
+from petune_cli.given import Given, VerifyBase, Words
+
+if TYPE_CHECKING:
+    from petune.runs import Run
 
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default inside the run folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
 
 
 class Layout(StrEnum):
@@ -20,18 +24,27 @@ class Layout(StrEnum):
     hf = "hf"
 
 
-def merge(words: Words = None, out: Out = None) -> None:
+def merge(words: Words = None, out: Out = None, overwrite: Overwrite = False, verify_base: VerifyBase = False) -> None:
     """Write a run as a plain Hugging Face model (lora, full)."""
-    place = Given.of(words).run().merge(out)
-    typer.echo(f"{place}\n   load it with transformers.Auto...from_pretrained({str(place)!r})")
+    run = Given.of(words).run(verify_base=verify_base)
+    place = run.merge(out, overwrite=overwrite)
+    _tell(run, place, "transformers.Auto...from_pretrained(")
 
 
 def export(
     words: Words = None,
     to: Annotated[Layout, typer.Option("--to", help="peft: lora as peft reads it; hf: a merged model.")] = ...,  # type: ignore[assignment]
     out: Out = None,
+    overwrite: Overwrite = False,
+    verify_base: VerifyBase = False,
 ) -> None:
     """Write a run for peft or for transformers."""
-    place = Given.of(words).run().export(to.value, out)
-    reader = "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else "transformers.Auto...from_pretrained("
-    typer.echo(f"{place}\n   load it with {reader}{str(place)!r})")
+    run = Given.of(words).run(verify_base=verify_base)
+    place = run.export(to.value, out, overwrite=overwrite)
+    _tell(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else "transformers.Auto...from_pretrained(")
+
+
+def _tell(run: Run, place: Path, reader: str) -> None:
+    """Where the files are, what merging cost in precision if it was done, and how they are read."""
+    report = [f"   {run.merge_report}"] if run.merge_report else []
+    typer.echo("\n".join([str(place), *report, f"   load it with {reader}{str(place)!r})"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -90,7 +91,7 @@ def _by_list(entries: Sequence[str], layers: Mapping[str, nn.Module], roles: Map
     for entry in entries:
         hits = roles.get(entry) or [name for name in layers if _matches(name, entry)]
         if not hits:
-            problems.append(_no_match(setting, entry, [*layers, *roles]))
+            problems.append(_no_match(setting, entry, list(layers), roles))
         chosen |= {name: layers[name] for name in hits if name in layers}
     if problems:
         raise UsageError(problems)
@@ -105,8 +106,9 @@ def _inside(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 
-def _no_match(setting: str, entry: str, names: Sequence[str]) -> Problem:
-    leaves = Counter(name.rpartition(".")[2] for name in names)
+def _no_match(setting: str, entry: str, names: Sequence[str], roles: Mapping[str, list[str]] = MappingProxyType({})) -> Problem:
+    """The problem of an idle pattern, with the nearest module names and roles and how many modules each stands for."""
+    leaves = Counter(name.rpartition(".")[2] for name in names) | Counter({role: len(sites) for role, sites in roles.items()})
     for number in [leaf for leaf in leaves if leaf.isdigit()]:
         del leaves[number]
     near = nearest(entry.rpartition(".")[2], leaves) or [leaf for leaf, _ in leaves.most_common(8)]

@@ -14,8 +14,8 @@ from petune.methods.tuned import tuned_layers, tuned_modules, tuning
 from petune.stack import Stack
 
 
-def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter that trains, by its name in the base model. A tensor tied to two names appears once, under the first."""
+def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name of every parameter that trains; a tensor tied to two of them appears under both, as a file must have it."""
     record = tuning(model)
     if isinstance(record.config, FullConfig):
         return dict(model.named_parameters())
@@ -23,6 +23,14 @@ def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for head in record.also_train:
         found |= {f"{head}.{own}": value for own, value in model.get_submodule(head).named_parameters()}
     return found
+
+
+def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter that trains, by its name in the base model. A tensor tied to two names appears once, under the first."""
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, value in tuned_names(model).items():
+        first.setdefault(id(value), (name, value))
+    return dict(first.values())
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -41,7 +49,7 @@ def mark_only_trainable(model: nn.Module) -> None:
 
 def tuned_state(model: nn.Module) -> dict[str, Tensor]:
     """{base-model name: tensor}, detached: what a save writes."""
-    return {name: value.detach() for name, value in tuned_parameters(model).items()}
+    return {name: value.detach() for name, value in tuned_names(model).items()}
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

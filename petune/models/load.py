@@ -175,7 +175,9 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
 def _check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:
     mismatched = {str(key if isinstance(key, str) else key[0]) for key in info["mismatched_keys"]}
     missing = {str(key) for key in info["missing_keys"]} | mismatched
-    heads = (*family.heads, *family.fresh) if family else ("classifier", "score", "pooler", "classification_head")
+    backbone = getattr(model, "base_model_prefix", "")
+    outside = [name for name, _ in model.named_children() if name != backbone]  # of a model without a table, all but the backbone is head
+    heads = (*family.heads, *family.fresh) if family else (*outside, "pooler")
     names = [name for name, _ in model.named_modules() if name]
     new = tuple(name for name in names if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing))
     lost = sorted(key for key in missing if not key.startswith(tuple(f"{name}." for name in new)))

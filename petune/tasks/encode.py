@@ -152,10 +152,8 @@ def _check_left(all_: Sequence[Example], left: Sequence[Example], coder: Coder, 
 
 def _report(sides: Sequence[list[Example]], train: list[Example], held_out: list[Example], coder: Coder, task: str) -> DataReport:
     lengths = [example.length for example in sides[0]]
-    tokens = sum(len(example.input_ids) for example in train)
+    tokens = sum(example.tokens for example in train)
     targets = [example.trained for example in train] if task == "seq2seq" else []
-    if targets:
-        tokens += sum(targets)
     return DataReport(
         rows=len(train),
         eval_rows=len(held_out),

@@ -41,6 +41,11 @@ class Example:
         return 1 if isinstance(self.labels, int) else sum(label != MASKED for label in self.labels)
 
     @property
+    def tokens(self) -> int:
+        """The tokens a model reads for it: the input's, and the target's where that is a text of its own (seq2seq)."""
+        return len(self.input_ids) + (self.trained if isinstance(self.labels, list) and self.labels[:1] != [MASKED] else 0)
+
+    @property
     def cut(self) -> bool:
         """Whether something was cut away."""
         return self.length > len(self.input_ids)

@@ -48,9 +48,10 @@ def detect_format(config: DataConfig, folder: Path) -> str:
     return detect(first, config.format, config.columns, None).format
 
 
-def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0) -> Rows:
+def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0, labels: tuple[str, ...] | None = None) -> Rows:
     """Read and check every row of a run. `folder` is where relative paths start (the recipe's), `seed` matters to `split_by: seed` alone.
 
+    `labels` are the classes, in the order of their ids, of a model that has been trained; without them the rows define the classes.
     Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a file or the hub cannot be
     reached.
     """
@@ -70,12 +71,13 @@ def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0) -> 
         salt = f"seed {seed}" if config.split_by == "seed" else ""
         split = split_off(train, config.split, salt)
     notes.append(split.rule)
-    labels = _labels(split) if task == "classify" else None
+    if task == "classify":
+        labels = _known(split, labels) if labels else _labels(split)
     kept, held = (sample(rows, config.max_rows) for rows in (split.train, split.eval))
     if len(kept) + len(held) < len(split.train) + len(split.eval):
         sizes = f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
         notes.append(f"max_rows: {sizes}, chosen by content hash")
-    return Rows(kept, held, labels, layout.format, tuple(notes), fingerprint(kept, held))
+    return Rows(kept, held, labels if task == "classify" else None, layout.format, tuple(notes), fingerprint(kept, held))
 
 
 def _has_side(source: Source, side: str) -> bool:
@@ -116,6 +118,14 @@ def _read(
     if not rows:
         raise DataError("no row is left", where=source.name, found=f"{make.dropped} dropped")
     return rows, layout
+
+
+def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:
+    """`labels`, when every row has one of them. Raises DataError for the first row that has another."""
+    for row in (*split.train, *split.eval):
+        if isinstance(row, Labelled) and row.label not in labels:
+            raise DataError(f"label {row.label!r} is not one the model knows", where=row.where, expected=", ".join(labels[:10]))
+    return labels
 
 
 def _labels(split: Split) -> tuple[str, ...]:

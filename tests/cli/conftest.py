@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class FakeRun:
     recipe: Any
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     session: FakeChat = field(default_factory=FakeChat)
+    verify_base: bool = False
+    merge_report: str | None = None
 
     def eval(self) -> Mapping[str, Any]:
         return {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8}
@@ -75,17 +77,17 @@ class FakeRun:
         self.calls.append((prompt, options))
         return prompt[::-1]
 
-    def generate_many(self, prompts: Sequence[str], **options: Any) -> list[str]:
-        return [self.generate(prompt, **options) for prompt in prompts]
-
     def chat(self, **options: Any) -> FakeChat:
         self.calls.append(("chat", options))
         return self.session
 
-    def merge(self, out: Path | None = None) -> Path:
+    def merge(self, out: Path | None = None, *, overwrite: bool = False) -> Path:
+        self.calls.append(("merge", out, overwrite))
+        self.merge_report = "merged 8 layers"
         return out or self.folder / "merged"
 
-    def export(self, to: str, out: Path | None = None) -> Path:
+    def export(self, to: str, out: Path | None = None, *, overwrite: bool = False) -> Path:
+        self.calls.append((to, out, overwrite))
         return out or self.folder / to
 
 
@@ -97,5 +99,11 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     recipe = load_recipe("llama_lora", {"out": "runs/mine"})
     (folder / "resolved.yaml").write_text(recipe.to_yaml())
     run = FakeRun(folder, recipe)
-    monkeypatch.setattr("petune.train.load_run", lambda place: run if Path(place).resolve() == folder else pytest.fail(f"loaded {place}"))
+
+    def load(place: Path, *, verify_base: bool = False) -> FakeRun:
+        assert Path(place).resolve() == folder
+        run.verify_base = verify_base
+        return run
+
+    monkeypatch.setattr("petune.train.load_run", load)
     return run

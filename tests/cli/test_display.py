@@ -6,10 +6,10 @@ import io
 from typing import Any
 
 import pytest
-from petune_cli.display import PLAIN_STEPS, Live, Plain, columns, reporter, score_table
+from petune_cli.display import Live, columns, reporter, score_table
 from rich.console import Console
 
-from petune.reporting import Reporter
+from petune.reporting import PlainReporter, Reporter
 
 
 def record(step: int) -> dict[str, Any]:
@@ -27,11 +27,12 @@ def play(shown: Reporter, steps: int) -> None:
     shown.done(["accuracy 0.5 -> 0.75", "next: petune eval runs/x"])
 
 
-def test_plain_lines_stay_few_and_show_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:
-    play(Plain(), 1000)
+def test_plain_lines_go_to_standard_output_and_stay_few(capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter() as shown:
+        play(shown, 1000)
     lines = capsys.readouterr().out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) <= PLAIN_STEPS + 1
+    assert len(steps) <= 21
     assert steps[0].startswith("step 1/1000")
     assert steps[-1].startswith("step 1000/1000")
     assert "accuracy 0.7500" in "\n".join(lines)
@@ -40,7 +41,7 @@ def test_plain_lines_stay_few_and_show_first_and_last(capsys: pytest.CaptureFixt
 
 def test_a_pipe_gets_plain_lines_without_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     with reporter() as shown:
-        assert isinstance(shown, Plain)
+        assert isinstance(shown, PlainReporter)
         play(shown, 3)
     assert "\x1b" not in capsys.readouterr().out
 

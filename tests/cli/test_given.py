@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from petune_cli.given import Given, is_setting
 
-from petune.errors import FileError, UsageError
+from petune.errors import FileError, RecipeError, UsageError
 from tests.cli.conftest import FakeRun
 
 
@@ -63,8 +63,27 @@ def test_a_recipe_never_trained_says_how_to_train_it(tmp_path: Path, monkeypatch
 
 
 def test_a_folder_that_is_no_run_is_a_file_error(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="not a run folder"):
+    with pytest.raises(FileError, match="not a run folder") as by_recipe:
         Given(str(tmp_path), ()).recipe()
+    with pytest.raises(FileError) as by_run:
+        Given(str(tmp_path), ()).run()
+    assert str(by_recipe.value) == str(by_run.value)
+    assert by_recipe.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("name", ["three.jsonl", "rows.csv", "ROWS.TSV"])
+def test_a_data_file_for_a_recipe_is_told_where_it_belongs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("text,label\n")
+    for look in (Given(name, ()).recipe, Given(name, ()).run):
+        with pytest.raises(UsageError, match=f"{name}  this is a data file\\n.*\\n.*petune data RECIPE data={name}"):
+            look()
+
+
+def test_a_data_file_that_is_not_there_is_a_recipe_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="no such recipe file"):
+        Given("rows.csv", ()).recipe()
 
 
 def test_a_run_folder_that_is_not_there_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -93,6 +96,16 @@ def test_debug_after_a_double_dash_is_a_word(type_: Type, monkeypatch: pytest.Mo
 def test_ctrl_c_is_exit_130(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     raising(monkeypatch, KeyboardInterrupt())
     assert type_("train", "llama_lora").code == 130
+
+
+@pytest.mark.parametrize("words", [("data", "llama_lora", "-n", "300"), ("ls",)], ids=["flushed lines", "a table left in the buffer"])
+def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from petune_cli.main import app; app()", *words]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_out_of_memory_and_a_full_disk_are_the_machines_fault(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from petune_cli import doctor
 from petune_cli.asking import read_prompts
 
-from petune.errors import DataError
+from petune.errors import DataError, UsageError
 from petune.recipe import json_schema, shipped_recipes
 from tests.cli.conftest import FakeRun, Type
 
@@ -149,14 +149,67 @@ def test_generate_reads_a_prompt_from_a_pipe(type_: Type, run_folder: FakeRun, m
     assert type_("generate", "runs/mine").out == "senil\nowt\n"
 
 
+def test_merge_and_export_replace_only_when_told(type_: Type, run_folder: FakeRun) -> None:
+    shown = type_("merge", "runs/mine", "--overwrite")
+    assert "merged 8 layers" in shown.out.splitlines()[1]
+    type_("export", "runs/mine", "--to", "peft", "--out", "there", "--overwrite")
+    type_("export", "runs/mine", "--to", "hf")
+    assert run_folder.calls == [("merge", None, True), ("peft", Path("there"), True), ("hf", None, False)]
+
+
+@pytest.mark.parametrize("words", [("eval",), ("merge",), ("export", "--to", "hf"), ("generate", "x"), ("chat",)])
+def test_every_verb_that_loads_a_run_can_verify_its_base(
+    type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    verb, *rest = words
+    assert type_(verb, "runs/mine", *rest).code == 0
+    assert not run_folder.verify_base
+    assert type_(verb, "runs/mine", *rest, "--verify-base").code == 0
+    assert run_folder.verify_base
+
+
 def test_generate_writes_a_file_of_answers_once(type_: Type, run_folder: FakeRun, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n"cd"\n\n{"text": "ü", "label": 1}\n')
     words = ("generate", "runs/mine", "--file", "in.jsonl", "--out", "out.jsonl")
     assert type_(*words).code == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert rows == [{"prompt": "ab", "output": "ba"}, {"prompt": "cd", "output": "dc"}, {"prompt": "ü", "output": "ü"}]
-    assert type_(*words).code == 2
+    again = type_(*words)
+    assert again.code == 2 and "--overwrite" in again.err
     assert type_("generate", "runs/mine", "x", "--out", "other.jsonl").code == 2
+    (tmp_path / "in.jsonl").write_text('"new"\n')
+    assert type_(*words, "--overwrite").code == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["output"] == "wen"
+
+
+@pytest.mark.parametrize(("out", "says"), [("nodir/x.jsonl", "no such folder"), ("here", "a folder"), ("in.txt", "replace the prompts")])
+def test_generate_refuses_a_place_it_cannot_write_before_it_answers(
+    type_: Type, run_folder: FakeRun, tmp_path: Path, out: str, says: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "in.txt").write_text("one\n")
+    shown = type_("generate", "runs/mine", "--file", "in.txt", "--out", out, "--overwrite")
+    assert shown.code == 2 and says in shown.err
+    assert run_folder.calls == [] and (tmp_path / "in.txt").read_text() == "one\n"
+
+
+def test_answers_are_kept_when_a_later_prompt_fails(
+    type_: Type, run_folder: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(prompt: str, **_: Any) -> str:
+        if prompt == "bad":
+            raise UsageError("too long")
+        return prompt.upper()
+
+    monkeypatch.setattr(run_folder, "generate", ask)
+    (tmp_path / "in.txt").write_text("one\nbad\nthree\n")
+    (tmp_path / "old.jsonl").write_text("old\n")
+    assert type_("generate", "runs/mine", "--file", "in.txt", "--out", "out.jsonl").code == 2
+    assert (tmp_path / "out.jsonl").read_text() == '{"prompt": "one", "output": "ONE"}\n'
+    (tmp_path / "in.txt").write_text("bad\n")
+    assert type_("generate", "runs/mine", "--file", "in.txt", "--out", "old.jsonl", "--overwrite").code == 2
+    assert (tmp_path / "old.jsonl").read_text() == "old\n"
 
 
 def test_a_bad_file_of_prompts_names_its_first_ten_lines(tmp_path: Path) -> None:
@@ -168,6 +221,9 @@ def test_a_bad_file_of_prompts_names_its_first_ten_lines(tmp_path: Path) -> None
     assert places == [*(f"{file}:{line}" for line in range(2, 12)), str(file)]
     with pytest.raises(DataError, match="cannot be read"):
         read_prompts(tmp_path / "missing.jsonl")
+    file.write_text("\n \n")
+    with pytest.raises(DataError, match="holds no prompt"):
+        read_prompts(file)
 
 
 def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:

@@ -97,3 +97,13 @@ def test_without_tuning_is_the_base_and_comes_back_on_an_exception(name: str, me
 def test_full_has_no_base_to_go_back_to() -> None:
     with pytest.raises(UsageError, match="no untouched base"), without_tuning(wrap(tiny("bert-classify"), "full")):
         pass
+
+
+def test_a_tied_pair_trained_whole_is_one_parameter_under_two_names() -> None:
+    """Both names are saved, as a file must have them; the optimizer, the norm and the clipping see the tensor once."""
+    model = wrap(tiny("llama-causal", tie_word_embeddings=True), "lora", r=4, also_train=("lm_head", "embed_tokens"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    parameters = tuned_parameters(model)
+    assert len({id(value) for value in parameters.values()}) == len(parameters)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(tuned_state(model))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} & set(parameters)
