@@ -158,6 +158,7 @@ def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
     if folder is None:
         raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
     model = export.load(model, folder)
+    say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
     if tuning(model).method != recipe.method_name:
         where = recipe.where("init_adapter")
         raise UsageError(f"{folder} was tuned with {tuning(model).method}", where=where, expected=recipe.method_name)

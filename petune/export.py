@@ -7,6 +7,7 @@ as saving, loading and merging share the folder's layout and are read together.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -33,7 +34,7 @@ from petune.methods.tuned import tuned_layers
 from petune.models import family_of
 from petune.models.load import quiet
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
-from petune.tensorfile import read_json, read_tensors, write_file, write_json, write_tensors
+from petune.tensorfile import open_regular, read_json, read_tensors, write_file, write_json, write_tensors
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
 
@@ -71,7 +72,8 @@ def save(
     def fill(work: Path) -> None:
         tensors = _write_model(model, record.config, name, work)
         rows = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
-        _write_record(work / RECORD, facts | {"tensors": rows})
+        hashes = {file.name: _sha256(file) for file in sorted(work.glob("*.safetensors"))}
+        _write_record(work / RECORD, facts | {"sha256": hashes, "tensors": rows})
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
@@ -191,6 +193,7 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) ->
         _load_lora(model, folder, None)
         return base_model
     _check_base(model, record, folder, verify_base)
+    _check_files(record, folder)
     if record.method == "lora":
         _load_lora(model, folder, record)
     elif record.method == "full":
@@ -256,6 +259,22 @@ def _explain(folder: Path) -> None:
         raise FileError("is a whole model, not a tuning of one", where=where, remedy=remedy)
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise FileError("holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path")
+
+
+def _sha256(file: Path) -> str:
+    with open_regular(file, links=True) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_files(record: _Record, folder: Path) -> None:
+    """Compare the tensor files with the hashes stored beside them: nothing else finds a flipped bit in a number."""
+    for name, expected in record.facts.get("sha256", {}).items():
+        file = folder / Path(name).name
+        if not file.is_file():
+            raise FileError("is missing", where=str(file), remedy="use another copy")
+        if (found := _sha256(file)) != expected:
+            sides = {"expected": f"sha256 {str(expected)[:16]}…", "found": f"{found[:16]}…"}
+            raise FileError("has been changed or damaged", where=str(file), remedy="use another copy", **sides)
 
 
 def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -> None:

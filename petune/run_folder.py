@@ -114,13 +114,13 @@ class RunFolder:
 
     def begin(self, *, overwrite: bool = False) -> None:
         """Write what is known before the first step; a run that is resumed counts as unfinished from here on."""
+        source = self.recipe.source  # it may lie in this very folder, so it is read before anything is cleared
+        written = source.read_bytes() if source is not None else self.recipe.to_yaml().encode()
         if overwrite:
             self._clear()
         with writing(self.path):
             (self.path / "summary.json").unlink(missing_ok=True)
-            source = self.recipe.source
             if not (self.path / "recipe.yaml").exists():
-                written = source.read_bytes() if source is not None else self.recipe.to_yaml().encode()
                 write_file(self.path / "recipe.yaml", [written])
             write_file(self.path / "resolved.yaml", [self.recipe.to_yaml().encode()])
             checkpoint.write_json(self.path / "env.json", environment())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -23,6 +24,8 @@ class StopRequest:
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        with suppress(OSError):  # not print: a handler may have interrupted one
+            os.write(2, b"stopping after this step, then saving; Ctrl-C again aborts at once\n")
 
     @contextmanager
     def listening(self) -> Iterator[None]:

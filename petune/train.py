@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from petune import checkpoint, export
 from petune.assemble import Prepared, build, choose_place, prepare
 from petune.audit import Audit
-from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault
+from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError, nearest
 from petune.evaluate import Batch, batches, evaluate, forward, head_only, to_device
 from petune.methods import frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
@@ -60,12 +60,13 @@ def train(
     PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
     """
     settled = settle(recipe, overrides, settings)
+    _refuse_unknown(allow_change)
     folder = RunFolder.of(settled)
     folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
     if resume is True and folder.finished():
         _refuse_changes(folder, settled, allow_change)
         if not _extends(folder, settled, allow_change):
-            longer = f"{folder.path} is finished; raise epochs with --allow-change epochs to go on, or choose another out"
+            longer = f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out"
             (reporter or PlainReporter()).note(longer)
             return load_run(folder.path)
     stop = StopRequest()
@@ -95,6 +96,14 @@ def settle(
         recipe = load_run(recipe).recipe
     settled = load_recipe(recipe, overrides)
     return load_recipe(settled, settings) if settings else settled
+
+
+def _refuse_unknown(keys: Collection[str]) -> None:
+    for key in keys:
+        if key.split(".")[0] not in Recipe.model_fields:
+            near = nearest(key, Recipe.model_fields)
+            remedy = f"did you mean: {near[0]}" if near else None
+            raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
 
 
 def _extends(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> bool:
@@ -197,6 +206,8 @@ class Training:
                 self.reporter.step(record)
                 self.trackers.log(record)
                 self._after_step()
+            if self._out_of_patience() and self.progress.step < self.steps.total:
+                self.reporter.note(f"stopped early: {self.progress.worse} evaluations without a better {self.metric}")
         except StopAsked as signal:
             path = self.save()
             raise Stopped(

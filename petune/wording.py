@@ -44,8 +44,8 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
     ask = f"petune chat {out}" if summary["task"] == "chat" else f'petune generate {out} "..."'
     use = f"petune merge {out}" if method in ("lora", "full") else f'petune.load(base, "{out}/tuned")'
     return [
-        f"loss     {first:.4f} -> {last:.4f} in {summary['steps']:,} steps",
-        f"{metric:8s} {before:.4f} (untouched base) -> {after:.4f}{control}",
+        f"loss     {first:.4f} -> {last:.4f} (training, first and last of {summary['steps']:,} steps)",
+        f"{metric:8s} {before:.4f} (untouched base) -> {after:.4f}, held out{control}",
         f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
         f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
         f"next     petune eval {out}   |   {ask}   |   {use}",

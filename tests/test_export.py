@@ -413,3 +413,14 @@ def test_rounding_away_an_update_is_reported(tmp_path: Path, monkeypatch: pytest
     assert "rounded away" in said[0]
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
     assert export.save_merged(tuned(llama), tmp_path / "n").lost < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_flipped_bit_in_a_number_is_found(method: str, tmp_path: Path) -> None:
+    export.save(tuned(bert, method), tmp_path / "a")
+    file = next((tmp_path / "a").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(FileError, match="changed or damaged"):
+        export.load(bert(), tmp_path / "a")

@@ -331,3 +331,17 @@ def test_a_label_the_model_does_not_know_is_an_error(tmp_path: Path):
     finished.recipe = load_recipe(finished.recipe, {"data.path": str(other), "data.eval": None})
     with pytest.raises(petune.errors.DataError, match="not one the model knows"):
         finished.eval()
+
+
+@pictureless
+def test_a_run_folder_trained_over_itself_keeps_its_recipe(tmp_path: Path):
+    finished = run(settings(tmp_path))
+    again = run(str(finished.folder), overwrite=True)
+    assert again.summary["steps"] == finished.summary["steps"]
+    assert (finished.folder / "recipe.yaml").exists()
+
+
+def test_allowing_a_change_of_what_is_no_setting_is_an_error(tmp_path: Path):
+    with pytest.raises(UsageError, match="'bogus' is not a setting"):
+        run(settings(tmp_path), allow_change=["bogus"])
+    assert not (tmp_path / "run").exists()

@@ -136,17 +136,15 @@ def apply(model: nn.Module, family: Family | None, config: LoraConfig, also_trai
 def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raise UsageError for layers whose forward never runs, where an update would train nothing: torch's own encoder layer reads the
     weights of its linears itself in eval mode, and encoder-decoder models look tokens up in tied twins of `shared`."""
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     for name, layer in layers.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-            raise UsageError(
-                f"{type(parent).__name__} reads this weight without calling the layer",
-                where=name,
-                remedy=f"exclude: [{name.rpartition('.')[2]}]",
-            )
-        twins = [twin for twin, module in model.named_modules() if isinstance(module, nn.Embedding) and module.weight is layer.weight]
-        if isinstance(layer, nn.Embedding) and name in twins[:-1] and name.rpartition(".")[2] == "shared":
-            raise UsageError("this embedding is never called, only its tied twins are", where=name, remedy=f"target {', '.join(twins[1:])}")
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+            raise UsageError(f"{type(owner).__name__} reads this weight without calling the layer", where=name, remedy=f"exclude: [{leaf}]")
+        twins = [twin for twin, table in tables.items() if twin != name and table.weight is layer.weight] if name in tables else []
+        if twins and leaf == "shared":
+            raise UsageError("this embedding is never called, only its tied twins are", where=name, remedy=f"target {', '.join(twins)}")
 
 
 def tune(layer: nn.Module, config: LoraConfig, factors: tuple[Tensor, Tensor] | None = None) -> LoraLayer:

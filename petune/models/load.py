@@ -241,7 +241,8 @@ def _hub_errors(source: Source) -> Iterator[None]:
             raise MachineError("not enough memory to load the model", where=source.place, found=_first_line(error)) from None
         raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
     except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
-        raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place) from error
+        remedy = "a file in it is damaged, missing or not what its name says: use another copy"
+        raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place, remedy=remedy) from error
 
 
 def _first_line(error: BaseException) -> str:
