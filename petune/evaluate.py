@@ -24,14 +24,12 @@ def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """Logits in the model's output dtype: [batch, seq, vocab], or [batch, classes]. Labels never reach the model's own loss."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        if batch["labels"].dim() == 2:
-            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
-        inputs["use_cache"] = False  # type: ignore[assignment]
-    elif getattr(config, "model_type", "") != "bert":
-        inputs["use_cache"] = False  # type: ignore[assignment]
+    if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
+    if getattr(config, "model_type", "") != "bert":  # a cache would let packed samples see one another
+        inputs["use_cache"] = False
     logits = model(**inputs).logits
     assert isinstance(logits, Tensor)
     return logits

@@ -63,17 +63,15 @@ def train(
     _refuse_unknown(allow_change)
     folder = RunFolder.of(settled)
     folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
-    if resume is True and folder.finished():
+    if resume:
         _refuse_changes(folder, settled, allow_change)
-        if not _extends(folder, settled, allow_change):
-            longer = f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out"
-            (reporter or PlainReporter()).note(longer)
-            return load_run(folder.path)
+    if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
+        longer = f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out"
+        (reporter or PlainReporter()).note(longer)
+        return load_run(folder.path)
     stop = StopRequest()
     with stop.listening():
         prepared = prepare(settled)
-        if resume:
-            _refuse_changes(folder, settled, allow_change)
         logged = Logged(reporter or PlainReporter(), folder.log, folder.metrics)
         with folder.locked():
             try:
@@ -106,14 +104,8 @@ def _refuse_unknown(keys: Collection[str]) -> None:
             raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
 
 
-def _extends(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> bool:
-    """Whether the caller asked a finished run to go on for longer."""
-    old, new = folder.resolved(), recipe.resolved()
-    return bool(differences(old, new)) and not differences(old, new, tuple(allow_change))
-
-
 def _refuse_changes(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> None:
-    changed = differences(folder.resolved(), recipe.resolved(), tuple(allow_change)) if folder.has_resolved() else []
+    changed = differences(folder.resolved(), recipe.resolved(), tuple(allow_change))
     if changed:
         problems = [
             Problem(f"{key} has changed since the run began", where=recipe.where(key), expected=str(old), found=str(new))
