@@ -18,6 +18,9 @@ from petune.errors import UsageError, nearest
 Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
+CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
+# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum; None: whole, inside the cut
+Split = int | Literal["owner", "after"] | None
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
 
@@ -72,6 +75,7 @@ class Family:
 
     `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which then train too.
     `narrow(config, reduction)` returns a copy of the config whose blocks have every width divided by `reduction` and as many heads.
+    `depth(config)` is the number of blocks of each stack, in the order data passes them.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Family:
     stacks: Mapping[StackName, StackRule]
     heads: tuple[str, ...]
     shape: Callable[[Config], Shape]
+    depth: Callable[[Config], Mapping[StackName, int]]
     narrow: Callable[[Config, int], Config]
     fresh: tuple[str, ...] = ()
 
@@ -117,7 +122,8 @@ def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:
     return found
 
 
-def _child(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:
+def child_of(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:
+    """The submodule of `block` that `path` means, with the choice that exists; None when none does."""
     for choice in path.split("|"):
         try:
             return choice, block.get_submodule(choice)
@@ -144,15 +150,15 @@ def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
 
 
 def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName, index: int) -> list[Site]:
-    if region.cross and _child(block, region.enter) is None:
+    if region.cross and child_of(block, region.enter) is None:
         return []
     for end in ("enter", "leave"):
-        if _child(block, getattr(region, end)) is None:
+        if child_of(block, getattr(region, end)) is None:
             raise _no_module(block, f"the module {region.kind} {end}s by", getattr(region, end), where)
-    leave = _child(block, region.leave)
+    leave = child_of(block, region.leave)
     found: list[Site] = []
     for role, path in region.sites.items():
-        hit = _child(block, path)
+        hit = child_of(block, path)
         if hit is None:
             if role == "gate":  # gated and plain MLPs share a table
                 continue

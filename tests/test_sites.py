@@ -31,7 +31,15 @@ MLP = Region("mlp", "mlp", "mlp.down", {"gate": "mlp.gate", "up": "mlp.up|mlp.fc
 
 
 def family(*regions: Region, blocks: str = "layers") -> Family:
-    return Family("toy", "decoder", {"decoder": StackRule(blocks, regions)}, (), lambda _: Shape(1, 1, 4, 4, 4), lambda config, _: config)
+    return Family(
+        "toy",
+        "decoder",
+        {"decoder": StackRule(blocks, regions)},
+        (),
+        lambda _: Shape(1, 1, 4, 4, 4),
+        lambda _: {},
+        lambda config, _: config,
+    )
 
 
 def test_sites_come_in_the_order_of_the_blocks_with_full_names() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
-from petune.sites import Family, find_sites
+from petune.sites import CutKind, Family, Split, find_sites
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
@@ -28,6 +28,7 @@ class AdapterLinear(nn.Linear):
 
     adapter_down: nn.Linear
     adapter_up: nn.Linear
+    linear_part: nn.Identity
     activation: str
     dropout: float
     active: bool
@@ -37,6 +38,15 @@ class AdapterLinear(nn.Linear):
         return {
             f"{part}.{name}": value for part in ("adapter_down", "adapter_up") for name, value in getattr(self, part).named_parameters()
         }
+
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """The base layer is cut; the bottleneck is not linear and acts after the sum."""
+        base: dict[str, Split] = {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
+        return base | dict.fromkeys(self.tuned(), cast("Split", "after"))
+
+    def way_out(self) -> nn.Module:
+        """Where the base layer's output passes before the bottleneck sees it."""
+        return self.linear_part
 
     def merged_weight(self) -> Tensor:
         """Raises UsageError: the bottleneck has a non-linearity."""
@@ -51,7 +61,7 @@ class AdapterLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The base map, then the bottleneck with its own residual."""
-        y = F.linear(x, self.weight, self.bias)
+        y = cast("Tensor", self.linear_part(F.linear(x, self.weight, self.bias)))
         if not self.active:
             return y
         inner = _ACTIVATIONS[self.activation](self.adapter_down(y.to(self.adapter_down.weight.dtype)))
@@ -79,6 +89,7 @@ def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
     tuned.adapter_down = nn.Linear(width, width // config.reduction, dtype=dtype, device=layer.weight.device)
     tuned.adapter_up = nn.Linear(width // config.reduction, width, dtype=dtype, device=layer.weight.device)
+    tuned.linear_part = nn.Identity()
     tuned.train(layer.training)
     nn.init.normal_(tuned.adapter_down.weight, std=0.02)
     for zero in (tuned.adapter_down.bias, tuned.adapter_up.weight, tuned.adapter_up.bias):

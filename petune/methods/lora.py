@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import UsageError
 from petune.methods.configs import LoraConfig
 from petune.methods.targets import select_layers
-from petune.sites import Family
+from petune.sites import CutKind, Family, Split
 
 _EXPLAIN = "lora tunes torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D"
 
@@ -49,6 +49,16 @@ class LoraLayer(nn.Module):
         """W + scale B A, summed in float32 (float64 for a float64 base) and rounded once to the base's dtype."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
+
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
+        if cut == "column":
+            return {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0}
+        return {"weight": 1, "bias": "owner", "lora_A": 1, "lora_B": None}
+
+    def way_out(self) -> nn.Module:
+        """The layer itself: an update is linear."""
+        return self
 
     def plain(self) -> nn.Module:
         """The base layer again, sharing weight and bias."""

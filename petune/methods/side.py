@@ -59,7 +59,18 @@ class Ladder(PreTrainedModel):
         """Every parameter of the side network."""
         return dict(self.named_parameters())
 
-    def begin(self, call: Call) -> tuple[Call, Call]:
+    def keep(self, start: int, end: int) -> None:
+        """Drop every level that is not beside one of the blocks [start, end), as a stage of a pipeline does; names do not change."""
+        for index in (index for index in range(self.levels) if not start <= index < end):
+            self.down[index + 1] = nn.Identity()
+            self.blocks[index] = nn.Identity()
+            delattr(self.gates, str(index))
+        if start > 0:
+            self.down[0] = nn.Identity()
+        if end < self.levels:
+            self.norm = self.up = None
+
+    def begin(self, call: Call, arrived: Call | None) -> tuple[Call, Call]:
         """See petune.stack.Ladder. Raises UsageError for encoder states that were not made by this model's own encoder."""
         hidden = call["hidden_states"].detach()
         backbone, side = call | {"hidden_states": hidden}, dict(call)
@@ -72,7 +83,10 @@ class Ladder(PreTrainedModel):
             backbone["encoder_hidden_states"] = across[..., : self.width].detach().to(hidden.dtype)
             side["encoder_hidden_states"] = across[..., self.width :]
         side |= {name: None for name in self.rule.carry if name in call}
-        side["hidden_states"] = self.down[0](F.dropout(self._own(hidden), self.settings.dropout, self.training))
+        if arrived is None:
+            side["hidden_states"] = self.down[0](F.dropout(self._own(hidden), self.settings.dropout, self.training))
+        else:
+            side |= arrived
         side |= {name: self._own(mask) for name in ("attention_mask", "encoder_attention_mask") if (mask := call.get(name)) is not None}
         if self.rotary is not None:
             side["position_embeddings"] = self.rotary(side["hidden_states"], position_ids=call["position_ids"])
@@ -99,7 +113,7 @@ class Ladder(PreTrainedModel):
 
     def _own(self, x: Tensor) -> Tensor:
         """`x` in the side network's dtype; masks of bool stay."""
-        return x.to(self.gates[0].dtype) if x.is_floating_point() else x
+        return x.to(self.dtype) if x.is_floating_point() else x
 
 
 class HandOver:
@@ -110,8 +124,7 @@ class HandOver:
 
     def __call__(self, encoder: nn.Module, args: Any, output: Any) -> Any:
         ladder = cast("Ladder | None", self.stack.ladder)
-        if ladder is not None:
-            assert ladder.handed is not None
+        if ladder is not None and ladder.handed is not None:  # None on a pipeline's stage that ends before the encoder does
             output["last_hidden_state"] = torch.cat([output["last_hidden_state"].to(ladder.handed.dtype), ladder.handed], dim=-1)
             ladder.handed = None
         return output

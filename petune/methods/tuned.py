@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import MethodConfig
+from petune.sites import CutKind, Split
 
 
 @runtime_checkable
@@ -30,6 +31,17 @@ class TunedLayer(Tuned, Protocol):
     """A tuned layer that can be passed by and, where its method allows, merged."""
 
     active: bool  # False: compute what the base layer would
+
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """How each of the layer's tensors, the base layer's included, is cut when the layer is cut by columns or by rows."""
+        ...
+
+    def way_out(self) -> nn.Module:
+        """The module whose output is the linear part of this layer: what a cut by rows must sum before anything else acts on it.
+
+        It is the layer itself, or passes on what `plain()` computes.
+        """
+        ...
 
     def merged_weight(self) -> Tensor:
         """Base weight with the tuning in it, dtype of the base weight; the sum is made in float32 at least."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackRule
+from petune.sites import Config, Family, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",
@@ -40,6 +40,11 @@ def narrow(config: Config, reduction: int) -> Config:
     return small
 
 
+def depth(config: Config) -> dict[StackName, int]:
+    """Blocks of each stack."""
+    return {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
+
+
 FAMILY = Family(
     name="bart",
     kind="encoder-decoder",
@@ -50,4 +55,5 @@ FAMILY = Family(
     heads=("classification_head",),
     shape=shape,
     narrow=narrow,
+    depth=depth,
 )

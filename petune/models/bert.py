@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackRule
+from petune.sites import Config, Family, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",
@@ -44,6 +44,11 @@ def narrow(config: Config, reduction: int) -> Config:
     return small
 
 
+def depth(config: Config) -> dict[StackName, int]:
+    """Blocks of the one stack."""
+    return {"encoder": config.num_hidden_layers}
+
+
 FAMILY = Family(
     name="bert",
     kind="encoder",
@@ -51,5 +56,6 @@ FAMILY = Family(
     heads=("classifier",),
     shape=shape,
     narrow=narrow,
+    depth=depth,
     fresh=("pooler",),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackRule
+from petune.sites import Config, Family, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",
@@ -35,6 +35,11 @@ def narrow(config: Config, reduction: int) -> Config:
     return small
 
 
+def depth(config: Config) -> dict[StackName, int]:
+    """Blocks of the one stack."""
+    return {"decoder": config.num_hidden_layers}
+
+
 FAMILY = Family(
     name="llama",
     kind="decoder",
@@ -42,4 +47,5 @@ FAMILY = Family(
     heads=("score", "classifier", "qa_outputs"),
     shape=shape,
     narrow=narrow,
+    depth=depth,
 )

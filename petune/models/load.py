@@ -27,7 +27,7 @@ from petune.sites import Family, Kind
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
-_AUTO: dict[Head, Any] = {
+AUTO: dict[Head, Any] = {
     "classify": transformers.AutoModelForSequenceClassification,
     "tokens": transformers.AutoModelForTokenClassification,
     "mlm": transformers.AutoModelForMaskedLM,
@@ -154,11 +154,11 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     if source.kind == "config":
         say(source.note)
         with quiet():
-            model = _AUTO[head].from_config(config, dtype=dtype)
+            model = AUTO[head].from_config(config, dtype=dtype)
         heads = family.heads if family else ()
         return Loaded(model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), "")
     with _hub_errors(source), quiet():
-        model, info = _AUTO[head].from_pretrained(
+        model, info = AUTO[head].from_pretrained(
             source.place,
             revision=source.revision,
             config=config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackRule
+from petune.sites import Config, Family, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",
@@ -51,6 +51,11 @@ def narrow(config: Config, reduction: int) -> Config:
     return small
 
 
+def depth(config: Config) -> dict[StackName, int]:
+    """Blocks of each stack; a config that does not say has as many in the decoder as in the encoder."""
+    return {"encoder": config.num_layers, "decoder": getattr(config, "num_decoder_layers", None) or config.num_layers}
+
+
 FAMILY = Family(
     name="t5",
     kind="encoder-decoder",
@@ -70,4 +75,5 @@ FAMILY = Family(
     heads=("classification_head", "classifier"),
     shape=shape,
     narrow=narrow,
+    depth=depth,
 )

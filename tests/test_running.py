@@ -1,0 +1,82 @@
+"""What is known of the running call: nested, put back whatever happens, each thread's own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from threading import Thread
+
+import pytest
+import torch
+
+from petune.running import Running, bound, bound_to, running
+
+
+def test_outside_any_call_nothing_is_known() -> None:
+    assert asdict(running()) == asdict(Running())
+    assert running().key is None
+    assert running().rows is None
+
+
+def test_an_inner_binding_keeps_what_it_does_not_name() -> None:
+    rows = torch.arange(3)
+    with bound(rows=rows, key=7, token=4) as outer:
+        with bound(token=9, site="decoder.1") as inner:
+            assert running() is inner
+            assert (inner.key, inner.token, inner.site) == (7, 9, "decoder.1")
+            assert inner.rows is rows
+        assert running() is outer
+        assert (outer.token, outer.site) == (4, "")
+
+
+def test_binding_to_a_record_forgets_what_was_bound_before() -> None:
+    with bound(key=7, token=4), bound_to(Running(feature=2)):
+        assert (running().key, running().token, running().feature) == (None, 0, 2)
+
+
+def test_changes_inside_a_binding_stay_inside() -> None:
+    here = Running(key=1)
+    for _ in range(2):  # a recomputation starts where the first computation started
+        with bound_to(here):
+            assert running().drawn == 0
+            running().drawn += 3
+            running().site = "elsewhere"
+    assert (here.drawn, here.site) == (0, "")
+    assert running().drawn == 0
+
+
+def test_a_change_is_seen_by_the_rest_of_the_call() -> None:
+    with bound(token=1):
+        running().token = 5
+        with bound(feature=2):
+            assert running().token == 5
+
+
+def test_what_was_bound_comes_back_after_an_exception() -> None:
+    with bound(key=7) as outer:
+        with pytest.raises(ZeroDivisionError), bound(key=8), bound_to(Running(key=9)):
+            raise ZeroDivisionError
+        assert running() is outer
+        assert running().key == 7
+    assert running().key is None
+
+
+def test_a_name_that_is_no_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="tokens"), bound(tokens=1):
+        pass
+    assert running().token == 0
+
+
+def test_each_thread_has_its_own() -> None:
+    seen: list[int | None] = []
+
+    def look() -> None:
+        seen.append(running().key)
+        with bound(key=8):
+            seen.append(running().key)
+
+    with bound(key=7):
+        thread = Thread(target=look)
+        thread.start()
+        thread.join()
+        assert running().key == 7
+    assert seen == [None, 8]
