@@ -27,7 +27,8 @@ def check(
         typer.echo(recipe.to_yaml(), nl=False)
         return
     task = recipe.task or "the task its data shows"
-    typer.echo(f"{recipe.source}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}")
+    over = f", parallel {recipe.parallel}" if recipe.parallel.axes else ""
+    typer.echo(f"{recipe.source}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
 
 
 def data(

@@ -16,7 +16,7 @@ import typer
 
 from petune import __version__
 from petune.errors import MachineError, PetuneError
-from petune_cli import asking, checking, doctor, shelf, shipping, training
+from petune_cli import asking, checking, doctor, plan, shelf, shipping, training
 
 commands = typer.Typer(
     name="petune",
@@ -28,7 +28,7 @@ commands = typer.Typer(
 
 _PANELS = {
     "Start": (training.train, asking.chat, shelf.ls, shelf.cp, doctor.doctor),
-    "Check": (checking.check, checking.data, checking.evaluate),
+    "Check": (checking.check, plan.plan, checking.data, checking.evaluate),
     "Ship": (shipping.merge, shipping.export, asking.generate),
 }
 for _panel, _verbs in _PANELS.items():

@@ -20,8 +20,8 @@ def ls() -> None:
         offline = recipe.model.startswith(("demo:", "config:")) and recipe.data.path.startswith("demo:")
         missing = recipe.model == "demo:minilm" and minilm_folder() is None
         state = "with requirements/demo.txt" if missing else "yes" if offline else "no"
-        rows.append((file.stem, recipe.model, recipe.method_name, recipe.task or "by the data", state))
-    show_table(("recipe", "model", "method", "task", "offline"), rows)
+        rows.append((file.stem, recipe.model, recipe.method_name, str(recipe.parallel), recipe.task or "by the data", state))
+    show_table(("recipe", "model", "method", "parallel", "task", "offline"), rows)
     typer.echo("train one with: petune train NAME    copy one with: petune cp NAME")
 
 

@@ -17,6 +17,9 @@ def train(
     allow_change: Annotated[
         list[str] | None, typer.Option("--allow-change", metavar="KEY", help="A key that may differ when resuming; repeatable.")
     ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, metavar="N", help="Go on from the newest checkpoint when a process dies, up to N times.")
+    ] = 0,
 ) -> None:
     """Train a recipe; without one, the demo."""
     from petune.errors import UsageError
@@ -28,4 +31,11 @@ def train(
     from petune.train import train as run_training
 
     with reporter() as shown:
-        run_training(recipe, resume=checkpoint or resume, overwrite=overwrite, allow_change=tuple(allow_change or ()), reporter=shown)
+        run_training(
+            recipe,
+            resume=checkpoint or resume,
+            overwrite=overwrite,
+            allow_change=tuple(allow_change or ()),
+            reporter=shown,
+            restarts=restarts,
+        )

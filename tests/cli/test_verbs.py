@@ -41,7 +41,7 @@ def test_overwrite_and_resume_exclude_each_other(type_: Type) -> None:
 
 def test_ls_lists_every_shipped_recipe(type_: Type) -> None:
     lines = type_("ls").out.splitlines()
-    assert lines[0].split() == ["recipe", "model", "method", "task", "offline"]
+    assert lines[0].split() == ["recipe", "model", "method", "parallel", "task", "offline"]
     assert [line.split()[0] for line in lines[1:-1]] == [file.stem for file in shipped_recipes()]
 
 

@@ -1,0 +1,142 @@
+"""The verb that looks ahead: how a recipe would lie across ranks, and what it would cost them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from petune.errors import UsageError
+from petune_cli.given import Given, Words
+
+if TYPE_CHECKING:
+    from petune.forecast import Advice, Forecast, Rank
+    from petune.parallel import ParallelConfig
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def plan(
+    words: Words = None,
+    world: Annotated[int | None, typer.Option("--world", min=1, help="Processes to plan for; else as many as the recipe asks for.")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="Memory of each device: 24GiB, or one for each rank: 8,24.")] = None,
+    speeds: Annotated[str | None, typer.Option("--speeds", help="Speeds of unequal devices, 3,1: print shares that suit them.")] = None,
+) -> None:
+    """Plan: layout, memory and traffic, no weights read."""
+    recipe = Given.of(words).recipe()
+    sizes = _sizes(memory) if memory is not None else None
+    from petune import forecast
+
+    if speeds is None:
+        found = forecast.forecast(recipe, world, sizes)
+        _show(found)
+    else:
+        rates = _rates(speeds)
+        if world not in (None, len(rates)):
+            raise UsageError("one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates)))
+        advice = forecast.advise(recipe, rates, sizes)
+        found = advice.forecast
+        _show(found)
+        for line in _advice(advice):
+            typer.echo(line)
+    found.check()
+
+
+def _sizes(text: str) -> list[int]:
+    """Bytes of `24GiB`, `8GB` or `24` (GiB), or of several with commas. Raises UsageError."""
+    found = []
+    for word in text.split(","):
+        size = _SIZE.fullmatch(word.strip())
+        if size is None:
+            raise UsageError("this is no size", where="--memory", expected="24GiB, 24GB or 24, or a list 8,24", found=word)
+        number, prefix, binary = size.groups()
+        unit = 2**30 if prefix is None else (1024 if binary else 1000) ** _POWERS[prefix.upper()]
+        found.append(int(float(number) * unit))
+    return found
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError("speeds are numbers", where="--speeds", expected="for example 3,1", found=text) from None
+
+
+def _show(found: Forecast) -> None:
+    from petune_cli.display import show_table
+
+    for line in found.facts:
+        typer.echo(line)
+    typer.echo("")
+    gathers = any(rank.memory.gathered for rank in found.ranks)
+    show_table([*_SHARES, *(head for head in _BYTES if gathers or head != "gathered")], [_row(rank, gathers) for rank in found.ranks])
+    if found.transitions:
+        from petune.log import human
+
+        typer.echo("")
+        rows = [
+            (one.where, one.operations, str(one.times), *(human(size) if size else "-" for size in (one.forward, one.backward)))
+            for one in found.transitions
+        ]
+        show_table(("sent by a rank", "forward / backward", "times", "forward", "backward"), rows)
+    typer.echo("")
+    for line in _closing(found):
+        typer.echo(line)
+
+
+_SHARES = ("rank", "blocks", "heads", "columns", "tokens", "rows")
+_BYTES = ("frozen", "tuned", "gradients", "optimizer", "activations", "gathered", "in all", "of")
+
+
+def _row(rank: Rank, gathers: bool) -> tuple[str, ...]:
+    from petune.log import human
+
+    memory = rank.memory
+    numbers = (rank.heads, rank.columns, rank.tokens, rank.rows)
+    parts = (memory.frozen, memory.tuned, memory.gradients, memory.optimizer, memory.activations)
+    sizes = (*parts, memory.gathered, rank.total) if gathers else (*parts, rank.total)
+    return (
+        str(rank.rank),
+        rank.blocks,
+        *("-" if number is None else str(number) for number in numbers),
+        *map(human, sizes),
+        "?" if rank.limit is None else human(rank.limit) + ("" if rank.fits else "  DOES NOT FIT"),
+    )
+
+
+def _closing(found: Forecast) -> Iterator[str]:
+    from petune.log import human
+
+    resting = max(rank.memory.at_rest for rank in found.ranks)
+    if resting:
+        yield f"shards   {human(resting)} of each rank rest in the memory of the CPU"
+    if found.plan.pp > 1:
+        yield f"bubble   {found.bubble:.0%} of a step a rank waits for others, if all stages take as long"
+    process = found.ranks[0].process
+    yield f"memory   {human(process)} a process for itself is in the sums; activations are an estimate for the longest rows"
+    if all(rank.fits for rank in found.ranks):
+        unknown = any(rank.limit is None for rank in found.ranks)
+        yield "fits     not known: these devices are not here, give --memory" if unknown else "fits     yes"
+
+
+def _advice(advice: Advice) -> Iterator[str]:
+    yield f"gain     a step computes {1 / advice.ratio:.2f} times as fast as with even shares; communication does not count in this"
+    yield "write    " + _written(advice.parallel)
+
+
+def _written(parallel: ParallelConfig) -> str:
+    """The axes as they stand in a recipe, defaults left out."""
+    from dataclasses import fields
+
+    axes = []
+    for name, axis in parallel.axes.items():
+        given = {entry.name: getattr(axis, entry.name) for entry in fields(axis) if getattr(axis, entry.name) != entry.default}
+        axes.append(f"{name}: {{{', '.join(f'{key}: {_plain(value)}' for key, value in given.items())}}}")
+    return f"parallel: {{{', '.join(axes)}}}"
+
+
+def _plain(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,84 @@
+"""The ranks of a run as a mesh of three axes, pp x dp x tp, and this rank's place in it.
+
+`tp` is the axis along which blocks are cut, whatever the row of the table (tp, sp, galaxy ...). It varies fastest, so that its ranks are
+neighbours on one host; pp varies slowest. An axis of size 1 has no group, and whoever communicates along it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from petune.errors import DistributedError
+from petune.parallel.plan import ALONE, ParallelPlan
+
+Axis = Literal["pp", "dp", "tp"]
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's place along each axis."""
+
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
+
+
+def coordinate(plan: ParallelPlan, rank: int) -> Coordinate:
+    """The place of world rank `rank`."""
+    rest, tp = divmod(rank, plan.tp)
+    pp, dp = divmod(rest, plan.dp)
+    return Coordinate(pp, dp, tp)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank in a plan. `groups` has the process group of each axis larger than 1; `devices` is torch's own mesh, for FSDP2."""
+
+    plan: ParallelPlan
+    rank: int
+    at: Coordinate
+    device: torch.device
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    devices: DeviceMesh | None = None
+
+    def size(self, axis: Axis) -> int:
+        """Ranks along `axis`."""
+        return int(getattr(self.plan, axis))
+
+    def index(self, axis: Axis) -> int:
+        """This rank's place along `axis`."""
+        return int(getattr(self.at, axis))
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """The group along `axis`; None where it has one rank."""
+        return self.groups.get(axis)
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+
+def alone(device: torch.device) -> Mesh:
+    """The mesh of a single process, which communicates with nobody."""
+    return Mesh(ALONE, 0, Coordinate(), device)
+
+
+def make_mesh(plan: ParallelPlan, device: torch.device) -> Mesh:
+    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks."""
+    if plan.world == 1:
+        return alone(device)
+    if (found := dist.get_world_size()) != plan.world:
+        raise DistributedError("the plan is for another number of processes", expected=str(plan.world), found=str(found))
+    sizes = (plan.pp, plan.dp, plan.tp)
+    devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    groups: dict[str, dist.ProcessGroup] = {axis: devices.get_group(axis) for axis, size in zip(AXES, sizes, strict=True) if size > 1}
+    rank = dist.get_rank()
+    return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)

@@ -1,0 +1,154 @@
+"""The estimate of what is kept for the backward pass, against what autograd really saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petune.methods import wrap
+from petune.models import family_of
+from petune.parallel.activations import Extent, Saved, inputs_of, saved_by
+from petune.parallel.mesh import Coordinate
+from petune.parallel.plan import Cut, ParallelPlan
+from petune.parallel.slices import cut
+from petune.stack import own_stacks
+from tests.methods.zoo import ZOO
+
+WIDE: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "d_model": 256,
+    "encoder_ffn_dim": 640,
+    "decoder_ffn_dim": 640,
+    "d_ff": 640,
+    "d_kv": 32,
+}
+LENGTH, ROWS = 48, 2
+
+
+def model_of(name: str, method: str, depth: int, bf16: bool = False, **changes: Any) -> Any:
+    """A wider model of the zoo with `depth` blocks per stack, tuned, in training mode."""
+    made, config, values = ZOO[name]
+    layers = {key: depth for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers") if key in values}
+    wide = {key: value for key, value in WIDE.items() if key in values}
+    torch.manual_seed(0)
+    model = made(config(**{**values, **wide, **layers, **changes})).train()
+    return wrap(model.bfloat16() if bf16 and method != "full" else model, method, **({"reduction": 8} if method == "side" else {}))
+
+
+def saved_by_autograd(model: Any, name: str, bf16: bool = False) -> int:
+    """Bytes of everything autograd saves in a forward pass, parameters and inputs apart."""
+    ids = torch.randint(3, 97, (ROWS, LENGTH))
+    inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["labels"] = torch.zeros(ROWS, dtype=torch.long) if name.endswith("classify") else ids.clone()
+    known = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers(), *inputs.values())}
+    found: dict[int, Any] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        cast_weight = bf16 and value.dim() == 2 and value.dtype is torch.bfloat16 and value.shape[0] != ROWS * LENGTH
+        if not cast_weight and value.untyped_storage().data_ptr() not in known:
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model(**inputs)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.0, 0.0)) -> float:
+    """The estimate for the last block of every stack."""
+    total = 0.0
+    for stack in own_stacks(model, family_of(model)).values():  # type: ignore[arg-type]
+        extent = Extent(LENGTH, LENGTH, LENGTH, heads=8)
+        total += saved_by(stack.blocks[-1], stack.rule, None, extent, itemsize, dropouts).of(ROWS)
+    return total
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+@pytest.mark.parametrize("name", ["llama-causal", "qwen3-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq", "t5-gated"])
+def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) -> None:
+    saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
+    assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+@pytest.mark.parametrize("name", ["llama-causal", "bert-classify", "t5-seq2seq"])
+def test_under_bf16_autocast_it_is_near(name: str, method: str) -> None:
+    saved = [saved_by_autograd(model_of(name, method, depth, bf16=True), name, bf16=True) for depth in (1, 2)]
+    assert estimated(model_of(name, method, 2, bf16=True), itemsize=2) == pytest.approx(saved[1] - saved[0], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"), [("bert-classify", ("attention_probs_dropout_prob", "hidden_dropout_prob")), ("t5-seq2seq", ("dropout_rate",) * 2)]
+)
+def test_dropout_is_near(name: str, rates: tuple[str, str]) -> None:
+    changes = dict.fromkeys(rates, 0.1)
+    saved = [saved_by_autograd(model_of(name, "lora", depth, **changes), name) for depth in (1, 2)]
+    assert estimated(model_of(name, "lora", 2), dropouts=(0.1, 0.1)) == pytest.approx(saved[1] - saved[0], rel=0.3)
+
+
+def test_side_saves_in_the_ladder_only() -> None:
+    model = model_of("llama-causal", "side", 2)
+    (stack,) = own_stacks(model, family_of(model)).values()  # type: ignore[arg-type]
+    assert stack.ladder is not None
+    extent = Extent(LENGTH, LENGTH, LENGTH, heads=8)
+    ladder: Any = stack.ladder
+    level = saved_by(ladder.blocks[0], stack.rule, None, extent, 4, (0.0, 0.0)).of(ROWS)
+    level += ROWS * LENGTH * 4 * (256 + 2 * 32)  # what `down` takes from the backbone, and the two that are mixed
+    saved = [saved_by_autograd(model_of("llama-causal", "side", depth), "llama-causal") for depth in (1, 2)]
+    assert level == pytest.approx(saved[1] - saved[0], rel=0.05)
+
+
+# ------------------------------------------------------------------ what a rank saves
+
+
+def shares(connection: str) -> list[Saved]:
+    """What each of two ranks saves, heads and columns cut 3:1."""
+    found = []
+    for rank in (0, 1):
+        model = model_of("llama-causal", "lora", 2)
+        family = family_of(model)
+        assert family is not None
+        one = Cut("heads", "heads", connection, "gather", (6, 2), (3, 1), (480, 160), (3, 1), False, False)  # type: ignore[arg-type]
+        cut(model, family, ParallelPlan(tp=2, cut=one), Coordinate(tp=rank))
+        (stack,) = own_stacks(model, family).values()
+        extent = Extent(LENGTH, LENGTH * (3, 1)[rank] // 4, heads=(6, 2)[rank])
+        found.append(saved_by(stack.blocks[0], stack.rule, one, extent, 4, (0.0, 0.0)))
+    return found
+
+
+def test_what_regions_save_is_shared_out_and_what_lies_between_only_by_sequence() -> None:
+    whole = saved_by_block(0)
+    between = 2 * LENGTH * 4 * 256  # two norms
+    entering = LENGTH * 4 * (2 * 256 + 7 * 16)  # inputs of column sites, and what their factors make, are the same on every rank
+    for connection, doubled in (("whole", between + entering), ("sequence", entering)):
+        assert sum(one.row for one in shares(connection)) == pytest.approx(whole + doubled, rel=0.02)
+    even, uneven = shares("whole")
+    assert even.row > uneven.row
+
+
+def saved_by_block(index: int) -> float:
+    """Bytes per row of a block that is not cut."""
+    model = model_of("llama-causal", "lora", 2)
+    (stack,) = own_stacks(model, family_of(model)).values()  # type: ignore[arg-type]
+    return saved_by(stack.blocks[index], stack.rule, None, Extent(LENGTH, LENGTH, heads=8), 4, (0.0, 0.0)).row
+
+
+def test_of_a_block_computed_again_its_input_is_kept() -> None:
+    one = Cut("sequence", "sequence", "sequence", "gather", (), (), (), (3, 1), False, False)
+    assert inputs_of(256, None, Extent(48, 36), 2) == 256 * 48 * 2
+    assert inputs_of(256, one, Extent(48, 36), 2) == 256 * 36 * 2
+
+
+def test_a_region_by_sequence_saves_all_keys_and_values_unless_they_travel() -> None:
+    def saved(exchange: str) -> float:
+        model: nn.Module = model_of("llama-causal", "lora", 1)
+        (stack,) = own_stacks(model, family_of(model)).values()  # type: ignore[arg-type]
+        one = Cut("sequence", "sequence", "sequence", exchange, (), (), (), (3, 1), False, False)
+        return saved_by(stack.blocks[0], stack.rule, one, Extent(LENGTH, 12, heads=8), 4, (0.0, 0.0)).row
+
+    assert saved("gather") - saved("ring") == 2 * (LENGTH - 12) * 128 * 4
+    assert saved("ring") == saved("ulysses") == pytest.approx(saved_by_block(0) / 4)
