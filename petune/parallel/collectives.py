@@ -1,0 +1,238 @@
+"""What ranks say to one another: the six transitions between layouts as autograd functions, and three plain collectives.
+
+The transitions act on activations [batch, seq, ...] whose dim 1 is cut by `sizes`, the tokens of every rank of `group` in order; zero
+tokens are allowed. They talk in the tensor's own dtype. The backward of each is its true adjoint, which depends on who consumes the result:
+
+    name                 forward          backward         leads
+    copy                 identity         all-reduce       whole -> the entry of a layer cut by heads or columns
+    reduce               all-reduce       identity         partial sums -> whole
+    gather_seq           all-gather       reduce-scatter   sequence -> whole, where ranks then do different work
+    reduce_scatter_seq   reduce-scatter   all-gather       partial sums -> sequence
+    split_shared         own slice        all-gather       whole, the same on every rank -> sequence
+    gather_shared        all-gather       own slice        sequence -> whole, where every rank then does the same work
+
+Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses the other ranks' part.
+
+A group of None or of one rank means that nothing is said and `x` comes back. Every rank must make the same calls in the same order. Uneven
+all-gathers are padded to the longest part and uneven reduce-scatters take a list, which gloo and NCCL can both do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+Group = dist.ProcessGroup | None
+Sizes = tuple[int, ...]
+
+SEQ = 1  # the dim of an activation that holds tokens
+BUCKET = 64 * 2**20  # bytes of one flat all-reduce: long enough for bandwidth, short enough not to matter beside the model
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13, and before
+
+
+def alone(group: Group) -> bool:
+    """Whether there is nobody to talk to."""
+    return group is None or dist.get_world_size(group) == 1
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """`x`, the same on every rank; its gradient is the sum of what every rank makes of it."""
+    return x if alone(group) else applied(_Copy, x, group)
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of every rank's `x`, for consumers that are the same on every rank."""
+    return x if alone(group) else applied(_Reduce, x, group)
+
+
+def gather_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the own tokens."""
+    return x if alone(group) else applied(_GatherSeq, x, sizes, group)
+
+
+def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    """[b, all tokens, ...], one term of a sum -> the sum's own tokens."""
+    return x if alone(group) else applied(_ReduceScatterSeq, x, sizes, group)
+
+
+def split_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every rank."""
+    return x if alone(group) else applied(_SplitShared, x, sizes, group)
+
+
+def gather_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    """[b, own tokens, ...] -> [b, all tokens, ...] for a consumer that is the same on every rank."""
+    return x if alone(group) else applied(_GatherShared, x, sizes, group)
+
+
+def all_sum_(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace each tensor by its sum over the ranks, in place and without a graph. All ranks give the same shapes in the same order."""
+    _all_reduce_(tensors, dist.ReduceOp.SUM, group)
+
+
+def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace each tensor by its elementwise maximum over the ranks, as `all_sum_` does by the sum."""
+    _all_reduce_(tensors, dist.ReduceOp.MAX, group)
+
+
+@torch.no_grad()
+def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
+    """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are equal on all ranks."""
+    return x if alone(group) else _gather(x.detach(), sizes, dim, group)
+
+
+def own_slice(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
+    """This rank's part of a whole `x`, as a view."""
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+
+def applied(function: type[Function], *args: Any) -> Tensor:
+    """`function.apply(*args)`, for a function of one output."""
+    found: Tensor = function.apply(*args)
+    return found
+
+
+def _gather(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
+    """All-gather along `dim`: every part padded to the longest, moved in one call, and trimmed."""
+    if x.dtype is torch.bool:  # not every backend has it
+        return _gather(x.to(torch.uint8), sizes, dim, group).bool()
+    longest, own = max(sizes), sizes[dist.get_rank(group)]
+    if x.shape[dim] != own:
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not have this rank's {own} of {sizes}")
+    if longest == 0:
+        return x.clone()
+    part = x.movedim(dim, 0)
+    if own != longest:
+        part = torch.cat([part, part.new_zeros(longest - own, *part.shape[1:])])
+    found = part.new_empty(len(sizes) * longest, *part.shape[1:])
+    _all_gather(found, part.contiguous(), group=group)
+    if min(sizes) == longest:
+        return found.movedim(0, dim).contiguous()
+    return torch.cat([found[rank * longest :][:size].movedim(0, dim) for rank, size in enumerate(sizes)], dim)
+
+
+def _reduce_scatter(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
+    """Sum over the ranks, of which each keeps its own part along `dim`."""
+    if max(sizes) == 0:
+        return x.clone()
+    parts = [part.contiguous() for part in x.split(list(sizes), dim)]
+    own = torch.empty_like(parts[dist.get_rank(group)])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+@torch.no_grad()
+def _all_reduce_(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType, group: Group) -> None:
+    if alone(group):
+        return
+    for bucket in _buckets([tensor.detach() for tensor in tensors if tensor.numel()]):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], operation, group=group)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, operation, group=group)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, in order and at most BUCKET bytes together unless one alone has more."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for kind in kinds.values():
+        bucket: list[Tensor] = []
+        held = 0
+        for tensor in kind:
+            size = tensor.numel() * tensor.element_size()
+            if bucket and held + size > BUCKET:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(tensor)
+            held += size
+        yield bucket
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherSeq(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gather(x, sizes, SEQ, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.sizes, SEQ, ctx.group), None, None
+
+
+class _ReduceScatterSeq(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _reduce_scatter(x, sizes, SEQ, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.sizes, SEQ, ctx.group), None, None
+
+
+class _SplitShared(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return own_slice(x, sizes, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.sizes, SEQ, ctx.group), None, None
+
+
+class _GatherShared(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gather(x, sizes, SEQ, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_slice(grad, ctx.sizes, ctx.group).contiguous(), None, None

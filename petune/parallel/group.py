@@ -1,0 +1,438 @@
+"""The ranks of one run as a process group: joining it, agreeing at the start, meeting, and saying who failed.
+
+Everything but tensors goes through the rendezvous store as text, so nothing is pickled. A thread of every rank writes a beat to the store
+once a second and reads the others': a rank that is killed or frozen is named, whatever the main thread waits for, and a process whose
+peers or launcher are gone does not outlive them for long. The file is over 300 lines long because joining, beating and naming the one who
+failed share one small state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from petune.errors import DistributedError, MachineError, PetuneError, Problem
+from petune.parallel.rendezvous import (
+    ERROR_FILE,
+    Place,
+    client,
+    connect,
+    first_line,
+    joined,
+    launched,
+    place,
+    restarted,
+    started,
+    stay_on_this_machine,
+)
+
+__all__ = [
+    "PeerLost",
+    "agree",
+    "at_step",
+    "barrier",
+    "explain",
+    "gather",
+    "join",
+    "joined",
+    "launched",
+    "leave",
+    "limit",
+    "place",
+    "quit_process",
+    "report",
+    "restarted",
+    "started",
+]
+
+BEAT_S = 1.0
+SILENT_S = 3 * BEAT_S  # a rank that has not beaten for this long is named when a collective fails
+SPARE_S = 1.0  # the main thread's own timeout may come first: it unwinds better than a thread can
+
+Kind = Literal["own", "lost", "consequence"]
+
+
+class PeerLost(DistributedError):
+    """Another rank failed. `kind`: lost, this says which rank and how; consequence, only that the group broke, and others know why."""
+
+    def __init__(self, what: str, kind: Kind, remedy: str | None = None) -> None:
+        super().__init__(what, remedy=remedy)
+        self.kind: Kind = kind
+
+
+# ------------------------------------------------------------ joining and leaving
+
+
+@dataclass
+class _Session:
+    """What this module remembers while the process is in a group. `server` keeps the store alive on the rank that holds it."""
+
+    place: Place
+    store: Store
+    server: Store | None
+    pulse: Pulse
+    timeout_s: float
+    start_timeout_s: float
+    meetings: int = 0
+
+
+_session: _Session | None = None
+_reported: int | None = None
+
+
+def join(device_type: Literal["cpu", "cuda"], timeout_s: float = 60, start_timeout_s: float = 300) -> tuple[int, int]:
+    """Join the group this process was started for: (rank, number of ranks), with torch's default group made (gloo, or nccl for cuda).
+
+    `timeout_s`: how long a collective may wait and a rank be silent; `start_timeout_s`: how long to wait for every rank to start.
+    Raises DistributedError naming who is missing or what cannot be reached, MachineError without a GPU for this rank.
+    """
+    global _session
+    here = place()
+    if here is None:
+        raise DistributedError("this process is not one of several ranks", remedy="start it with petune train, torchrun or srun")
+    if _session is not None:
+        raise DistributedError("this process has joined a group already")
+    stay_on_this_machine(here)
+    device = _own_gpu(here) if device_type == "cuda" else None
+    server, store = connect(here, start_timeout_s)
+    _check_in(here, store, start_timeout_s)
+    pulse = Pulse(here, client(here, start_timeout_s), timeout_s)
+    _session = _Session(here, store, server, pulse, timeout_s, start_timeout_s)
+    pulse.start()
+    try:
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            store=PrefixStore("torch", client(here, timeout_s)),
+            rank=here.rank,
+            world_size=here.world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device,
+        )
+    except Exception as error:
+        raise explain(error) from None
+    return here.rank, here.world
+
+
+def inside() -> bool:
+    """Whether this process is in a group now."""
+    return _session is not None
+
+
+def leave() -> None:
+    """End a good run: wait for every rank, then take the group down. After a failure use `quit_process` instead."""
+    global _session
+    if _session is None:
+        return
+    barrier()
+    session = _session
+    session.pulse.stop()
+    dist.destroy_process_group()
+    with suppress(RuntimeError):  # whoever holds the store goes last
+        session.store.set(f"gone/{session.place.rank}", "1")
+        if session.server is not None:
+            _wait(session.store, [f"gone/{rank}" for rank in range(session.place.world)], time.monotonic() + 5)
+    _session = None
+
+
+def quit_process(code: int) -> NoReturn:
+    """End this process at once with `code`: torch's threads hang or abort an ordinary exit while a collective is under way."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def limit(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give `groups` the timeout of the default group; torch gives every new group half an hour."""
+    if _session is not None:
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_session.timeout_s), group)
+
+
+def _own_gpu(here: Place) -> torch.device:
+    count = torch.cuda.device_count()
+    index = here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
+    if index >= count:
+        raise MachineError(f"there is no GPU for rank {here.rank}", expected=f"at least {index + 1} on this machine", found=str(count))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _check_in(here: Place, store: Store, limit_s: float) -> None:
+    """Wait until every rank is here. Raises DistributedError with those that are not."""
+    try:
+        store.set(f"beat/{here.rank}", json.dumps(asdict(Beat())))
+        missing = _wait(store, [f"beat/{rank}" for rank in range(here.world)], time.monotonic() + limit_s)
+    except RuntimeError:
+        raise DistributedError(f"{here.holder}, which holds the rendezvous, is gone") from None
+    if missing:
+        if here.holds:
+            time.sleep(SPARE_S)  # the others find out by its store
+        raise DistributedError(
+            f"{_ranks(missing)} of {here.world} did not start",
+            found=f"waited {limit_s:.0f} s",
+            remedy=f"start every rank; each must reach {here.host}:{here.port}",
+        )
+
+
+def _wait(store: Store, keys: list[str], until: float) -> list[int]:
+    """Wait for keys, one per rank; the ranks whose key is missing at monotonic time `until`."""
+    missing, pause = list(range(len(keys))), 0.002
+    while missing := [rank for rank in missing if not store.check([keys[rank]])]:
+        if time.monotonic() > until:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return missing
+
+
+# ------------------------------------------------------------ meeting
+
+
+def gather(text: str) -> list[str]:
+    """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or falls silent meanwhile."""
+    session = _required()
+    keys = [f"meet/{session.meetings}/{rank}" for rank in range(session.place.world)]
+    session.store.set(keys[session.place.rank], text)
+    while _wait(session.store, keys, time.monotonic() + 0.3):
+        if lost := session.pulse.lost(session.timeout_s):
+            raise lost
+    values = [session.store.get(key).decode() for key in keys]
+    if session.meetings:  # whoever is here has read what the last meeting was about
+        session.store.delete_key(f"meet/{session.meetings - 1}/{session.place.rank}")
+    session.meetings += 1
+    return values
+
+
+def barrier() -> None:
+    """Wait, however long it takes, until every rank is here: for what rank 0 does alone. Raises PeerLost as `gather` does."""
+    gather("")
+
+
+def agree(facts: Mapping[str, str]) -> None:
+    """Raise DistributedError, the same on every rank, unless all ranks have the same facts: recipe, data, versions, model."""
+    everyone = [json.loads(text) for text in gather(json.dumps(dict(facts)))]
+    problems = []
+    for key in dict.fromkeys(key for own in everyone for key in own):
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(everyone):
+            ranks.setdefault(str(own.get(key, "nothing")), []).append(rank)
+        if len(ranks) > 1:
+            first, *others = (f"{value} ({_ranks(which)})" for value, which in ranks.items())
+            problems.append(Problem(f"the ranks do not have the same {key}", expected=first, found=", ".join(others)))
+    if problems:
+        barrier()  # everyone has read, so nobody takes the store away
+        raise DistributedError([*problems, Problem("every rank needs the same recipe, data, model and packages")])
+
+
+def at_step(step: int) -> None:
+    """Note the step this rank is at: others name it should this rank fall silent."""
+    if _session is not None:
+        _session.pulse.own.step = step
+
+
+# ------------------------------------------------------------ the beat
+
+
+@dataclass
+class Beat:
+    """What a rank says of itself once a second."""
+
+    count: int = 0
+    step: int = 0
+    failed: str | None = None
+    left: bool = False
+
+
+class Pulse:
+    """Writes this rank's beat, reads the others', and ends the process when one is silent and the main thread cannot see it.
+
+    One thread beats, another watches, because a read of the store has no timeout: a frozen store would hold a single thread for good.
+    Ages are counted from when something was seen to change here, so clocks of machines need not agree.
+    """
+
+    def __init__(self, here: Place, store: Store, silence_s: float) -> None:
+        self.here, self.store, self.silence_s = here, store, silence_s
+        self.own = Beat()
+        self.beats = [Beat() for _ in range(here.world)]
+        self.answered = time.monotonic()  # when the store last did
+        self.heard = [self.answered] * here.world
+        self.broken = False  # the connection to the store is
+        self.ended = threading.Event()
+        self.threads = [threading.Thread(target=work, name="petune-pulse", daemon=True) for work in (self._beat, self._watch)]
+
+    def start(self) -> None:
+        """Begin to beat."""
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Say that this rank leaves in peace, and stop."""
+        self.ended.set()
+        self.threads[0].join(5)
+        self.own.left = True
+        with suppress(RuntimeError):
+            self.publish(self.store)
+
+    def publish(self, store: Store) -> None:
+        """Write the own beat through `store`: a client serves one thread, and this is called by two."""
+        store.set(f"beat/{self.here.rank}", json.dumps(asdict(self.own)))
+
+    def _beat(self) -> None:
+        while not self.ended.wait(BEAT_S):
+            self.own.count += 1
+            try:
+                self.publish(self.store)
+                texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.here.world)])
+            except RuntimeError:
+                self.broken = True
+                return
+            self.answered = time.monotonic()
+            for rank, text in enumerate(texts):
+                beat = Beat(**json.loads(text))
+                if beat != self.beats[rank]:
+                    self.beats[rank], self.heard[rank] = beat, self.answered
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self.ended.wait(BEAT_S / 4):
+            now = time.monotonic()
+            if now - last > SILENT_S:  # this very process was frozen or starved: it cannot judge the others
+                self.answered, self.heard = now, [now] * self.here.world
+            last = now
+            if self.broken and not self.ended.wait(SILENT_S):  # leave the main thread a moment to end by itself
+                _give_up(PeerLost(f"{self.here.holder}, which holds the rendezvous, is gone", "consequence"))
+            elif lost := self._silence(self.silence_s + SPARE_S):
+                _give_up(lost)
+
+    def silent(self, limit_s: float) -> dict[int, float]:
+        """Ranks not heard for `limit_s` seconds, and for how long; empty while the store itself does not answer."""
+        now = time.monotonic()
+        if now - self.answered > SILENT_S:
+            return {}
+        ages = {rank: now - heard for rank, heard in enumerate(self.heard) if rank != self.here.rank and not self.beats[rank].left}
+        return {rank: age for rank, age in ages.items() if age > limit_s}
+
+    def _silence(self, limit_s: float) -> PeerLost | None:
+        if silent := self.silent(limit_s):
+            who = [
+                f"rank {rank} has not answered for {age:.0f} s (last seen at step {self.beats[rank].step})" for rank, age in silent.items()
+            ]
+            return PeerLost(", ".join(who), "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
+        if (age := time.monotonic() - self.answered) > limit_s:
+            what = f"{self.here.holder}, which holds the rendezvous, has not answered for {age:.0f} s"
+            return PeerLost(what, "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
+        return None
+
+    def lost(self, limit_s: float) -> PeerLost | None:
+        """Who has failed, or been silent for `limit_s` seconds, as an error; None while all is well."""
+        for rank, beat in enumerate(self.beats):
+            if beat.failed and rank != self.here.rank:
+                return PeerLost(f"rank {rank} failed: {beat.failed}", "consequence")
+        return self._silence(limit_s)
+
+
+def _give_up(error: PeerLost) -> NoReturn:
+    """End the process from the beating thread: the main thread waits in a collective that no exception reaches."""
+    code = report(error) if _reported is None else _reported
+    quit_process(code)
+
+
+# ------------------------------------------------------------ saying who failed
+
+
+_SIGNS = re.compile(r"gloo|pair closure|Connection (closed|reset|refused)|Broken pipe|NCCL|ProcessGroup|Socket", re.IGNORECASE)
+
+
+def explain(error: BaseException) -> BaseException:
+    """What a failed collective means: which rank is frozen, has failed or is gone. Any other error is given back as it is."""
+    if isinstance(error, PetuneError) or not isinstance(error, RuntimeError):
+        return error
+    if not isinstance(error, dist.DistError) and not _SIGNS.search(str(error)):
+        return error
+    if _session is None:
+        return DistributedError("the process group failed", found=first_line(error))
+    session, late = _session, "timed out" in str(error).lower()
+    # The silence of a rank that froze a moment ago is not long enough yet; of one that died, petune's launcher knows at once.
+    until = time.monotonic() + (SILENT_S + 2 * BEAT_S if late or not launched() else 0)
+    while not (lost := session.pulse.lost(SILENT_S)) and time.monotonic() < until:
+        time.sleep(0.1)
+    if lost:
+        return lost
+    if late:
+        beats = session.pulse.beats
+        steps = ", ".join(f"rank {rank} at step {beat.step}" for rank, beat in enumerate(beats))
+        return DistributedError(f"the ranks are alive but did not meet within {session.timeout_s:.0f} s", found=steps)
+    return PeerLost(f"the connection to another rank broke: {first_line(error)}", "consequence")
+
+
+def report(error: BaseException) -> int:
+    """Tell the launcher, and the other ranks, how this rank failed; its exit code.
+
+    The first report counts. Under torchrun and srun, where nobody else speaks for it, the rank prints its error itself.
+    """
+    global _reported
+    error = explain(error)
+    code, text = _spoken(error)
+    if _reported is not None:
+        return _reported
+    _reported = code
+    here = place()
+    kind = error.kind if isinstance(error, PeerLost) else "own"
+    trace = "".join(traceback.format_exception(error)) if code == 1 else ""
+    if path := os.environ.get(ERROR_FILE):
+        with suppress(OSError):
+            _write_error_file(Path(path), here.rank if here else 0, code, kind, text, trace)
+    if not launched():
+        print(f"rank {here.rank}: {text}" if here else text, file=sys.stderr, flush=True)
+    if _session is not None and kind == "own":
+        _session.pulse.own.failed = text
+        with suppress(RuntimeError):
+            _session.pulse.publish(_session.store)
+    return code
+
+
+def _spoken(error: BaseException) -> tuple[int, str]:
+    """The exit code and the words for any error."""
+    if isinstance(error, PetuneError):
+        return error.code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return MachineError.code, f"out of memory: {first_line(error)}"
+    return 1, f"internal error: {type(error).__name__}: {first_line(error)}"
+
+
+def _write_error_file(path: Path, rank: int, code: int, kind: Kind, text: str, trace: str) -> None:
+    """torch elastic's form of an error file, which torchrun reads, with what petune's launcher wants beside it."""
+    now = time.time()
+    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
+    own = {"rank": rank, "code": code, "kind": kind, "text": text, "trace": trace, "time": now}
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"message": message, "petune": own}), encoding="utf-8")
+    partial.rename(path)
+
+
+def _required() -> _Session:
+    if _session is None:
+        raise DistributedError("this process has not joined a group")
+    return _session
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

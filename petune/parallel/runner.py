@@ -1,0 +1,345 @@
+"""One model, some ranks: forward, backward, and everything that has to be summed, counted once or made whole. What the loop talks to.
+
+A single process is a plan with axes of size 1 and takes the same path. The loss is a sum over trained tokens divided by the count of the
+whole step, so gradients only ever add up: over micro-batches by autograd, over the tp axis where `Placed` says they are partial, over dp
+because replicas have other rows, over pp where several stages hold one tensor. Each sum happens once, before clipping. The file is a little
+over 300 lines long because a step, and what it asks of other ranks, read the same few facts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from petune import attention
+from petune.dropout import drawing
+from petune.errors import PetuneError
+from petune.log import say
+from petune.parallel import group
+from petune.parallel.collectives import all_sum_, gather_dim
+from petune.parallel.mesh import Axis, Mesh
+from petune.parallel.pipeline import Pipeline, cut_stages
+from petune.parallel.place import cross
+from petune.parallel.plan import ParallelPlan, apportion
+from petune.parallel.shard import copies, full, is_sharded, local, local_like, shard
+from petune.parallel.slices import Placed, cut
+from petune.parallel.vocabulary import cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
+from petune.parallel.work import Batch, Work
+from petune.running import Running
+from petune.sites import Family
+from petune.stack import own_stacks, unownable
+
+T = TypeVar("T")
+
+
+class Runner:
+    """A tuned model placed by a plan. `model` is whole and on the CPU when it comes, and this rank's part on its device from then on.
+
+    names: every tuned tensor of the whole model, in its order. tuned: this rank's parts of them, a subset where a stage lacks some.
+    owned: whether stacks own the loop over blocks, so that recomputing and dropout are ours; always where the model's family is known,
+    but for a model in one process whose blocks cannot be handed the same arguments.
+    """
+
+    def __init__(
+        self, model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh, work: Work, recompute: bool = False
+    ) -> None:
+        self.plan, self.mesh, self.work = plan, mesh, work
+        whole = work.tuned(model)
+        self.names = tuple(whole)
+        self.shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
+        aliases = _aliases(model, whole)
+        self.placed, self.vocabulary = Placed(), self._vocabulary(model)
+        self.owned = family is not None and (plan.world > 1 or unownable(model) is None)
+        if family is not None and self.owned:
+            recompute = self._translated(model) or recompute
+            attention.use(cast("PreTrainedModel", model))
+            for stack in own_stacks(model, family).values():
+                stack.recompute = recompute
+        if family is not None:
+            self.placed = cut(model, family, plan, mesh.at)
+        if self.vocabulary:
+            rows = cut_vocabulary(model, self.vocabulary, mesh.at.tp)
+            self.placed.slices |= rows.slices
+            self.placed.partial |= rows.partial
+        self.modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
+        self.model = self.modules[0]
+        for module in self.modules:
+            if plan.sharding is None:  # else it moves unit by unit
+                module.to(mesh.device)
+            if family is not None:
+                cross(module, family, mesh)
+            if self.vocabulary:
+                hook_vocabulary(module, self.vocabulary, mesh.groups["tp"], mesh.at.tp)
+        self._shard()
+        self.tuned = self._own(aliases)
+        self.holders = self._holders()
+        own = replace(work, loss=self._loss)
+        self.pipeline = Pipeline(self.modules, family, plan, mesh, own) if family is not None and plan.pp > 1 else None
+
+    # ------------------------------------------------------------ set up
+
+    @staticmethod
+    def _translated(model: nn.Module) -> bool:
+        """Whether Hugging Face's own checkpointing was on; the stacks recompute instead, as they know where in the batch they are."""
+        names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second is the older transformers'
+        if not getattr(model, next((name for name in names if hasattr(type(model), name)), ""), False):
+            return False
+        disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()
+        return True
+
+    def _vocabulary(self, model: nn.Module) -> tuple[int, ...]:
+        """Rows of embedding and head per rank of the tp axis; empty where they are whole."""
+        if self.plan.cut is None or not self.plan.cut.vocabulary or self.plan.tp == 1:
+            return ()
+        if (reason := refusal(model)) is not None:
+            say(f"the vocabulary is not cut: {reason}")
+            return ()
+        rows = cast("Any", model).get_input_embeddings().weight.shape[0]
+        return apportion(rows, (1,) * self.plan.tp)
+
+    def _shard(self) -> None:
+        if self.plan.sharding is None:
+            return
+        for module in self.modules:
+            shard(module, self.plan, self.mesh, self.work.tuned(module).values())
+
+    def _own(self, aliases: Mapping[str, str]) -> dict[str, nn.Parameter]:
+        """This rank's tuned tensors by their name in the whole model. Raises PetuneError if placing changed what trains."""
+        found = {aliases[name]: value for module in self.modules for name, value in self.work.tuned(module).items()}
+        trains = {id(value) for module in self.modules for value in module.parameters() if value.requires_grad}
+        if trains != {id(value) for value in found.values()} or not set(found) <= set(self.names):
+            raise PetuneError("placing the model changed what trains; this is a fault of petune")
+        return {name: found[name] for name in self.names if name in found}
+
+    def _holders(self) -> dict[str, list[int]]:
+        """The pipeline stages that hold each tuned tensor, by rank along pp."""
+        held = torch.zeros(self.plan.pp, len(self.names), device=self.mesh.device)
+        held[self.mesh.at.pp] = torch.tensor([float(name in self.tuned) for name in self.names])
+        if self.plan.pp > 1:
+            dist.all_reduce(held, op=dist.ReduceOp.MAX)  # over tp too: the bias of a row site lies on one rank of its stage
+        else:
+            held.fill_(1)
+        return {name: [stage for stage in range(self.plan.pp) if held[stage, at]] for at, name in enumerate(self.names)}
+
+    # ------------------------------------------------------------ rows
+
+    def share(self, rows: Sequence[T]) -> list[T]:
+        """This replica's rows of one forward pass; possibly none."""
+        sizes = apportion(len(rows), self.plan.shares)
+        start = sum(sizes[: self.mesh.at.dp])
+        return list(rows[start : start + sizes[self.mesh.at.dp]])
+
+    # ------------------------------------------------------------ a step
+
+    def backward(self, batches: Sequence[Batch], total: float, key: int | None = None) -> float:
+        """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on every rank.
+
+        `batches` are this replica's; `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from. Afterwards
+        every gradient is complete.
+        """
+        if self.pipeline is not None:
+            loss: float | Tensor = sum(self._through_stages(self.pipeline, batch, total, key) for batch in batches)
+        else:
+            loss = sum(self._forward_backward(batch, total, key) for batch in batches)
+        self._complete()
+        if self.plan.dp == 1:
+            return float(loss)
+        whole = torch.tensor([float(loss)], dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(whole, group=self.mesh.groups["dp"])
+        return float(whole)
+
+    def _through_stages(self, pipeline: Pipeline, batch: Batch, total: float, key: int | None) -> float:
+        """One batch through the pipeline. torch takes gradients it finds on sharded stages for leftovers of a trial and clears them."""
+        kept = {name: value.grad for name, value in self.tuned.items() if value.grad is not None}
+        for name in kept:
+            self.tuned[name].grad = None
+        loss = pipeline.backward(batch, self.plan.microbatches, total, key)
+        for name, grad in kept.items():
+            now = self.tuned[name].grad
+            self.tuned[name].grad = grad if now is None else now.add_(grad)
+        return loss
+
+    def _forward_backward(self, batch: Batch, total: float, key: int | None) -> Tensor:
+        batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
+        with drawing(Running(rows=batch.get("rows"), key=key)), self.work.autocast():
+            logits = self.work.forward(self.model, batch)
+        loss = self._loss(logits, batch) / total
+        loss.backward()
+        return loss.detach()
+
+    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        if not self.vocabulary or not has_cut_head(self.modules[-1]):
+            return self.work.loss(logits, batch)
+        chosen, gold = self.work.select(logits, batch)
+        return vocabulary_loss(chosen, gold, self.mesh.groups["tp"], sum(self.vocabulary[: self.mesh.at.tp]))
+
+    def _complete(self) -> None:
+        """The sums of the gradient rule, each once."""
+        for parameter in self.tuned.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = {name: local(value.grad) for name, value in self.tuned.items() if value.grad is not None}
+        if self.plan.tp > 1:
+            self._sum_over([grads[name] for name in grads if name in self.placed.partial], "tp")
+        if self.plan.pp > 1:
+            self._sum_over_stages(grads)
+        if self.plan.dp > 1:  # FSDP has summed what it shards
+            self._sum_over([grads[name] for name in grads if not is_sharded(self.tuned[name])], "dp")
+
+    def _sum_over(self, values: Sequence[Tensor], axis: Axis) -> None:
+        """Sum in place along an axis, by way of the device for what rests on the CPU."""
+        moved = [value.to(self.mesh.device) for value in values]
+        all_sum_(moved, self.mesh.groups[axis])
+        for value, summed in zip(values, moved, strict=True):
+            if value is not summed:
+                value.copy_(summed)
+
+    def _sum_over_stages(self, grads: Mapping[str, Tensor]) -> None:
+        """Tensors on several stages (tied embeddings, modules outside the blocks); a stage without one adds zero."""
+        for name in (name for name in self.names if len(self.holders[name]) > 1):
+            value = grads.get(name)
+            if value is None:
+                shape, dtype = self._local_shape(name)
+                value = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+            dist.all_reduce(value, group=self.mesh.groups["pp"])
+
+    def clip(self, max_norm: float | None) -> float:
+        """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they exceed it."""
+        grads = {name: local(value.grad) for name, value in self.tuned.items() if value.grad is not None}
+        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for name, value in grads.items():
+            norm = value.norm(dtype=torch.promote_types(value.dtype, torch.float32)).double()
+            squares += norm.to(squares.device) ** 2 / self._copies(name)
+        if self.plan.world > 1:
+            dist.all_reduce(squares)
+        total = math.sqrt(float(squares))
+        if max_norm is not None and math.isfinite(total) and total > max_norm:
+            torch._foreach_mul_(list(grads.values()), max_norm / (total + 1e-6))
+        return total
+
+    def _copies(self, name: str) -> int:
+        """How many ranks hold the same piece of a tuned tensor."""
+        along_tp = 1 if name in self.placed.slices else self.plan.tp
+        return along_tp * copies(self.tuned[name], self.plan) * len(self.holders[name])
+
+    # ------------------------------------------------------------ evaluation and agreement
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Whole logits of this replica's rows, on the last stage of a pipeline; None on the others."""
+        batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
+        if self.pipeline is not None:
+            return self.pipeline.logits(batch)
+        with self.work.autocast():
+            return self.work.forward(self.model, batch)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's results count: once per replica, where logits come out."""
+        return self.mesh.at.tp == 0 and self.mesh.at.pp == self.plan.pp - 1
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums of what the ranks that speak have counted, on every rank."""
+        if self.plan.world == 1:
+            return list(values)
+        whole = torch.tensor([float(value) * self.speaks for value in values], dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(whole)
+        return [float(value) for value in whole]
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank raised it."""
+        if self.plan.world == 1:
+            return list(flags)
+        whole = torch.tensor([float(flag) for flag in flags], device=self.mesh.device)
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in whole]
+
+    def gather(self, value: float) -> list[float]:
+        """Every rank's value, in the order of ranks."""
+        found = torch.zeros(self.plan.world, dtype=torch.float64, device=self.mesh.device)
+        found[self.mesh.rank] = value
+        if self.plan.world > 1:
+            dist.all_reduce(found)
+        return [float(one) for one in found]
+
+    def barrier(self) -> None:
+        """Wait for everyone, however long one of them has to work alone; a rank that dies meanwhile is noticed."""
+        if group.inside():
+            group.barrier()
+        else:
+            self.any([False])
+
+    # ------------------------------------------------------------ whole tensors and slices of them
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors shaped like this rank's parts of tuned tensors, by name, put together: on the main rank all of them, on the CPU.
+
+        Every rank must call it with the tensors it has; elsewhere the result is empty.
+        """
+        found = {}
+        for name in self.names:
+            value = self._put_together(name, tensors.get(name))
+            if self.mesh.main:
+                found[name] = value.to("cpu", copy=True)
+        return found
+
+    def _put_together(self, name: str, value: Tensor | None) -> Tensor:
+        shape, dtype = self.shapes[name]
+        cut = self.placed.slices.get(name)
+        part = None if value is None else full(value.detach())
+        if self.mesh.at.pp in self.holders[name] and cut is not None and self.plan.tp > 1:
+            group = self.mesh.groups["tp"]
+            if cut.dim == "owner":
+                part = part if part is not None else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+                dist.broadcast(part, group_src=0, group=group)
+            else:
+                assert part is not None
+                part = gather_dim(part, cut.sizes, cut.dim, group)
+        if self.plan.pp > 1 and self.holders[name] != list(range(self.plan.pp)):
+            part = part.contiguous() if part is not None else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+            dist.broadcast(part, group_src=self.holders[name][0], group=self.mesh.groups["pp"])
+        assert part is not None
+        return part
+
+    def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts of whole tensors given by tuned name, on its device."""
+        found = {}
+        for name, value in tensors.items():
+            if name in self.tuned:
+                found[name] = local_like(self.tuned[name], self._part(name, value).to(self.mesh.device))
+        return found
+
+    def _part(self, name: str, value: Tensor) -> Tensor:
+        cut = self.placed.slices.get(name)
+        if cut is None or cut.dim == "owner" or value.dim() == 0:
+            return value
+        rank = self.mesh.at.tp
+        return value.narrow(cut.dim, sum(cut.sizes[:rank]), cut.sizes[rank]).contiguous()
+
+    def _local_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        shape, dtype = self.shapes[name]
+        return tuple(self._part(name, torch.empty(shape, device="meta")).shape), dtype
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put whole tensors into this rank's parameters."""
+        for name, value in self.local(tensors).items():
+            self.tuned[name].copy_(value)
+
+
+def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a tie."""
+    names = {id(value): name for name, value in tuned.items()}
+    return {name: names[id(value)] for name, value in _all_names(model) if id(value) in names}
+
+
+def _all_names(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)

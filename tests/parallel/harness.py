@@ -1,0 +1,329 @@
+"""Training steps of a tiny model under a plan, held against the same steps in one process.
+
+`check(case)` runs a case on as many ranks as its plan has and compares with plain torch: the model's own forward, autograd, clipping and
+AdamW, none of petune's stacks, hooks or runners. What a step is made of is meant to show what hides easily: two forward passes of 5 and 3
+rows (gradients add up, shares do not divide); in the first, rows of unequal length, padded to the longest of the rows that a replica got;
+in the second, of equal length, where Hugging Face makes no mask at all; unequal numbers of trained tokens (a mean of means is not the
+mean). Compared are
+
+- names of what trains, on every rank and in all,
+- logits in eval mode,
+- loss and norm of the gradient of every step, on every rank,
+- every gradient of the first step, whole,
+- every tuned tensor after three steps of clipped AdamW.
+
+Tolerances, float32: a gradient may differ by 1e-6, or by 1e-5 of the largest entry of its tensor, whichever is more. AdamW divides each
+entry by its own size, so rounding decides the update of an entry that is itself rounding (a key's bias in attention, whose true gradient
+is zero): eps is 1e-4, which lets entries below it move little, and tuned tensors may differ by 1e-5 where they have moved by up to 3e-3.
+float64: 1e-10 for both.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petune.evaluate import forward
+from petune.methods import tuned_parameters
+from petune.methods.configs import make_config
+from petune.methods.registry import tune
+from petune.models import family_of
+from petune.parallel.mesh import make_mesh
+from petune.parallel.plan import ALONE, ParallelPlan
+from petune.parallel.runner import Runner
+from petune.parallel.shard import local
+from petune.parallel.work import Work
+from petune.tasks import loss_sum
+from petune.tasks.loss import count, trained_positions
+from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny
+from tests.pool import run
+
+Batch = dict[str, Tensor]
+Row = dict[str, Any]
+PASSES = (5, 3)  # rows of the forward passes of a step
+LR, EPS = 1e-3, 1e-4
+EOS = 2  # what BART's and T5's classifiers look for, once in each row
+CPU = torch.device("cpu")
+DROPOUTS = {
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "bart": ("dropout", "attention_dropout", "activation_dropout"),
+    "t5": ("dropout_rate",),
+    "llama": ("attention_dropout",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model of the zoo, tuned, and how its steps are made. `settings`, pairs, go over the model's config."""
+
+    name: str
+    method: str
+    plan: ParallelPlan = field(default=ALONE, compare=False)
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+    dropout: float = 0.0
+    settings: tuple[tuple[str, Any], ...] = ()
+    passes: tuple[int, ...] = PASSES
+    longest: int = 13
+    steps: int = 3
+
+    @property
+    def family(self) -> str:
+        """bert, bart, t5 or llama."""
+        return self.name.partition("-")[0]
+
+    @property
+    def task(self) -> str:
+        """classify, seq2seq, causal, tokens or mlm."""
+        last = self.name.partition("-")[2]
+        return "seq2seq" if last == "gated" else last
+
+    @property
+    def key(self) -> int | None:
+        """What dropout is drawn from."""
+        return 17 if self.dropout else None
+
+
+# ------------------------------------------------------------------ the model and its rows
+
+
+def build(case: Case) -> nn.Module:
+    """The tuned model, nothing in it at identity any more, in training mode. Equal on every call."""
+    dropouts = dict.fromkeys(DROPOUTS[case.family] if case.dropout else (), case.dropout)
+    model = tiny(case.name, **(dropouts | dict(case.settings))).to(case.dtype)
+    own = {"dropout": case.dropout} if case.dropout and case.method != "full" else {}
+    torch.manual_seed(3)
+    tune(model, make_config(case.method, SETTINGS[case.method] | own))
+    stir(model, std=0.1)
+    return model.train()
+
+
+def rows(case: Case, step: int) -> list[list[Row]]:
+    """The rows of step `step` by forward pass, of up to `longest` tokens; those of the last pass are all equally long."""
+    draw = torch.Generator().manual_seed(100 + step)
+
+    def length(most: int) -> int:
+        return int(torch.randint(-(-most // 3), most + 1, (), generator=draw))
+
+    def tokens(number: int) -> list[int]:
+        return torch.randint(3, VOCAB, (number,), generator=draw).tolist()
+
+    found: list[list[Row]] = []
+    for at, size in enumerate(case.passes):
+        equal = at == len(case.passes) - 1
+        found.append([])
+        for _ in range(size):
+            ids = tokens(case.longest - 2 * (case.longest > 4) if equal else length(case.longest))
+            row: Row = {"number": sum(map(len, found)), "input_ids": ids}
+            if case.task == "classify":
+                row["labels"] = int(torch.randint(0, 3, (), generator=draw))
+            elif case.task == "seq2seq":
+                row["labels"] = tokens(-(-case.longest // 2) if equal else length(-(-case.longest // 2)))
+            else:
+                masked = min(2, len(ids) - 1)
+                row["labels"] = [-100] * masked + [label % 3 if case.task == "tokens" else label for label in ids[masked:]]
+            if case.task == "classify" and case.family in ("bart", "t5"):
+                ids[-1] = EOS
+            found[-1].append(row)
+    return found
+
+
+def collate(chosen: list[Row], case: Case) -> Batch:
+    """The rows as a batch, padded on the right to the longest of them."""
+
+    def stacked(lists: list[list[int]], fill: int) -> Tensor:
+        longest = max(map(len, lists))
+        return torch.tensor([one + [fill] * (longest - len(one)) for one in lists])
+
+    inputs = [row["input_ids"] for row in chosen]
+    batch = {"input_ids": stacked(inputs, 0), "attention_mask": stacked([[1] * len(ids) for ids in inputs], 0)}
+    if case.family == "bert":
+        batch["token_type_ids"] = stacked([[0] * 2 + [1] * (len(ids) - 2) for ids in inputs], 0)
+    labels = [row["labels"] for row in chosen]
+    batch["labels"] = torch.tensor(labels) if case.task == "classify" else stacked(labels, -100)
+    return batch | {"rows": torch.tensor([row["number"] for row in chosen])}
+
+
+def total(case: Case, step: int) -> float:
+    """Trained tokens or rows of the whole step."""
+    return sum(count(collate(chosen, case)) for chosen in rows(case, step))
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """The forward pass of training and evaluation."""
+    return forward(model, {name: value for name, value in batch.items() if name != "rows"})
+
+
+def summed(logits: Tensor, batch: Batch, case: Case) -> Tensor:
+    """The loss as a sum."""
+    return loss_sum(logits, batch, case.task)[0]
+
+
+def work(case: Case) -> Work:
+    """What a runner needs to know of the task."""
+    return Work(
+        forward=logits_of,
+        loss=lambda logits, batch: summed(logits, batch, case),
+        select=lambda logits, batch: trained_positions(logits, batch["labels"], case.task),
+        tuned=tuned_parameters,
+    )
+
+
+def optimizer(values: Any) -> torch.optim.Optimizer:
+    """AdamW, see the top of this file for its eps."""
+    return torch.optim.AdamW(values, lr=LR, eps=EPS, weight_decay=0.01)
+
+
+# ------------------------------------------------------------------ the steps
+
+
+@dataclass
+class Trace:
+    """What is compared: per step loss and norm; names; gradients of the first step and the tensors after the last, whole."""
+
+    names: tuple[str, ...]
+    logits: Tensor | None = None
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    tuned: dict[str, Tensor] = field(default_factory=dict)
+
+
+@cache
+def oracle(case: Case) -> Trace:
+    """The steps in plain torch; with dropout, whose masks are petune's own, by the runner of a single process."""
+    if case.dropout:
+        return steps(case, ALONE, limit=None)
+    model = build(case)
+    tuned = tuned_parameters(model)
+    trace = Trace(tuple(tuned))
+    with torch.no_grad():
+        trace.logits = logits_of(model.eval(), collate(rows(case, 0)[0], case))
+    model.train()
+    adamw = optimizer(tuned.values())
+    for step in range(case.steps):
+        whole = total(case, step)
+        loss = 0.0
+        for chosen in rows(case, step):
+            batch = collate(chosen, case)
+            share = loss_sum(logits_of(model, batch), batch, case.task)[0] / whole
+            share.backward()
+            loss += float(share.detach())
+        gradients = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in tuned.items()}
+        trace.gradients = trace.gradients or copy.deepcopy(gradients)
+        trace.losses.append(loss)
+        trace.norms.append(float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()]))))
+        torch.nn.utils.clip_grad_norm_(tuned.values(), trace.norms[0] / 2)
+        adamw.step()
+        adamw.zero_grad()
+    trace.tuned = {name: value.detach().clone() for name, value in tuned.items()}
+    return trace
+
+
+def place(case: Case, plan: ParallelPlan) -> Runner:
+    """The case's model on this rank."""
+    model = build(case)
+    return Runner(model, family_of(model), plan, make_mesh(plan, CPU), work(case), recompute=case.recompute)
+
+
+def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
+    """The same steps by a Runner. `limit`: what the gradient is clipped to; None: half the norm of the first."""
+    runner = place(case, plan)
+    trace = Trace(tuple(runner.names))
+    assert_only_the_tuned_train(runner)
+    start = dict(tuned_parameters(build(case)))
+    assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors at the start")
+    own = {name: local(value) for name, value in runner.local(start).items()}
+    assert_same({name: local(value) for name, value in runner.tuned.items()}, own, 0.0, "this rank's parts at the start")
+    runner.fill(start)
+    assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors filled with the start")
+    for module in runner.modules:
+        module.eval()
+    trace.logits = runner.logits(collate(rows(case, 0)[0], case))
+    for module in runner.modules:
+        module.train()
+    adamw = optimizer(runner.tuned.values())
+    for step in range(case.steps):
+        batches = [collate(mine, case) for chosen in rows(case, step) if (mine := runner.share(chosen))]
+        trace.losses.append(runner.backward(batches, total(case, step), None if case.key is None else case.key + step))
+        if step == 0:
+            trace.gradients = runner.whole({name: gradient(value) for name, value in runner.tuned.items()})
+        limit = limit if limit is not None else runner.clip(None) / 2
+        trace.norms.append(runner.clip(limit))
+        adamw.step()
+        adamw.zero_grad()
+    trace.tuned = runner.whole(runner.tuned)
+    return trace
+
+
+def gradient(value: nn.Parameter) -> Tensor:
+    """The gradient of a parameter; zeros where nothing reached it."""
+    return torch.zeros_like(value) if value.grad is None else value.grad
+
+
+def assert_only_the_tuned_train(runner: Runner) -> None:
+    """What asks for a gradient on this rank is what the runner calls tuned, neither less nor more."""
+    asking = {id(value) for module in runner.modules for value in module.parameters() if value.requires_grad}
+    assert asking == {id(value) for value in runner.tuned.values()}, "placing changed what trains on this rank"
+
+
+# ------------------------------------------------------------------ comparing
+
+
+def check(case: Case, timeout: float = 60) -> float:
+    """Run the case and compare it with one process; the largest difference of a gradient."""
+    expected = oracle(case)
+    found = run(case.plan.world, _steps, case, expected.norms[0] / 2, timeout=timeout)
+    return compare([Trace(**part) for part in found], expected, case)
+
+
+def _steps(case: Case, limit: float) -> dict[str, Any]:
+    return dict(vars(steps(case, case.plan, limit)))
+
+
+def compare(found: list[Trace], expected: Trace, case: Case) -> float:
+    """Raise AssertionError unless the ranks' traces agree with `expected`; the largest difference of a gradient."""
+    close = 1e-5 if case.dtype == torch.float32 else 1e-10
+    for rank, trace in enumerate(found):
+        assert sorted(trace.names) == sorted(expected.names), (
+            f"other tensors train on rank {rank}: {set(trace.names) ^ set(expected.names)}"
+        )
+    speaking = [trace.logits for trace in found if trace.logits is not None]
+    assert speaking and expected.logits is not None, "no rank has logits"
+    for logits in speaking:
+        assert_same({"logits": logits}, {"logits": expected.logits}, 10 * close, "logits in eval mode")
+    _assert_near("losses", [trace.losses[:1] for trace in found], expected.losses[:1], close)
+    largest = assert_same(found[0].gradients, expected.gradients, close / 10, "gradients of the first step", relative=close)
+    _assert_near("norms", [trace.norms for trace in found], expected.norms, close)
+    _assert_near("losses", [trace.losses for trace in found], expected.losses, close)
+    assert_same(found[0].tuned, expected.tuned, close, f"tuned tensors after {case.steps} steps")
+    return largest
+
+
+def _assert_near(what: str, found: list[list[float]], expected: list[float], close: float) -> None:
+    """Every rank's number of every step within `close` of what is expected, or of its size above 1."""
+    for rank, own in enumerate(found):
+        for step, (one, other) in enumerate(zip(own, expected, strict=True)):
+            assert abs(one - other) <= close * max(1.0, abs(other)), f"{what} of step {step} on rank {rank}: {one}, expected {other}"
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str, relative: float = 0.0) -> float:
+    """Every tensor equal within `tolerance`, or `relative` to its largest entry; the largest difference. The message lists the worst."""
+    assert found.keys() == expected.keys(), f"{what}: other names, {sorted(found.keys() ^ expected.keys())[:5]}"
+    wrong, largest = [], 0.0
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, f"{what}: {name} has shape {tuple(found[name].shape)}, expected {tuple(value.shape)}"
+        assert found[name].dtype == value.dtype, f"{what}: {name} has dtype {found[name].dtype}, expected {value.dtype}"
+        difference = float((found[name] - value).detach().abs().max()) if value.numel() else 0.0
+        scale = float(value.detach().abs().max()) if value.numel() else 0.0
+        largest = max(largest, difference)
+        if not difference <= max(tolerance, relative * scale):
+            wrong.append((difference, f"{name} {difference:.1e} of {scale:.1e}"))
+    worst = ", ".join(text for _, text in sorted(wrong, reverse=True)[:6])
+    assert not wrong, f"{what}: {len(wrong)} of {len(expected)} tensors differ, first {wrong[0][1]}; worst {worst}"
+    return largest

@@ -1,0 +1,238 @@
+"""Joining a group that somebody else started: what the environment means, who is missing, and how ranks without petune's launcher end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from petune.errors import DataError, DistributedError
+from petune.parallel import group, rendezvous
+from petune.parallel.rendezvous import Place, first_node
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", rendezvous.ERROR_FILE, rendezvous.LAUNCHER)
+
+WORKER = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from petune.errors import DataError
+from petune.parallel import group
+
+mode, place = sys.argv[1:]
+try:
+    rank, world = group.join("cpu", timeout_s=4, start_timeout_s=40)
+    group.agree({"recipe": "abc"})
+    value = torch.full((1,), rank + 1.0)
+    dist.all_reduce(value)
+    for step in range(200):
+        group.at_step(step)
+        dist.all_reduce(value)
+        if mode == "bad-data" and rank == 1:
+            raise DataError("the row is no object", where="rows.jsonl:7")
+        if mode == "freeze-0" and rank == 0 and step == 3:
+            open(os.path.join(place, "frozen"), "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.005)
+    every = group.gather(f"rank {rank} of {world}")
+    group.leave()
+    print("; ".join(every), flush=True)
+except BaseException as error:
+    group.quit_process(group.report(error))
+"""
+
+
+def free_port() -> int:
+    """A port nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment(**changes: object) -> dict[str, str]:
+    """This process's environment without a launcher's, with `changes`."""
+    kept = {name: value for name, value in os.environ.items() if name not in NAMES}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in changes.items()}
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> int:
+    """This process is rank 0 of 2 by torchrun's variables; the port."""
+    port = free_port()
+    for name, value in environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+        monkeypatch.setenv(name, value)
+    return port
+
+
+# ------------------------------------------------------------------ what the environment means
+
+
+def test_a_process_nobody_launched_is_alone() -> None:
+    assert group.place({}) is None
+    assert group.place({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    assert group.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n1"}) is None  # a batch script outside srun
+
+
+def test_torchrun_and_srun_say_the_same_thing_in_other_words() -> None:
+    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "big1", "MASTER_PORT": "29500"}
+    assert group.place(env) == Place(3, 4, 1, 2, "big1", 29500)
+    slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+    ports = {group.place(slurm | {"SLURM_JOB_ID": "123", "SLURM_PROCID": str(rank)}).port for rank in range(4)}  # type: ignore[union-attr]
+    assert len(ports) == 1
+    found = group.place(slurm)
+    assert found is not None
+    assert (found.rank, found.world, found.local_rank, found.host, found.one_machine) == (3, 4, 1, "gpu07", False)
+    assert group.place(slurm | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,09],big1", "gpu03"), ("r[1-2]n[01,04]-ib", "r1n01-ib")]
+)
+def test_the_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "x"}, {"RANK": "2"}, {"MASTER_PORT": "70000"}])
+def test_an_environment_without_sense_is_a_distributed_error(wrong: dict[str, str]) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    with pytest.raises(DistributedError, match="makes no sense"):
+        group.place(env | wrong)
+
+
+# ------------------------------------------------------------------ who is missing
+
+
+def test_a_rank_that_never_starts_is_named(as_rank: int) -> None:
+    with pytest.raises(DistributedError, match="rank 1 of 2 did not start"):
+        group.join("cpu", start_timeout_s=0.3)
+
+
+def test_a_port_that_is_taken_is_named(as_rank: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", as_rank))
+        other.listen()
+        with pytest.raises(DistributedError, match=f"port {as_rank} of this machine cannot be used: address already in use"):
+            group.join("cpu", start_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_a_rank_0_that_cannot_be_reached_is_named(as_rank: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", host)
+    with pytest.raises(DistributedError, match=f"rank 1 cannot reach rank 0 at {host}:{as_rank}"):
+        group.join("cpu", start_timeout_s=0.3)
+
+
+def test_something_else_at_the_rendezvous_is_said_to_be_none(as_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", as_rank))
+        other.listen()
+        with pytest.raises(DistributedError, match="is no rendezvous"):
+            group.join("cpu", start_timeout_s=1)
+
+
+# ------------------------------------------------------------------ telling
+
+
+def test_an_error_of_ones_own_is_told_as_it_is_and_counts_once(
+    as_rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(group, "_reported", None)
+    assert group.report(DataError("bad row", where="a.jsonl:1")) == 3
+    assert group.report(ValueError("and then")) == 3
+    assert capsys.readouterr().err == "rank 0: a.jsonl:1  bad row\n"
+
+
+def test_only_errors_of_the_group_are_explained() -> None:
+    error = RuntimeError("shapes differ")
+    assert group.explain(error) is error
+    gloo = RuntimeError(
+        "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2: Connection reset by peer. This is typically caused by"
+    )
+    assert str(group.explain(gloo)) == "the process group failed\n   found Read error [127.0.0.1]:2: Connection reset by peer"
+
+
+# ------------------------------------------------------------------ without petune's launcher
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    """The worker as a file."""
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def two(worker: Path, mode: str) -> list[subprocess.Popen[str]]:
+    """Two ranks with torchrun's variables and nobody above them: rank 0 holds the store."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, str(worker), mode, str(worker.parent)],
+            env=environment(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def test_ranks_without_a_launcher_meet_and_part(worker: Path) -> None:
+    ranks = two(worker, "well")
+    shown = [rank.communicate(timeout=60) for rank in ranks]
+    assert [out for out, _ in shown] == ["rank 0 of 2; rank 1 of 2\n"] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_ranks_without_a_launcher_tell_which_of_them_failed(worker: Path) -> None:
+    ranks = two(worker, "bad-data")
+    shown = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert "rank 1: rows.jsonl:7  the row is no object" in shown[1]
+    assert "rank 0: rank 1 failed: rows.jsonl:7  the row is no object" in shown[0]
+    assert [rank.returncode for rank in ranks] == [6, 3]
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_that_holds_the_store_is_named(worker: Path) -> None:
+    ranks = two(worker, "freeze-0")
+    shown = ranks[1].communicate(timeout=60)[1]
+    taken = time.time() - (worker.parent / "frozen").stat().st_mtime
+    ranks[0].send_signal(signal.SIGKILL)
+    ranks[0].communicate()
+    assert "rank 1: rank 0" in shown
+    assert "has not answered for" in shown
+    assert ranks[1].returncode == 6
+    assert taken < 4 + 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "code"), [("well", 0), ("bad-data", 1)])
+def test_two_torchruns_of_one_rank_each_make_one_group(worker: Path, mode: str, code: int) -> None:
+    port = free_port()
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, "--node-rank", str(node), str(worker), mode, str(worker.parent)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    shown = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [code, code]
+    if code:
+        assert "rank 1: rows.jsonl:7  the row is no object" in shown[1][1]
+    else:
+        assert [out for out, _ in shown] == ["rank 0 of 2; rank 1 of 2\n"] * 2

@@ -1,0 +1,389 @@
+"""Sharded training against one process: the same loss, gradients and steps, with a share of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from petune.errors import PetuneError, UsageError
+from petune.evaluate import forward
+from petune.methods import tuned_parameters, wrap
+from petune.models import family_of
+from petune.parallel import place, slices
+from petune.parallel.collectives import gather_dim
+from petune.parallel.mesh import Mesh, coordinate, make_mesh
+from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
+from petune.parallel.shard import copies, full, is_sharded, local, local_like, shard
+from petune.parallel.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_loss
+from petune.stack import own_stacks
+from petune.tasks.loss import loss_sum, trained_positions
+from tests.methods.zoo import FOUR, GENERATE, SETTINGS, assert_same_gradients, batch, prompt, stir, tiny
+from tests.parallel.harness import Case, check
+from tests.pool import run
+
+PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
+Tensors = dict[str, Tensor]
+
+
+def plan_of(world: int, sharding: Sharding = PLAIN, **changes: Any) -> ParallelPlan:
+    return ParallelPlan(dp=world, shares=(1,) * world, sharding=sharding, **changes)
+
+
+def model_of(
+    name: str, method: str, dtype: torch.dtype = torch.float32, recompute: bool = False, tied: bool | None = None, **settings: Any
+) -> Any:
+    """A tuned model whose tuning is no longer an identity, with its stacks owned; the same in every process."""
+    model = tiny(name, **({} if tied is None else {"tie_word_embeddings": tied})).to(dtype)
+    wrap(model, method, **{**SETTINGS[method], **settings})
+    for stack in own_stacks(model, family_of(model)).values():
+        stack.recompute = recompute
+    stir(model, std=0.05)
+    return model.train()
+
+
+def task_of(name: str) -> str:
+    return {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "tokens": "seq2seq"}[name.split("-")[1]]
+
+
+def data_of(name: str, rows: int = 5) -> Tensors:
+    return batch(name, rows=rows, length=12)
+
+
+def loss_of(model: nn.Module, name: str, rows: Tensors, total: float) -> Tensor:
+    return loss_sum(forward(model, rows), rows, task_of(name))[0] / total
+
+
+def total_of(name: str, rows: Tensors) -> float:
+    labels = rows["labels"]
+    return float(len(labels)) if labels.dim() == 1 else float((labels[:, 1:] if task_of(name) == "causal" else labels).ne(-100).sum())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """A large epsilon, as some gradients are zero but for rounding (a key's bias) and Adam would blow the rounding up."""
+    return torch.optim.AdamW(tuned_parameters(model).values(), lr=1e-2, eps=1e-3)
+
+
+def alone(model: nn.Module, name: str, rows: Tensors, steps: int = 3) -> dict[str, Any]:
+    """What one process makes of it: loss and gradients of the first step, tensors after `steps` of AdamW under clipping."""
+    optimizer = adamw(model)
+    found: dict[str, Any] = {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, name, rows, total_of(name, rows))
+        loss.backward()
+        grads = {key: value.grad.clone() for key, value in tuned_parameters(model).items() if value.grad is not None}
+        norm = float(nn.utils.clip_grad_norm_(tuned_parameters(model).values(), 0.5))
+        optimizer.step()
+        found = found or {"loss": float(loss.detach()), "grads": grads, "norm": norm}
+    return found | {"after": {key: value.detach() for key, value in tuned_parameters(model).items()}}
+
+
+def mine(rows: Tensors, mesh: Mesh) -> Tensors:
+    """This replica's rows."""
+    sizes = apportion(len(rows["labels"]), mesh.plan.shares)
+    start = sum(sizes[: mesh.at.dp])
+    return {key: value[start : start + sizes[mesh.at.dp]] for key, value in rows.items()}
+
+
+def complete(model: nn.Module) -> None:
+    """The sums that FSDP leaves to others."""
+    for value in tuned_parameters(model).values():
+        if value.grad is not None and not is_sharded(value):
+            dist.all_reduce(value.grad)
+
+
+def clip(model: nn.Module, plan: ParallelPlan, bound: float) -> float:
+    squares = torch.zeros((), dtype=torch.float64)
+    grads = [value.grad for value in tuned_parameters(model).values() if value.grad is not None]
+    for grad in grads:
+        squares += local(grad).double().pow(2).sum() / copies(grad, plan)
+    dist.all_reduce(squares)
+    norm = float(squares.sqrt())
+    for grad in grads:
+        local(grad).mul_(min(1.0, bound / (norm + 1e-6)))
+    return norm
+
+
+def whole(tensors: Tensors) -> Tensors:
+    return {key: full(value).clone() for key, value in tensors.items()}
+
+
+def together(build: Callable[[], Any], name: str, rows: Tensors, plan: ParallelPlan, steps: int = 3) -> dict[str, Any]:
+    """The same on one rank of several."""
+    model, mesh = build(), make_mesh(plan, torch.device("cpu"))
+    before = list(model.state_dict()), sum(value.numel() for value in model.parameters())
+    shard(model, plan, mesh, tuned_parameters(model).values())
+    found: dict[str, Any] = {
+        "names": list(model.state_dict()) == before[0],
+        "held": sum(local(value).numel() for value in model.parameters()) / before[1],
+        "sharded": {key: is_sharded(value) for key, value in model.named_parameters()},
+    }
+    own = mine(rows, mesh)
+    optimizer = adamw(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, name, own, total_of(name, rows))
+        loss.backward()
+        complete(model)
+        if "loss" not in found:
+            share = loss.detach().clone()
+            dist.all_reduce(share)
+            grads = {key: value.grad for key, value in tuned_parameters(model).items() if value.grad is not None}
+            found |= {"loss": float(share), "grads": whole(grads)}
+            found["norm"] = clip(model, plan, 0.5)
+        else:
+            clip(model, plan, 0.5)
+        optimizer.step()
+    return found | {"after": whole(tuned_parameters(model))}
+
+
+def assert_as_alone(name: str, build: Callable[[], Any], plan: ParallelPlan, tolerance: float = 1e-6) -> list[dict[str, Any]]:
+    rows = data_of(name)
+    expected = alone(build(), name, rows)
+    results = run(plan.world, together, build, name, rows, plan)
+    for found in results:
+        assert found["names"]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=10 * tolerance)
+        assert_same_gradients(found["grads"], expected["grads"], tolerance)
+        assert_same_gradients(found["after"], expected["after"], 10 * tolerance)  # three steps add up
+    return results
+
+
+# ------------------------------------------------------------------ against one process
+
+
+@pytest.mark.parametrize("method", sorted(SETTINGS))
+@pytest.mark.parametrize("name", FOUR)
+def test_a_sharded_model_trains_as_one_process_does_and_holds_half(name: str, method: str) -> None:
+    for found in assert_as_alone(name, lambda: model_of(name, method), plan_of(2)):
+        assert found["held"] == pytest.approx(0.5, abs=0.01)
+        whole = {key for key, sharded in found["sharded"].items() if not sharded}
+        assert all(".side.gates." in key for key in whole)  # scalars
+
+
+@pytest.mark.parametrize("method", ["lora", "side"])
+@pytest.mark.parametrize("changes", [{"reshard": False}, {"offload": True}, {"frozen": False}], ids=str)
+def test_every_setting_computes_the_same(changes: dict[str, bool], method: str) -> None:
+    results = assert_as_alone("llama-causal", lambda: model_of("llama-causal", method), plan_of(2, replace(PLAIN, **changes)))
+    if "frozen" in changes:
+        trains = {key for key, value in model_of("llama-causal", method).named_parameters() if value.requires_grad and value.dim()}
+        assert {key for key, sharded in results[0]["sharded"].items() if sharded} == trains
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama-causal", "lora"), ("bart-seq2seq", "side")])
+def test_groups_of_replicas_hold_a_copy_each(name: str, method: str) -> None:
+    for found in assert_as_alone(name, lambda: model_of(name, method), plan_of(4, replace(PLAIN, replicas=2))):
+        assert found["held"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "reshard"), [("llama-causal", "full", True), ("t5-seq2seq", "lora", False), ("bart-seq2seq", "side", True)]
+)
+def test_recomputed_blocks_compute_the_same(name: str, method: str, reshard: bool) -> None:
+    assert_as_alone(name, lambda: model_of(name, method, recompute=True), plan_of(2, replace(PLAIN, reshard=reshard)))
+
+
+def test_tensors_with_fewer_rows_than_ranks_and_ties_are_sharded_too() -> None:
+    assert_as_alone("llama-causal", lambda: model_of("llama-causal", "lora", r=1), plan_of(4))
+    for found in assert_as_alone("llama-causal", lambda: model_of("llama-causal", "full", tied=True), plan_of(2)):
+        assert found["sharded"]["model.embed_tokens.weight"]
+
+
+def test_float64_agrees_to_the_last_digits() -> None:
+    assert_as_alone("llama-causal", lambda: model_of("llama-causal", "lora", torch.float64), plan_of(2), 1e-12)
+
+
+def test_half_precision_weights_stay_so_beside_float32_tuning() -> None:
+    """The ladder is float32 and the head bfloat16, in one unit, which reduces in one dtype: the smaller part stays whole."""
+    build = lambda: model_of("llama-classify", "side", torch.bfloat16)  # noqa: E731
+    for found in assert_as_alone("llama-classify", build, plan_of(2), 2e-2):
+        assert not found["sharded"]["score.weight"] and found["sharded"]["model.layers.side.up.weight"]
+
+
+def test_an_average_in_place_of_the_sum_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None)
+    with pytest.raises(AssertionError):
+        assert_as_alone("llama-causal", lambda: model_of("llama-causal", "lora"), plan_of(2))
+
+
+def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
+    """dp 2 x tp 2, heads, columns and vocabulary cut unevenly."""
+    name, rows = "llama-causal", data_of("llama-causal")
+    cut = Cut("heads", "heads", "whole", "gather", (6, 2), (3, 1), (60, 36), (1, 1), vocabulary=True, overlap=False)
+    plan = ParallelPlan(dp=2, tp=2, shares=(2, 1), sharding=PLAIN, cut=cut)
+    expected = alone(model_of(name, "lora"), name, rows, steps=1)
+
+    def part() -> dict[str, Any]:
+        model, mesh, family = model_of(name, "lora"), make_mesh(plan, torch.device("cpu")), family_of(model_of(name, "lora"))
+        assert family is not None
+        placed, sizes = slices.cut(model, family, plan, mesh.at), (50, 47)
+        placed.slices |= cut_vocabulary(model, sizes, mesh.at.tp).slices
+        place.cross(model, family, mesh)
+        hook_vocabulary(model, sizes, mesh.groups["tp"], mesh.at.tp)
+        shard(model, plan, mesh, tuned_parameters(model).values())
+        own = mine(rows, mesh)
+        logits, gold = trained_positions(forward(model, own), own["labels"], "causal")
+        loss = vocabulary_loss(logits, gold, mesh.groups["tp"], sum(sizes[: mesh.at.tp])) / total_of(name, rows)
+        loss.backward()
+        grads = {}
+        for key, value in tuned_parameters(model).items():
+            assert value.grad is not None
+            grads[key] = full(value.grad)
+            if key in placed.partial:
+                dist.all_reduce(grads[key], group=mesh.groups["tp"])
+            elif (found := placed.slices.get(key)) is not None:
+                grads[key] = gather_dim(grads[key], found.sizes, int(found.dim), mesh.groups["tp"])
+        total = loss.detach()
+        dist.all_reduce(total, group=mesh.groups["dp"])
+        return {"loss": float(total), "grads": grads}
+
+    for found in run(4, part):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert_same_gradients(found["grads"], expected["grads"])
+
+
+@pytest.mark.parametrize(("method", "reshard"), [("full", True), ("side", False)])
+def test_sharded_stages_of_a_pipeline_train_as_one_process_does(method: str, reshard: bool) -> None:
+    """pp 2 x dp 2, two forward passes of different shape a step: torch clears gradients of FSDP whenever a schedule begins."""
+    stages = (Stage({"encoder": (0, 1)}), Stage({"encoder": (1, 2), "decoder": (0, 2)}))
+    sharding = replace(PLAIN, reshard=reshard)
+    check(Case("t5-seq2seq", method, ParallelPlan(dp=2, pp=2, shares=(2, 1), sharding=sharding, stages=stages, microbatches=2)))
+
+
+# ------------------------------------------------------------------ passes
+
+
+def sharded(name: str, method: str, plan: ParallelPlan, **settings: Any) -> tuple[Any, Mesh]:
+    model, mesh = model_of(name, method, **settings), make_mesh(plan, torch.device("cpu"))
+    shard(model, plan, mesh, tuned_parameters(model).values())
+    return model, mesh
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama-causal", "lora"), ("t5-seq2seq", "full")])
+@pytest.mark.parametrize(("reshard", "recompute"), [(True, False), (False, True)])
+def test_two_micro_batches_may_be_on_their_way_at_once(name: str, method: str, reshard: bool, recompute: bool) -> None:
+    """As in a pipeline: forward, forward, backward, forward, backward, backward."""
+    rows, plan = data_of(name, rows=6), plan_of(2, replace(PLAIN, reshard=reshard))
+    expected = alone(model_of(name, method), name, rows, steps=1)["grads"]
+
+    def part() -> Tensors:
+        model, mesh = sharded(name, method, plan, recompute=recompute)
+        pieces = [{key: value[at : at + 1] for key, value in mine(rows, mesh).items()} for at in range(3)]
+        first, second = (loss_of(model, name, piece, total_of(name, rows)) for piece in pieces[:2])
+        first.backward()
+        third = loss_of(model, name, pieces[2], total_of(name, rows))
+        second.backward()
+        third.backward()
+        return whole({key: value.grad for key, value in tuned_parameters(model).items() if value.grad is not None})
+
+    for found in run(2, part):
+        assert_same_gradients(found, expected)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_is_written_into_shards_between_two_evaluations_is_seen(reshard: bool) -> None:
+    name = "bert-classify"
+    other = {key: value.detach() + 1 for key, value in tuned_parameters(model_of(name, "lora")).items()}
+    expected = model_of(name, "lora")
+    with torch.no_grad():
+        before = forward(expected, data_of(name))
+        for key, value in tuned_parameters(expected).items():
+            value.copy_(other[key])
+        after = forward(expected, data_of(name))
+
+    def part() -> tuple[Tensor, Tensor]:
+        model, _ = sharded(name, "lora", plan_of(2, replace(PLAIN, reshard=reshard)))
+        parameters = tuned_parameters(model)
+        with torch.no_grad():
+            first = forward(model, data_of(name))
+            for key, value in parameters.items():
+                value.copy_(local_like(value, other[key]))
+            return first, forward(model, data_of(name))
+
+    for found in run(2, part):
+        torch.testing.assert_close(found[0], before)
+        torch.testing.assert_close(found[1], after)
+
+
+@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
+def test_a_sharded_model_generates_what_a_whole_one_does(name: str) -> None:
+    expected = model_of(name, "side").eval().generate(**prompt(name), **GENERATE)
+    for found in run(2, lambda: sharded(name, "side", plan_of(2))[0].eval().generate(**prompt(name), **GENERATE)):
+        assert torch.equal(found, expected)
+
+
+# ------------------------------------------------------------------ shards and wholes
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("offload", [False, True])
+def test_parameters_and_optimizer_states_go_whole_and_back(replicas: int, offload: bool) -> None:
+    plan = plan_of(4, replace(PLAIN, replicas=replicas, offload=offload))
+
+    def part() -> bool:
+        model, _ = sharded("llama-causal", "side", plan)
+        optimizer = adamw(model)
+        loss_of(model, "llama-causal", data_of("llama-causal"), 1.0).backward()
+        optimizer.step()
+        for parameter, state in optimizer.state.items():
+            for value in (parameter.detach(), *state.values()):
+                again = local_like(parameter, full(value))
+                assert type(again) is type(value) and again.shape == value.shape and again.dtype == value.dtype
+                assert torch.equal(local(again), local(value))
+                assert copies(value, plan) == (replicas if is_sharded(value) else 4)
+        held = sum(local(value).numel() for value in optimizer.state_dict()["state"][1].values())
+        return bool(held)
+
+    assert all(run(4, part))
+
+
+def test_replicas_of_a_group_hold_equal_shards_and_their_neighbours_others() -> None:
+    def part() -> Tensor:
+        model, _ = sharded("llama-causal", "full", plan_of(4, replace(PLAIN, replicas=2)))
+        return local(model.model.norm.weight).detach() + local(model.model.embed_tokens.weight).detach()[:32, 0]
+
+    found = run(4, part)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]) and not torch.equal(found[0], found[1])
+
+
+def test_units_are_the_blocks_and_the_rest_is_the_models() -> None:
+    def part() -> list[str]:
+        model, _ = sharded("bart-seq2seq", "side", plan_of(2))
+        return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+    stacks = ("model.encoder.layers", "model.decoder.layers")
+    assert run(2, part)[0] == ["", *(f"{stack}.{number}" for stack in stacks for number in range(2))]
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_sharding_refuses_to_train_other_tensors_than_announced() -> None:
+    def part() -> None:
+        model, mesh = model_of("llama-causal", "lora"), make_mesh(plan_of(2), torch.device("cpu"))
+        with pytest.raises(PetuneError, match="disagree on what trains"):
+            shard(model, plan_of(2), mesh, list(tuned_parameters(model).values())[1:])
+
+    run(2, part)
+
+
+def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
+    plan = plan_of(2, pp=2, schedule="zero-bubble")
+    with pytest.raises(UsageError, match="zero-bubble"):
+        shard(nn.Linear(2, 2), plan, Mesh(plan, 0, coordinate(plan, 0), torch.device("cpu")), ())
+
+
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan(), plan_of(1), plan_of(2, replace(PLAIN, replicas=2)), plan_of(3, replace(PLAIN, replicas=2))]
+)
+def test_a_plan_with_nothing_to_shard_over_is_refused(plan: ParallelPlan) -> None:
+    with pytest.raises(UsageError, match="nothing to shard over"):
+        shard(nn.Linear(2, 2), plan, Mesh(plan, 0, coordinate(plan, 0), torch.device("cpu")), ())

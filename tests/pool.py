@@ -1,0 +1,182 @@
+"""Several ranks in one test: `run(2, function, ...)` calls the function in two forked processes of one gloo group and gathers the results.
+
+Every call forks fresh processes from this one, which costs a tenth of a second and has three virtues: torch and transformers are imported
+already, the function and its arguments need no pickling (closures and monkeypatches are simply there), and nothing is left over from an
+earlier test, least of all a hung one. A rank that fails hangs its peers, so the first failure ends all of them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FORK = multiprocessing.get_context("fork")
+_END = 5.0  # seconds a rank has to die once it is told to
+
+
+class RankError(RuntimeError):
+    """A rank raised something other than an AssertionError, died or did not finish; the message names the rank and quotes its traceback."""
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """What `function(*args)` returned on each of `world` ranks, by rank; `torch.distributed` is initialised inside (gloo, loopback).
+
+    Results are plain data and CPU tensors in lists, tuples and dictionaries; what autograd knows of a tensor stays behind. Each rank has
+    one thread and a random stream of its own. The first failure stops every rank: an AssertionError comes out as one, anything else, a
+    dead process and a rank that has not finished after `timeout` seconds as RankError.
+    """
+    with tempfile.TemporaryDirectory(prefix="petune-ranks-") as folder:
+        ends = [_FORK.Pipe() for _ in range(world)]
+        ranks = [
+            _FORK.Process(target=_rank, args=(rank, world, folder, ends, timeout, function, args), daemon=True) for rank in range(world)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for _, theirs in ends:
+                theirs.close()
+            return _gather([mine for mine, _ in ends], ranks, timeout, folder)
+        finally:
+            for mine, _ in ends:
+                mine.close()  # a rank that has reported waits for this
+            for process in ranks:
+                _end(process)
+
+
+def _gather(ends: list[Connection], ranks: list[Any], timeout: float, folder: str) -> list[Any]:
+    """The results by rank, or the earliest failure raised."""
+    deadline = time.monotonic() + timeout
+    waiting, results = dict(enumerate(ends)), dict[int, Any]()
+    while waiting:
+        ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = f"after {timeout:g} s these ranks had not finished: {', '.join(map(str, waiting))} of {len(ends)}"
+            raise RankError("\n".join([late, *(_whereabouts(rank, ranks[rank], folder) for rank in waiting)]))
+        reports = [(rank, *_report(end, ranks[rank])) for rank, end in waiting.items() if end in ready]
+        if failed := [report for report in reports if report[2] != "returned"]:
+            _raise(min(failed, key=lambda report: report[1]))
+        for rank, _, _, value in reports:
+            results[rank] = _unpacked(value)
+            del waiting[rank]
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _report(end: Connection, process: Any) -> tuple[float, str, Any]:
+    """(when, "returned" | "failed" | "assertion" | "died", value or text) from one rank."""
+    try:
+        when, kind, value = end.recv()
+    except (EOFError, ConnectionResetError):
+        process.join(_END)
+        return time.monotonic(), "died", f"exit code {process.exitcode}"
+    return when, kind, value
+
+
+def _raise(report: tuple[int, float, str, str]) -> NoReturn:
+    rank, _, kind, text = report
+    if kind == "assertion":
+        raise AssertionError(f"rank {rank}: {text}")
+    raise RankError(f"rank {rank} {kind}: {text}")
+
+
+def _whereabouts(rank: int, process: Any, folder: str) -> str:
+    """The stack of a rank that hangs, as it writes it on SIGUSR1."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.1)
+    stack = Path(folder, f"stack-{rank}")
+    return f"rank {rank} stands at\n{stack.read_text() if stack.exists() else 'an unknown place'}"
+
+
+def _end(process: Any) -> None:
+    """Let a rank that has reported go, and kill one that hangs."""
+    if process.pid is None:
+        return
+    process.join(0.5)
+    if process.is_alive():
+        process.kill()
+    process.join(_END)
+    process.close()
+
+
+# ------------------------------------------------------------------ inside a rank
+
+
+def _rank(rank: int, world: int, folder: str, ends: list[tuple[Connection, Connection]], timeout: float, function: Any, args: Any) -> None:
+    """Join the group, call, report, and stay until the parent has heard of every rank: a closed socket would upset the slower ones."""
+    for other, (theirs, mine) in enumerate(ends):
+        theirs.close()
+        if other != rank:
+            mine.close()
+    end = ends[rank][1]
+    with open(f"{folder}/stack-{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        message = _outcome(rank, world, folder, timeout, function, args)
+        with suppress(EOFError, OSError):  # the parent closes its end when every rank has reported or one has failed
+            end.send((time.monotonic(), *message))
+            end.recv()
+    os._exit(0)
+
+
+def _outcome(rank: int, world: int, folder: str, timeout: float, function: Any, args: Any) -> tuple[str, Any]:
+    """What happened to the call, and what came out."""
+    try:
+        _join(rank, world, f"{folder}/store", timeout)
+        return "returned", _packed(function(*args))
+    except AssertionError as error:
+        return "assertion", f"{error}\n{traceback.format_exc()}"
+    except BaseException:
+        return "failed", traceback.format_exc()
+
+
+def _join(rank: int, world: int, store: str, timeout: float) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)  # what should be equal on all ranks must not be so by the accident of a fork
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=max(timeout, 1.0))
+    )
+
+
+# A tensor sent as such goes by a file descriptor of shared memory, and a hundred of them are too many: so it goes as bytes.
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        plain = value.detach().to("cpu").contiguous()
+        return _Bytes(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(value, dict):
+        return {key: _packed(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_packed(part) for part in value)
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, _Bytes):
+        dtype = getattr(torch, value.dtype)
+        plain = torch.frombuffer(bytearray(value.content), dtype=dtype) if value.content else torch.empty(0, dtype=dtype)
+        return plain.reshape(value.shape)
+    if isinstance(value, dict):
+        return {key: _unpacked(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unpacked(part) for part in value)
+    return value
+
+
+class _Bytes:
+    def __init__(self, dtype: str, shape: tuple[int, ...], content: bytes) -> None:
+        self.dtype, self.shape, self.content = dtype, shape, content
