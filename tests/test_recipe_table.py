@@ -1,12 +1,18 @@
-"""The 16 shipped recipes are one table: a family says what is trained on, a method says how, and nothing else differs."""
+"""The shipped recipes are one table: a family says what is trained on, a method says how, a backend over which processes.
+
+Nothing else differs. A recipe over several processes is that of its family and method with `parallel` added.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from petune.demo import model_path
+from petune.parallel.configs import CUTS, CutConfig
 from petune.recipe import load_recipe, recipe_folder, shipped_recipes
 
 METHODS = ("full", "lora", "adapter", "side")
@@ -29,17 +35,54 @@ LR: dict[str, tuple[float, ...]] = {  # in the order of METHODS
     "t5": (2e-3, 5e-3, 1e-2, 2e-2),
     "llama": (1e-3, 5e-3, 1e-2, 2e-2),
 }
-NAMES = [f"{family}_{method}" for family in FAMILIES for method in METHODS]
+ALONE = [f"{family}_{method}" for family in FAMILIES for method in METHODS]
+
+HEADS = {"bert": (8, 4), "llama": (6, 2)}
+COLUMNS = {"bert": (1024, 512), "llama": (240, 144)}
+STAGES = {"bert": (4, 2), "bart": (5, 3), "t5": (5, 3), "llama": (5, 3)}
+TOKENS = (5, 3)
 
 
-def test_the_sixteen_recipes_are_there_and_no_others() -> None:
+def parallel(family: str, backend: str) -> dict[str, Any]:
+    """What `parallel` is in the recipes of a family and backend."""
+    pp = {"stages": STAGES[family], "microbatches": 4}
+    if backend == "pp":
+        return {"pp": pp}
+    if backend == "dp":
+        return {"dp": {"shares": (3, 1)}}
+    by_heads = {"heads": HEADS[family], "columns": COLUMNS[family]}
+    plans: dict[str, dict[str, Any]] = {
+        "tp": {"tp": by_heads},
+        "sp": {"sp": {"sequence": TOKENS}},
+        "galaxy": {"galaxy": {**by_heads, "sequence": TOKENS}},
+        "dp_tp_pp": {"dp": 2, "tp": by_heads, "pp": pp},
+    }
+    return plans[backend]
+
+
+EVERY_CUT = ("dp", "tp", "sp", "pp", "galaxy")
+OVER: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # family -> methods, backends
+    "bert": (METHODS, EVERY_CUT),
+    "bart": (METHODS, ("pp",)),
+    "t5": (METHODS, ("dp", "pp")),
+    "llama": (("full", "lora"), EVERY_CUT),
+}
+TOGETHER = [f"{family}_{method}_{backend}" for family, (methods, backends) in OVER.items() for method in methods for backend in backends]
+TOGETHER.append("llama_lora_dp_tp_pp")
+NAMES = [*ALONE, *TOGETHER]
+
+
+def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
     assert [file.stem for file in shipped_recipes()] == sorted(NAMES)
+    assert (len(ALONE), len(TOGETHER)) == (16, 43)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
-    family, method = name.split("_")
+    family, method, *over = name.split("_", 2)
     row = {**SHARED, **FAMILIES[family], "method": method, "lr": LR[family][METHODS.index(method)], "out": f"runs/{name}"}
+    if over:
+        row["parallel"] = parallel(family, over[0])
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()
 
 
@@ -48,6 +91,40 @@ def test_a_recipe_is_short_and_says_what_it_is(name: str) -> None:
     lines = (recipe_folder() / f"{name}.yaml").read_text().splitlines()
     settings = [line for line in lines if line and not line.startswith("#")]
     assert lines[0].startswith("# ") and 6 <= len(settings) <= 14
+    assert lines[1].startswith("# ") and f"recipes/{name}.yaml" in lines[1]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_parallel_recipe_without_its_plan_is_the_recipe_of_one_process(name: str) -> None:
+    family, method, _ = name.split("_", 2)
+    alone = load_recipe(f"{family}_{method}", {"out": f"runs/{name}"})
+    assert load_recipe(name, ["parallel=none"]).resolved() == alone.resolved()
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_the_shares_of_a_recipe_add_up_to_its_model(name: str) -> None:
+    recipe = load_recipe(name)
+    config = json.loads((model_path(recipe.model.removeprefix("demo:")) / "config.json").read_text())
+    for backend, axis in recipe.parallel.axes.items():
+        if backend in CUTS:
+            assert isinstance(axis, CutConfig)
+            group = config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
+            assert sum(axis.heads) in (0, config["num_attention_heads"]) and all(count % group == 0 for count in axis.heads)
+            assert sum(axis.columns) in (0, config["intermediate_size"])
+    if recipe.parallel.pp is not None:
+        sides = [("num_hidden_layers",), ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")]
+        blocks = next(sum(config[side] for side in names) for names in sides if set(names) <= config.keys())
+        assert sum(recipe.parallel.pp.stages) == blocks
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_parallel_recipe_shares_out_unevenly_and_says_for_how_many(name: str) -> None:
+    recipe = load_recipe(name)
+    assert str(recipe.parallel) == ("dp 2 x tp 2 x pp 2" if name == "llama_lora_dp_tp_pp" else f"{name.rpartition('_')[2]} 2")
+    for backend, axis in recipe.parallel.axes.items():
+        lists = [getattr(axis, one) for one in ("shares", "heads", "columns", "sequence", "stages") if getattr(axis, one, ())]
+        assert all(len(set(one)) == 2 for one in lists)
+        assert lists or backend == "dp"
 
 
 def test_the_readme_links_every_recipe() -> None:

@@ -1,29 +1,49 @@
-"""Every shipped recipe runs offline as it stands: two steps, stopped and resumed in between, tried, and merged where it can be."""
+"""Every shipped recipe runs offline as it stands: two steps, stopped and resumed in between, tried, and merged where it can be.
+
+A recipe with a parallel plan trains in as many processes as the plan asks for, and ends as the same recipe does in one.
+"""
 
 from __future__ import annotations
 
+import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BertModel
 
+from petune.assemble import plan_of
 from petune.demo import minilm_folder
 from petune.errors import Stopped, UsageError
+from petune.parallel import ALONE
 from petune.recipe import load_recipe, shipped_recipes
 from petune.tasks import pad_token_id
+from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import Listener, assert_same_run, run, terminate_at
 from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 AUTO = {"classify": AutoModelForSequenceClassification, "seq2seq": AutoModelForSeq2SeqLM, "causal": AutoModelForCausalLM}
 SMALL = ("max_steps=2", "warmup=0", "data.max_rows=24", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=4")
-RECIPES = {file.stem: file for file in shipped_recipes()}
+THREE_STEPS = ("max_steps=3", "warmup=0", "data.max_rows=22", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=8")
+ALL = {file.stem: file for file in shipped_recipes()}
+PLANS = {name: plan_of(load_recipe(file)) for name, file in ALL.items()}
+RECIPES = {name: file for name, file in ALL.items() if PLANS[name] == ALONE}
+PARALLEL = {name: file for name, file in ALL.items() if PLANS[name] != ALONE}
 
 
 def test_there_is_a_recipe_for_every_family_and_method():
     methods = ("full", "lora", "adapter", "side")
     assert {f"{family}_{method}" for family in ("bert", "bart", "t5", "llama") for method in methods} <= set(RECIPES)
+
+
+def test_every_backend_has_a_recipe_and_every_plan_is_that_of_a_recipe_in_one_process():
+    assert {name.rpartition("_")[2] for name in PARALLEL} == {"dp", "tp", "sp", "galaxy", "pp"}
+    for name, file in PARALLEL.items():
+        theirs, ours = load_recipe(ALL[base(name)]).resolved(), load_recipe(file).resolved()
+        assert {key for key in ours if ours[key] != theirs[key]} == {"parallel", "out"}, name
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -51,3 +71,56 @@ def test_a_shipped_recipe_trains_resumes_and_merges(name: str, tmp_path: Path):
         inputs["decoder_input_ids"] = torch.full((1, 1), pad_token_id(resumed.speaker.tokenizer))
     with torch.no_grad():
         assert torch.allclose(merged(**inputs).logits, resumed.speaker.model(**inputs).logits, atol=1e-4)
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def base(name: str) -> str:
+    """The recipe in one process that a parallel one is made from: llama_lora of llama_lora_dp_tp_pp."""
+    return "_".join(name.split("_")[:2])
+
+
+@pytest.fixture(scope="module")
+def narrow_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT with the heads, columns and blocks of MiniLM, so that its recipes' lists fit, and a quarter of its width."""
+    real = minilm_folder()
+    assert real is not None, "the recipes of BERT need the package of requirements/demo.txt"
+    folder = tmp_path_factory.mktemp("bert") / "narrow"
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(real)
+    config.hidden_size = 8 * config.num_attention_heads
+    BertModel(config).save_pretrained(folder)
+    for file in real.glob("*token*"):
+        shutil.copy(file, folder)
+    shutil.copy(real / "vocab.txt", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run folder of a recipe in one process, trained when it is first asked for."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @cache
+    def trained(name: str, *overrides: str) -> Path:
+        run(ALL[name], overrides=[*THREE_STEPS, *overrides, f"out={folder / name}"])
+        return folder / name
+
+    return trained
+
+
+def train_in_group(recipe: Path, overrides: list[str]) -> None:
+    """What every rank calls."""
+    run(recipe, overrides=overrides)
+
+
+SLOW = {name: [pytest.mark.slow] if plan.world > 4 else [] for name, plan in PLANS.items()}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[name]) for name in PARALLEL])
+def test_a_parallel_recipe_trains_as_one_process_does(name: str, tmp_path: Path, alone: Any, narrow_bert: Path):
+    model = (f"model={narrow_bert}",) if load_recipe(ALL[name]).model == "demo:minilm" else ()
+    expected = alone(base(name), *model)
+    ranks(PLANS[name].world, train_in_group, PARALLEL[name], [*THREE_STEPS, *model, f"out={tmp_path / 'run'}"], timeout=110)
+    assert_same_but_for_rounding(tmp_path / "run", expected)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from petune.errors import Problem
 from petune.methods.configs import CONFIGS
+from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
 from petune.recipe.suggest import meant_value, suggest
-from petune.recipe.written import SECTIONS, Found, Written
+from petune.recipe.written import PARALLEL, SECTIONS, Found, Written, as_mapping, show
 from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, short, write_scalar
 from petune.tasks.configs import DataConfig
 
@@ -27,7 +28,7 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
     method = tree.get("method")
     method_name = method.get("name") if isinstance(method, dict) else method
     method_name = method_name if isinstance(method_name, str) else None
-    values = {key: value for key, value in tree.items() if key not in SECTIONS}
+    values = {key: value for key, value in tree.items() if key not in (*SECTIONS, PARALLEL)}
     data, problems = _section(written, "data", DataConfig, "", method_name)
     if method_name in CONFIGS:
         values["method"], more = _section(written, "method", CONFIGS[method_name], method_name, method_name)
@@ -36,10 +37,16 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
         values["method"] = None
         problems.append(_no_method(written, method_name))
     values["data"] = data
+    values["parallel"], more = _parallel(written)
+    problems += more
     problems = _check(Recipe, values, written, (), method_name) + problems
     problems += broken_rules(written, values, [path for path, _ in problems])
     order = {path: index for index, path in enumerate(written.places)}
-    return values, sorted(problems, key=lambda one: order.get(one[0], -1))
+    return values, sorted(problems, key=lambda one: next((order[up] for up in _upwards(one[0]) if up in order), -1))
+
+
+def _upwards(path: KeyPath) -> Iterator[KeyPath]:
+    return (path[:end] for end in range(len(path), 0, -1))
 
 
 def _section(written: Written, key: str, config: type, name: str, method_name: str | None) -> tuple[Any, list[Found]]:
@@ -57,6 +64,42 @@ def _section(written: Written, key: str, config: type, name: str, method_name: s
     if problems:
         return None, problems
     return config(**{setting: value for setting, value in given.items() if not (name and setting == "name")}), []
+
+
+def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
+    """The axes written under `parallel` that are right by themselves, and what is wrong with the others."""
+    value = written.tree.get(PARALLEL)
+    section = as_mapping((PARALLEL,), value)
+    if section is None:
+        what, expected = "parallel does not take this value", f"none, {', '.join(BACKENDS)}, or a mapping of these to settings"
+        remedy = "for example  parallel: {dp: 2}"
+        return ParallelConfig(), [((PARALLEL,), Problem(what, written.where((PARALLEL,)), expected, show(value), remedy))]
+    axes: dict[str, Any] = {}
+    problems: list[Found] = []
+    for name, given in section.items():
+        wrong = _axis(written, name, BACKENDS[name], given) if name in BACKENDS else [_no_backend(written, name, len(problems))]
+        problems += wrong
+        if not wrong:
+            axes[name] = BACKENDS[name](**as_mapping((PARALLEL, name), given) or {})
+    return ParallelConfig(**axes), problems
+
+
+def _axis(written: Written, name: str, config: type, given: Any) -> list[Found]:
+    path = (PARALLEL, name)
+    settings = as_mapping(path, given)
+    if settings is not None:
+        return _check(section_model(config), settings, written, path, None)
+    expected = "a whole number of processes, or a mapping of settings, or null"
+    remedy = f"for example  parallel: {{{name}: 2}}"
+    return [(path, Problem(f"{dotted(path)} does not take this value", written.where(path), expected, show(given), remedy))]
+
+
+def _no_backend(written: Written, name: str, before: int) -> Found:
+    path = (PARALLEL, name)
+    alone = not isinstance(written.tree[PARALLEL], dict)  # the short form: parallel: NAME
+    what = f"{'parallel' if alone else dotted(path)}: no such backend"
+    meant = suggest(path, None) if before < MAX_PROBLEMS else None  # beyond what is shown, time spent for nobody
+    return path, Problem(what, written.where(path), f"one of none, {', '.join(BACKENDS)}", show(name) if alone else None, meant)
 
 
 _EXAMPLES = {"model": "model: demo:minilm", "data": "data: demo:docstrings", "method": "method: lora"}
@@ -100,7 +143,7 @@ def _problem(model: type[BaseModel], key: str, faults: list[Any], written: Writt
     path = (*at, key)
     kind = faults[0]["type"]
     if kind == "extra_forbidden":
-        of = {"method": f" of {method_name}", "data": " of data"}.get(at[0] if at else "", "")
+        of = {"method": f" of {method_name}", "data": " of data", PARALLEL: f" of {at[-1]}"}.get(at[0], "") if at else ""
         return path, Problem(f"{dotted(path)} is not a setting{of}", written.where(path), remedy=suggest(path, method_name))
     if kind == "missing":
         example = _EXAMPLES.get(key if not at else at[0])
@@ -172,21 +215,6 @@ def _range(entry: Any) -> str | None:
         if limit is not None:
             return f"{words} {limit:.12g}" if isinstance(limit, float) else f"{words} {limit}"
     return None
-
-
-def show(value: Any) -> str:
-    """A value as a message names it."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print some of these
-        return "a number of more than 300 digits"
-    if isinstance(value, bool | int | float):
-        return short(write_scalar(value), 60)
-    if isinstance(value, str):
-        return f"the text {short(value, 60)!r}"
-    if isinstance(value, dict | tuple):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    return f"a Python {type(value).__name__}"
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from petune.demo import default_model
 from petune.errors import Problem, RecipeError, nearest
-from petune.recipe.check import show, validate
+from petune.recipe.aliases import accept_classic_keys, in_classic_words
+from petune.recipe.check import validate
 from petune.recipe.schema import Recipe
-from petune.recipe.written import Found, Written
+from petune.recipe.written import Found, Written, show
 from petune.recipe.yaml_lines import MAX_BYTES, MAX_PROBLEMS, Document, KeyPath, dotted, read, scalar, short
 
 
@@ -24,9 +25,11 @@ def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, o
     `overrides`: `key.sub=value` texts, or a mapping of key path to value; later ones win. Raises RecipeError with every problem found.
     """
     written, problems, file = _open_source(source)
-    problems += _override(written, overrides)
+    problems += accept_classic_keys(written)
+    fresh, more = _override(written, overrides)
+    problems += more + accept_classic_keys(written, fresh)
     values, found = validate(written)
-    problems += [one for one in found if not _explained(one[0], written)]
+    problems += [(path, in_classic_words(problem, written)) for path, problem in found if not _explained(path, written)]
     if not problems:
         recipe = Recipe(**values)
         recipe._source, recipe._written = file, written
@@ -120,12 +123,15 @@ def find_recipe(text: str | Path) -> Path:
     raise RecipeError("no such recipe file, and no shipped recipe of that name", where=shown, remedy=remedy)
 
 
-def _override(written: Written, overrides: Sequence[str] | Mapping[str, Any]) -> list[Found]:
+def _override(written: Written, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[set[KeyPath], list[Found]]:
+    """Lay `overrides` over what is written; the key paths they set, and what is wrong with them."""
     problems: list[Found] = []
+    fresh: set[KeyPath] = set()
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            written.put(tuple(str(key).split(".")), _plain(value), "argument")
-        return problems
+            fresh.add(path := tuple(str(key).split(".")))
+            written.put(path, _plain(value), "argument")
+        return fresh, problems
     for text in overrides:
         key, equals, value = text.partition("=")
         path = tuple(key.strip().split("."))
@@ -134,10 +140,11 @@ def _override(written: Written, overrides: Sequence[str] | Mapping[str, Any]) ->
             continue
         try:
             written.put(path, _command_line_value(value.strip()), "command line")
+            fresh.add(path)
         except RecipeError as error:
             what = f"{dotted(path)}: {error.problems[0].what}"
             problems.append((path, Problem(what, "command line", found=show(value), remedy=error.problems[0].remedy)))
-    return problems
+    return fresh, problems
 
 
 def _command_line_value(text: str) -> Any:

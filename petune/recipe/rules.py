@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from petune.errors import Problem
+from petune.parallel.configs import ParallelConfig, axis_contradictions, too_many_cuts
 from petune.recipe.schema import Recipe
-from petune.recipe.written import Found, Written
+from petune.recipe.written import PARALLEL, Found, Written, as_mapping
 from petune.recipe.yaml_lines import KeyPath
 
 
@@ -107,3 +109,17 @@ def broken_rules(written: Written, values: Mapping[str, Any], wrong: Sequence[Ke
         if bad.isdisjoint(key.partition(".")[0] for key in rule.keys) and not rule.holds(recipe):
             path = tuple(rule.keys[0].split("."))
             yield path, Problem(f"{rule.keys[0]}: {rule.what}", written.where(path), remedy=rule.remedy)
+    yield from _broken_plan(written, values["parallel"])
+
+
+def _broken_plan(written: Written, config: ParallelConfig) -> Iterator[Found]:
+    """The rules of `parallel`, which stand beside its settings. `config` holds the axes that are right by themselves."""
+    if any(path[0] == PARALLEL for path in written.refused):
+        return
+    named = as_mapping((PARALLEL,), written.tree.get(PARALLEL)) or {}
+    found = [*too_many_cuts(named)]
+    for name, axis in config.axes.items():
+        found += axis_contradictions(name, axis)
+    for inner, problem in found:
+        path = (PARALLEL, *inner)
+        yield path, dataclasses.replace(problem, where=written.where(path))

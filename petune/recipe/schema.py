@@ -10,14 +10,15 @@ import dataclasses
 import functools
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
 
 from petune.methods.configs import CONFIGS, MethodConfig
-from petune.recipe.written import SECTIONS, Written
+from petune.parallel.configs import BACKENDS, ParallelConfig
+from petune.recipe.written import PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, write_scalar
 from petune.tasks.configs import DataConfig
 
@@ -64,6 +65,9 @@ class Recipe(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     compile: bool = Field(False, description="torch.compile the model")
+    parallel: SkipValidation[ParallelConfig] = Field(
+        ParallelConfig(), description="none; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a mapping of backends to size or settings"
+    )
     eval_every: Count | None = Field(None, description="steps between evaluations; null: after each epoch")
     save_every: Count | None = Field(None, description="steps between checkpoints; null: after each epoch")
     keep: Annotated[int, Field(ge=2, le=1000)] = Field(2, description="checkpoints kept; the best one is kept besides")
@@ -74,6 +78,9 @@ class Recipe(BaseModel):
         "none", description="classify: balanced, or a mapping of label to weight in the loss"
     )
     head_only: bool = Field(True, description="classify: also train a head on the frozen model, as the score to beat")
+    timeout: Annotated[float, Field(ge=1, le=86_400)] = Field(
+        60.0, description="several processes: seconds one may be silent before the run ends, naming it"
+    )
     trackers: tuple[Trackers, ...] = Field((), description="also log to these, through accelerate; metrics.jsonl is always written")
     init_adapter: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="folder of tuned weights to start from, petune's or peft's"
@@ -132,6 +139,7 @@ class Recipe(BaseModel):
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
+        values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or "none"
         values["lr"] = self.learning_rate
         for path in INPUTS:
             holder = values["data"] if path[0] == "data" else values
@@ -149,6 +157,9 @@ class Recipe(BaseModel):
         lines = [f"# Every setting of {self.name}, defaults included."]
         docs = {name: info.description for name, info in type(self).model_fields.items()}
         for key, value in self.resolved().items():
+            if key == PARALLEL and isinstance(value, dict):
+                lines += [f"{key}:  # {docs[key]}", *self._parallel_lines(value)]
+                continue
             if key not in SECTIONS:
                 lines.append(_line(key, value, docs[key]))
                 continue
@@ -156,6 +167,13 @@ class Recipe(BaseModel):
             inner = _docs(type(getattr(self, key)))
             lines += [_line(f"  {name}", item, inner.get(name, "the method")) for name, item in value.items()]
         return "\n".join(lines) + "\n"
+
+    def _parallel_lines(self, axes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+        docs = _docs(ParallelConfig)
+        for name, settings in axes.items():
+            yield f"  {name}:  # {docs[name]}"
+            inner = _docs(BACKENDS[name])
+            yield from (_line(f"    {setting}", value, inner[setting]) for setting, value in settings.items())
 
 
 def _bounded(kind: Any, metadata: Mapping[str, Any]) -> Any:
@@ -211,16 +229,25 @@ def _line(key: str, value: Any, doc: str | None) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors; data and method may be one text or a mapping."""
+    """The JSON schema of a recipe file, for editors; data, method and parallel may be a text or a mapping. No classic keys."""
     schema = Recipe.model_json_schema()
     schema.pop("$defs", None)
     sections = {
         "data": [{"type": "string"}, _section_schema(DataConfig)],
         "method": [{"enum": list(CONFIGS)}, *(_section_schema(config, name) for name, config in CONFIGS.items())],
+        PARALLEL: [{"enum": ["none", *BACKENDS, None]}, _parallel_schema()],
     }
     for key, forms in sections.items():
         schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}
+    schema["properties"][PARALLEL]["default"] = "none"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "petune recipe"}
+
+
+def _parallel_schema() -> dict[str, Any]:
+    size = {"type": ["integer", "null"], "minimum": 1}
+    docs = _docs(ParallelConfig)
+    axes = {name: {"anyOf": [size, _section_schema(config)], "description": docs[name]} for name, config in BACKENDS.items()}
+    return {"type": "object", "properties": axes, "additionalProperties": False}
 
 
 def _section_schema(config: type, name: str = "") -> dict[str, Any]:

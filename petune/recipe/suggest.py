@@ -1,7 +1,7 @@
 """What an unknown key or value was probably meant to be.
 
-Suggestions only: an alias is never accepted in place of the key. Spelling alone does not lead from `rank` to `r`, hence the table of
-the names other toolkits use.
+Suggestions only: no name of this table is accepted in place of the key; the classic ones that are stand in `aliases`. Spelling alone
+does not lead from `rank` to `r`, hence the table of the names other toolkits use.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from petune.errors import nearest
 from petune.methods.configs import CONFIGS
+from petune.parallel.configs import BACKENDS
+from petune.recipe.aliases import CLASSIC
 from petune.recipe.schema import Recipe
-from petune.recipe.written import SECTIONS
+from petune.recipe.written import PARALLEL, SECTIONS
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import DataConfig
 
@@ -56,6 +58,14 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("precision", "torch_dtype", "bf16", "mixed_precision"), "dtype"),
     "activation_checkpointing": "gradient_checkpointing",
     "torch_compile": "compile",
+    **dict.fromkeys(("data_parallel_size", "data_parallel", "dp_size", "ddp", "num_processes", "nproc_per_node"), "parallel.dp"),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_parallel", "tp_size", "tensor_model_parallel_size"), "parallel.tp"),
+    **dict.fromkeys(("sequence_parallel_size", "sequence_parallel", "sp_size", "context_parallel_size", "cp_size"), "parallel.sp"),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_parallel", "pp_size", "pipeline_model_parallel_size"), "parallel.pp"),
+    **dict.fromkeys(("fsdp", "fsdp2", "zero3", "hybrid_shard"), "parallel.dp.shard"),
+    **dict.fromkeys(("micro_batches", "num_microbatches", "chunks"), "parallel.pp.microbatches"),
+    "parallelism": "parallel",
+    "cpu_offload": "parallel.dp.offload",
     "wd": "weight_decay",
     **dict.fromkeys(("adapter_name_or_path", "adapter_path", "lora_weights"), "init_adapter"),
     "adam_beta1": "beta1",
@@ -86,6 +96,14 @@ _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("finetune", "full-finetuning", "none"), "full"),
     **dict.fromkeys(("minimize", "lower"), "min"),
     **dict.fromkeys(("maximize", "higher"), "max"),
+    **dict.fromkeys(("ddp", "fsdp", "data"), "dp"),
+    **dict.fromkeys(("tensor", "megatron"), "tp"),
+    **dict.fromkeys(("cp", "context", "ulysses", "ring"), "sp"),
+    **dict.fromkeys(("pipe", "pipeline", "gpipe"), "pp"),
+    **dict.fromkeys(("zb", "zbv", "zero_bubble", "interleavedzerobubble"), "zero-bubble"),
+    "interleaved1f1b": "interleaved",
+    "tokens": "sequence",
+    **dict.fromkeys(("replicate", "replicated", "full"), "whole"),
 }
 
 _ALL = "   (all settings: petune check --full)"
@@ -101,14 +119,30 @@ def _settings() -> dict[str, dict[str, tuple[str, ...]]]:
         for entry in dataclasses.fields(config):
             paths = table.setdefault(entry.name, {})
             paths[f"method.{entry.name}"] = (*paths.get(f"method.{entry.name}", ()), method)
+    for name, path in _axis_settings().items():
+        table.setdefault(name, {})[path] = ()
+    return table
+
+
+@functools.cache
+def _axis_settings() -> dict[str, str]:
+    """Setting of an axis -> its key path, for a setting of several axes that of the first that reads it."""
+    own = {"attention": "cut", "mlp": "cut", "connection": "cut", "sequence": "sp", "exchange": "sp"}
+    table: dict[str, str] = {name: f"{PARALLEL}.{name}" for name in BACKENDS}
+    for backend, config in BACKENDS.items():
+        for entry in dataclasses.fields(config):
+            table.setdefault(entry.name, f"{PARALLEL}.{own.get(entry.name, backend)}.{entry.name}")
     return table
 
 
 def suggest(path: KeyPath, method_name: str | None) -> str:
     """What an unknown key was probably meant to be."""
     leaf = path[-1][:64].lower().lstrip("-").replace("-", "_").replace(" ", "_")
-    if "." in leaf and leaf.split(".")[0] in SECTIONS:
-        return f"in a file, nest it:  {leaf.split('.')[0]}: {{{leaf.partition('.')[2]}: ...}}; dots are for the command line"
+    if "." in leaf and leaf.split(".")[0] in (*SECTIONS, PARALLEL, *BACKENDS):
+        outer, *inner = leaf.split(".")
+        return f"in a file, nest it:  {outer}: {{{': {'.join(inner)}: ...{'}' * len(inner)}; dots are for the command line"
+    if path[0] == PARALLEL and len(path) > 1:
+        return _suggest_of_axis(path, leaf)
     if leaf in ALIASES:
         target = ALIASES[leaf]
         return target if " " in target else _did_you_mean([target], method_name)
@@ -121,7 +155,21 @@ def suggest(path: KeyPath, method_name: str | None) -> str:
     if not near:
         near = [_best_path(table[key], method_name) for key in nearest(leaf, [*table, *ALIASES]) if key in table]
         near = near or [ALIASES[key] for key in nearest(leaf, ALIASES) if " " not in ALIASES[key]]
+        near = nearest(leaf, CLASSIC, 1) if nearest(leaf, CLASSIC, 1) == nearest(leaf, [*table, *ALIASES, *CLASSIC], 1) else near
     return _did_you_mean(near[:2], method_name) if near else _ALL.strip().strip("()")
+
+
+def _suggest_of_axis(path: KeyPath, leaf: str) -> str:
+    """What an unknown backend, or an unknown setting of one, was meant to be."""
+    own = {entry.name: f"{PARALLEL}.{path[1]}.{entry.name}" for entry in dataclasses.fields(BACKENDS[path[1]])} if len(path) > 2 else {}
+    near = nearest(leaf, own, 1) if own else [one] if (one := meant_value(leaf, tuple(BACKENDS))) else []
+    known = {**_axis_settings(), **CLASSIC, **{key: to for key, to in ALIASES.items() if to.startswith(PARALLEL + ".")}}
+    if leaf in known and not (leaf in BACKENDS and not own):
+        setting = known[leaf].rpartition(".")[2]
+        return _did_you_mean([own.get(setting, known[leaf])], None)
+    if near:
+        return _did_you_mean([own[near[0]] if own else f"{PARALLEL}.{near[0]}"], None)
+    return _did_you_mean([known[one] for one in nearest(leaf, known, 1)], None) if nearest(leaf, known, 1) else _ALL.strip().strip("()")
 
 
 def _belongs(full: str, methods: tuple[str, ...], prefix: str, method_name: str | None) -> bool:
