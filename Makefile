@@ -1,4 +1,4 @@
-# setup: .venv from the pins    demo: tune a real checkpoint    test: lint and the suite    wheel: dist/    clean: all of these undone
+# setup: .venv from the pins    demo: tune a real checkpoint    test: lint and the suite    test-long: the full crossings    wheel: dist/    clean: all of these undone
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN := HF_HUB_OFFLINE=1 $(BIN)/petune
 DEMO := runs/bert_lora
 
-.PHONY: setup demo test lint format wheel clean
+.PHONY: setup demo test test-long lint format wheel clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,10 @@ demo: setup
 	$(RUN) generate $(DEMO) "Return the sum of the given numbers, or zero when there are none."
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long"
+
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
@@ -14,18 +15,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m petune", description="train a recipe")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="keys laid over the recipe")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--from", dest="checkpoint", metavar="STEP", help="go on from exactly this checkpoint folder")
     parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY")
+    parser.add_argument("--since", type=float, default=0.0, metavar="TIME", help="when the ranks were first started, for a restart")
     given = parser.parse_args(arguments)
-    from petune.train import train
-
     try:
-        train(given.recipe, overrides=given.overrides, resume=given.resume, overwrite=given.overwrite)
-    except PetuneError as error:
-        print(error, file=sys.stderr)
-        return error.code
+        from petune import ranks
+        from petune.parallel import group
+        from petune.run_folder import RunFolder
+        from petune.train import settle, train
     except KeyboardInterrupt:
         return 130
+    try:
+        again = bool(group.restarted()) and ranks.going_on(RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since)
+        train(
+            given.recipe,
+            overrides=given.overrides,
+            resume=again or given.checkpoint or given.resume,
+            overwrite=given.overwrite and not again,
+            allow_change=given.allow_change,
+            **given.settings,
+        )
+    except BaseException as error:
+        if group.joined():
+            group.quit_process(group.report(error))
+        if isinstance(error, PetuneError):
+            print(error, file=sys.stderr)
+            return error.code
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        raise
     return 0
 
 

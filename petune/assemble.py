@@ -1,7 +1,8 @@
-"""The order of passes, in one place: data and tokenizer, then load -> tune -> place on the device.
+"""The order of passes, in one place: data and tokenizer, then load -> stack -> tune -> cut stages -> place -> run.
 
 `prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and writes nothing. `build` makes
-the model that `train` steps. New tensors are drawn on the CPU from the recipe's seed, so every device starts from the same numbers.
+the whole tuned model on the CPU; new tensors are drawn there from the recipe's seed, so every device and every plan starts from the same
+numbers. `run_on` hands it to a Runner, which cuts it and places it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,34 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from petune import export
 from petune.errors import FileError, MachineError, UsageError
+from petune.evaluate import forward, real_rows
 from petune.log import say
 from petune.methods import tune, tuned_parameters, tuning
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
+from petune.models import FAMILIES, family_of
 from petune.models.load import Head, Loaded, Source, kind_of, load_model, load_tokenizer, read_config, resolve_model
+from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
 from petune.recipe import Recipe
-from petune.tasks import TASKS, Encoded, Rows, Task, check_fit, detect_format, encode, infer_task, load_rows, render
+from petune.tasks import (
+    TASKS,
+    Encoded,
+    Rows,
+    Task,
+    check_fit,
+    detect_format,
+    encode,
+    infer_task,
+    load_rows,
+    loss_sum,
+    render,
+    trained_positions,
+)
 from petune.tensorfile import read_json
 
 
@@ -60,7 +77,8 @@ def choose_place(recipe: Recipe) -> Place:
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:
         raise MachineError("device: cuda, but this machine shows no CUDA device", remedy="use device: auto or cpu")
-    device = torch.device("cuda" if recipe.device == "cuda" or (recipe.device == "auto" and available) else "cpu")
+    cuda = recipe.device == "cuda" or (recipe.device == "auto" and available)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and device.type == "cuda")
     return Place(device, torch.bfloat16 if bf16 else torch.float32)
 
@@ -115,7 +133,7 @@ def load_base(source: Source, task: Task, labels: Sequence[str] | None, recipe: 
 
 
 def build(prepared: Prepared) -> nn.Module:
-    """Load and tune the model of a recipe on its device, ready for training, in eval mode.
+    """Load and tune the model of a recipe, whole, on the CPU, in eval mode.
 
     Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32.
     """
@@ -133,13 +151,46 @@ def build(prepared: Prepared) -> nn.Module:
         if not parameter.is_floating_point():
             raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))
         parameter.data = parameter.data.float()
-    place = choose_place(recipe)
-    model.to(place.device)
-    if recipe.gradient_checkpointing:
-        _checkpoint_activations(model)
-    if recipe.compile:
-        model.compile()
     return model
+
+
+def plan_of(recipe: Recipe, world: int | None = None) -> ParallelPlan:
+    """The parallel plan of a recipe, over `world` processes that exist, or over as many as it asks for. Loads no weights.
+
+    Raises UsageError for a plan that cannot be, with every reason.
+    """
+    if recipe.parallel == ParallelConfig():
+        return ALONE
+    config = read_config(resolve_model(recipe.model, recipe.folder))
+    family = FAMILIES.get(config.model_type)
+    if recipe.compile:
+        raise UsageError("compile does not go with a parallel plan", where=recipe.where("compile"), remedy="set compile: false")
+    task = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind_of(config))
+    available = torch.cuda.device_count() if choose_place(recipe).device.type == "cuda" else 2
+    return make_plan(recipe.parallel, family, config, world, recipe.batch_size, available, vocabulary_head=task != "classify")
+
+
+def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | None) -> Runner:
+    """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the mesh's device."""
+    recipe, task, family = prepared.recipe, prepared.task.name, family_of(model)
+
+    def ask(model: nn.Module, batch: Batch) -> Tensor:
+        return forward(model, batch)
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        return loss_sum(*real_rows(logits, batch), task, weights)[0]
+
+    def select(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        kept, rows = real_rows(logits, batch)
+        return trained_positions(kept, rows["labels"], task)
+
+    work = Work(ask, loss, select, tuned_parameters, choose_place(recipe).autocast)
+    runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing)
+    if recipe.gradient_checkpointing and not runner.owned:
+        _checkpoint_activations(runner.model)
+    if recipe.compile:
+        runner.model.compile()
+    return runner
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

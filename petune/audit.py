@@ -7,12 +7,14 @@ layer that the forward pass never reaches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from petune.errors import Problem, TrainingFault
+from petune.methods import frozen_tensors
+from petune.parallel import local
 
 GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
@@ -34,32 +36,57 @@ def checksum(tensor: Tensor) -> int:
     return total % 2**64
 
 
-class Audit:
-    """Watches one run. `tuned` and `frozen` are live tensors by name."""
+def frozen_checksums(model: nn.Module) -> dict[str, int]:
+    """The checksum of every tensor of `model` that must not move."""
+    return {name: checksum(value) for name, value in frozen_tensors(model).items()}
 
-    def __init__(self, tuned: Mapping[str, nn.Parameter], frozen: Mapping[str, Tensor]) -> None:
-        self.tuned, self.frozen = tuned, frozen
+
+def digest(checksums: Mapping[str, int]) -> str:
+    """One text for the checksums of many tensors, in their order."""
+    return f"{sum(value * (at + 1) for at, value in enumerate(checksums.values())) % 2**64:016x}"
+
+
+Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it
+
+
+class Audit:
+    """Watches one run. `tuned` and `frozen` are live tensors by name: those of this process, or its parts of them.
+
+    `names` are all tuned tensors, those of other processes included; `anyone` joins what every process has seen of each.
+    """
+
+    def __init__(
+        self, tuned: Mapping[str, nn.Parameter], frozen: Mapping[str, Tensor], names: Sequence[str] = (), anyone: Anyone = list
+    ) -> None:
+        self.tuned, self.frozen, self.anyone = tuned, frozen, anyone
         self.frozen_before = {name: checksum(value) for name, value in frozen.items()}
-        self.waiting = set(tuned)
-        self.still = {name: checksum(value) for name, value in tuned.items()}
+        self.waiting = list(names or tuned)
+        self.still = list(names or tuned)
+        self.before = {name: checksum(local(value)) for name, value in tuned.items()}
         self.updates = 0
 
     def after_backward(self) -> None:
         """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has none."""
         if self.updates >= GRADIENT_WITHIN:
             return
-        self.waiting -= {name for name in self.waiting if (grad := self.tuned[name].grad) is not None and bool(grad.any())}
+        seen = self.anyone([self._has_gradient(name) for name in self.waiting])
+        self.waiting = [name for name, has_gradient in zip(self.waiting, seen, strict=True) if not has_gradient]
         if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
             raise TrainingFault(
                 [Problem(f"has had no gradient in {GRADIENT_WITHIN} updates", where=name) for name in sorted(self.waiting)[:10]]
             )
+
+    def _has_gradient(self, name: str) -> bool:
+        grad = self.tuned[name].grad if name in self.tuned else None
+        return grad is not None and bool(local(grad).any())
 
     def after_update(self) -> None:
         """Note which tensors moved. Raises TrainingFault after the third update if one has not."""
         if self.updates >= MOVED_WITHIN:
             return
         self.updates += 1
-        self.still = {name: value for name, value in self.still.items() if checksum(self.tuned[name]) == value}
+        moved = self.anyone([name in self.tuned and checksum(local(self.tuned[name])) != self.before[name] for name in self.still])
+        self.still = [name for name, has_moved in zip(self.still, moved, strict=True) if not has_moved]
         if self.updates == MOVED_WITHIN and self.still:
             raise TrainingFault(
                 [Problem(f"has not moved in {MOVED_WITHIN} updates", where=name) for name in sorted(self.still)[:10]]
@@ -69,5 +96,7 @@ class Audit:
     def check_frozen(self) -> None:
         """Raises TrainingFault naming every frozen tensor whose bits changed since the start."""
         moved = [name for name, before in self.frozen_before.items() if checksum(self.frozen[name]) != before]
-        if moved:
-            raise TrainingFault([Problem("is frozen but has changed", where=name) for name in moved[:10]])
+        if self.anyone([bool(moved)])[0]:
+            raise TrainingFault(
+                [Problem("is frozen but has changed", where=name) for name in moved[:10] or ["a tensor of another process"]]
+            )

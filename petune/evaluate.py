@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,18 +13,17 @@ from petune.errors import TrainingFault
 from petune.tasks import Example, Scorer, collate, loss_sum
 
 Batch = dict[str, Tensor]
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int, packed: bool = False) -> Iterator[Batch]:
-    """Padded batches of `size` examples, in order; tensors on the CPU."""
+def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int, shortest: int = 1) -> Iterator[Batch]:
+    """Padded batches of `size` examples, in order, none shorter than `shortest` tokens; tensors on the CPU."""
     for start in range(0, len(examples), size):
-        yield collate(examples[start : start + size], task, pad_token_id, packed=packed)
+        yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """Logits in the model's output dtype: [batch, seq, vocab], or [batch, classes]. Labels never reach the model's own loss."""
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "rows")}
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
@@ -35,58 +34,93 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
     return logits
 
 
+def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+    """Logits and batch without the rows that only fill it up, which have the number -1."""
+    rows = batch.get("rows")
+    if rows is None or bool((rows >= 0).all()):
+        return logits, batch
+    kept = rows >= 0
+    return logits[kept], {name: value[kept] for name, value in batch.items()}
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, rows: Iterable[Batch], task: str, device: torch.device, autocast: Autocast, check: Callable[[], None] = lambda: None
-) -> dict[str, float]:
-    """The task's metrics over `rows`, with the model in eval mode and put back afterwards. `check` runs before each batch and may raise.
+Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process that only passes them on
+Add = Callable[[Sequence[float]], list[float]]  # numbers summed over all processes
 
-    Raises TrainingFault when the loss is not finite.
+
+def evaluate(
+    ask: Ask, rows: Iterable[Batch | None], task: str, classes: int, add: Add = list, check: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """The task's metrics over `rows`. `check` runs before each batch and may raise; None is a batch this process has no part in.
+
+    `classes` is the number of labels of classify, else 0. Raises TrainingFault when the loss is not finite.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        scorer = Scorer(task)
-        for batch in rows:
-            check()
-            batch = to_device(batch, device)
-            with autocast():
-                logits = forward(model, batch)
-            total, number = loss_sum(logits, batch, task)
-            scorer.add(logits, batch["labels"], total, number)
-        scores = scorer.result()
-    finally:
-        model.train(was_training)
+    scorer = Scorer(task)
+    for batch in rows:
+        check()
+        logits = None if batch is None else ask(batch)
+        if batch is None or logits is None:
+            continue
+        logits, batch = real_rows(logits, to_device(batch, logits.device))
+        total, number = loss_sum(logits, batch, task)
+        scorer.add(logits, batch["labels"], total, number)
+    scores = Scorer.of(task, add(scorer.numbers(classes))).result()
     if not all(value == value and abs(value) != float("inf") for value in scores.values()):
         raise TrainingFault("a score of the evaluation is not finite", found=str(scores))
     return scores
+
+
+def asking(model: nn.Module, device: torch.device, autocast: Callable[[], AbstractContextManager[Any]]) -> Ask:
+    """Logits of a model that is whole in this process."""
+
+    @torch.no_grad()
+    def ask(batch: Batch) -> Tensor:
+        with autocast():
+            return forward(model, to_device(batch, device))
+
+    return ask
+
+
+@contextmanager
+def scoring(*models: nn.Module) -> Iterator[None]:
+    """Eval mode, and back to what it was."""
+    before = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, before, strict=True):
+            model.train(training)
 
 
 def head_only(
     model: nn.Module,
     head_name: str,
     sides: tuple[Iterable[Batch], Iterable[Batch]],
-    place: tuple[torch.device, Autocast],
+    ask: Ask,
     check: Callable[[], None],
     *,
     seed: int,
     weights: Tensor | None = None,
     epochs: int = 30,
-) -> float:
+) -> float | None:
     """Accuracy of a linear head trained on the frozen model's features: what tuning has to beat.
 
     Two kinds of features are tried and the better result counts, which favours the control: what enters the model's own head (its pooled
     token), and the mean of the last hidden states over the tokens. Both are computed once in eval mode and standardised. `sides` are the
     rows to train on and the held-out ones. AdamW at 1e-2 with cosine decay, batches of 32, under the run's class weights.
+    None in a process that sees no logits.
     """
-    trained, held_out = (_features(model, head_name, rows, place, check) for rows in sides)
+    trained, held_out = (_features(model, head_name, rows, ask, check) for rows in sides)
+    if not trained:
+        return None
     labels, wanted = trained.pop("labels"), held_out.pop("labels")
-    with torch.random.fork_rng(devices=[place[0]] if place[0].type == "cuda" else []), torch.enable_grad():
+    with torch.random.fork_rng(devices=[labels.device] if labels.device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
         return max(_fit_linear(trained[kind], labels, held_out[kind], wanted, weights, epochs) for kind in trained)
 
@@ -110,40 +144,38 @@ def _fit_linear(inputs: Tensor, labels: Tensor, tests: Tensor, wanted: Tensor, w
 
 
 @torch.no_grad()
-def _features(
-    model: nn.Module, head_name: str, rows: Iterable[Batch], place: tuple[torch.device, Autocast], check: Callable[[], None]
-) -> dict[str, Tensor]:
+def _features(model: nn.Module, head_name: str, rows: Iterable[Batch], ask: Ask, check: Callable[[], None]) -> dict[str, Tensor]:
     """Features by kind, [rows, width] in float32, and "labels" [rows]. A head that sees every token is asked for the last one alone."""
-    seen: dict[str, Tensor] = {}
+    seen: dict[str, list[Tensor]] = {}  # of one batch, which may go through in several pieces
 
     def keep_pooled(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen["pooled"] = args[0]
+        seen.setdefault("pooled", []).append(args[0])
 
     def keep_tokens(module: nn.Module, args: Any, output: Any) -> None:
-        seen["mean"] = output.last_hidden_state
+        seen.setdefault("mean", []).append(output.last_hidden_state)
 
     backbone = getattr(model, "base_model", model)
     handles = [model.get_submodule(head_name).register_forward_pre_hook(keep_pooled), backbone.register_forward_hook(keep_tokens)]
     found: dict[str, list[Tensor]] = {}
-    was_training = model.training
-    model.eval()
     try:
         for batch in rows:
             check()
-            batch = to_device(batch, place[0])
-            with place[1]():
-                forward(model, batch)
+            seen.clear()
+            logits = ask(batch)
+            if logits is None:
+                continue
+            batch = to_device(batch, logits.device)
             mask = batch["attention_mask"]
-            if seen["pooled"].dim() == 3:
+            features = {kind: torch.cat(parts)[: len(mask)] for kind, parts in seen.items()}  # rows that fill up a piece come last
+            if features["pooled"].dim() == 3:
                 last = mask.long().cumsum(-1).argmax(-1)
-                seen["pooled"] = seen["pooled"][torch.arange(len(last), device=last.device), last]
-            tokens = seen.pop("mean")
+                features["pooled"] = features["pooled"][torch.arange(len(last), device=last.device), last]
+            tokens = features.pop("mean")
             if tokens.shape[:2] == mask.shape:
-                seen["mean"] = (tokens.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-            for kind, value in (*seen.items(), ("labels", batch["labels"])):
+                features["mean"] = (tokens.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+            for kind, value in (*features.items(), ("labels", batch["labels"])):
                 found.setdefault(kind, []).append(value.float() if kind != "labels" else value)
     finally:
         for handle in handles:
             handle.remove()
-        model.train(was_training)
     return {kind: torch.cat(values) for kind, values in found.items()}

@@ -122,6 +122,13 @@ class Logged:
         self.inner.done(lines)
 
 
+class Silent(Logged):
+    """What a process says that is not the one to speak: nothing, and no file is touched."""
+
+    def __init__(self) -> None:
+        super().__init__(PlainReporter(lambda line: None), Path(os.devnull), Path(os.devnull))
+
+
 def _append(path: Path, text: str) -> None:
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(text)

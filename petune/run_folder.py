@@ -28,7 +28,8 @@ _FILES = (
     *("recipe.yaml", "resolved.yaml", "env.json", "metrics.jsonl", "loss.png", "run.log"),
     *("summary.json", "eval.json", "README.md", "best"),
 )
-_FOLDERS = ("checkpoints", "tuned", "merged", "hf", "peft")
+RANK_LOGS = "ranks"  # what processes other than the first have printed
+_FOLDERS = ("checkpoints", "tuned", "merged", "hf", "peft", RANK_LOGS)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class RunFolder:
         """Raise UsageError unless the folder is free or the caller said what to do with it."""
         if resume and not self.has_resolved():
             raise UsageError("there is no run to resume", where=str(self.path), remedy="start it without --resume, or check `out`")
-        if resume or not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if resume or not self.path.exists() or (self.path.is_dir() and all(entry.name == RANK_LOGS for entry in self.path.iterdir())):
             return
         if not self.path.is_dir():
             raise UsageError("out is a file", where=str(self.path), remedy="choose another `out`")

@@ -14,7 +14,7 @@ from torch import nn
 from petune import checkpoint, export
 from petune.assemble import Prepared, choose_place, labels_of, load_base, prepare, rebuild
 from petune.errors import FileError, UsageError
-from petune.evaluate import batches, evaluate
+from petune.evaluate import asking, batches, evaluate, scoring
 from petune.inference import Chat, Speaker
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
@@ -97,9 +97,9 @@ class Run:
     def _score(self, model: nn.Module, prepared: Prepared) -> dict[str, float]:
         task, place = prepared.task.name, self.speaker.place
         size = self.recipe.eval_batch_size or self.recipe.batch_size
-        return evaluate(
-            model, batches(prepared.encoded.eval, size, task, pad_token_id(prepared.tokenizer)), task, place.device, place.autocast
-        )
+        held_out = batches(prepared.encoded.eval, size, task, pad_token_id(prepared.tokenizer))
+        with scoring(model):
+            return evaluate(asking(model, place.device, place.autocast), held_out, task, len(prepared.rows.labels or ()))
 
     def merge(self, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
         """Write a plain Hugging Face checkpoint with the tuning in its weights; `merge_report` then says what rounding cost.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petune import checkpoint
 from petune.errors import FileError, Problem
+from petune.parallel import Runner
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 
@@ -40,6 +41,45 @@ def fill(tuned: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], folde
     with torch.no_grad():
         for name, value in saved.items():
             tuned[name].copy_(value)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
+
+
+def gather_state(
+    runner: Runner, optimizer: torch.optim.Optimizer, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """The tuned tensors and the optimizer of the whole model, on the CPU of the main process; empty ones elsewhere.
+
+    `make` builds an optimizer over tuned tensors by name. Every process must call this.
+    """
+    states = {name: optimizer.state.get(value, {}) for name, value in runner.tuned.items()}
+    tuned = runner.whole({name: value.detach() for name, value in runner.tuned.items()})
+    whole = {name: nn.Parameter(value) for name, value in tuned.items()}
+    moments: dict[str, dict[str, Tensor]] = {}
+    step = max(runner.gather(max((float(state["step"]) for state in states.values() if state), default=0.0)))
+    if step:  # everywhere or nowhere: a stage may train nothing
+        moments = {key: runner.whole({name: state[key] for name, state in states.items()}) for key in MOMENTS}
+    made = make(whole)
+    for name, value in whole.items():
+        if moments:
+            made.state[value] = {"step": torch.tensor(step), **{key: moments[key][name] for key in MOMENTS}}
+    for group in made.param_groups:
+        group["lr"] = optimizer.param_groups[0]["lr"]
+    return whole, made
+
+
+def scatter_state(
+    runner: Runner, optimizer: torch.optim.Optimizer, whole: Mapping[str, nn.Parameter], restored: torch.optim.Optimizer
+) -> None:
+    """Put what `restore_state` has filled, whole, into this process' parts."""
+    runner.fill({name: value.detach() for name, value in whole.items()})
+    states = {name: restored.state.get(value, {}) for name, value in whole.items()}
+    moments = {key: runner.local({name: state[key] for name, state in states.items() if key in state}) for key in MOMENTS}
+    for name, value in runner.tuned.items():
+        if name in moments[MOMENTS[0]]:
+            step = states[name]["step"].to(value.device) if optimizer.param_groups[0].get("fused") else states[name]["step"]
+            optimizer.state[value] = {"step": step.clone(), **{key: moments[key][name] for key in MOMENTS}}
 
 
 def refuse_tuned_folder(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -40,7 +40,7 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def check(self) -> None:
-        """Raise StopAsked if a stop has been asked for."""
-        if self.name is not None:
-            raise StopAsked(self.name)
+    def check(self, anyone: Callable[[Sequence[bool]], list[bool]] = list) -> None:
+        """Raise StopAsked if a stop has been asked for, here or in any process: `anyone` says so, and each of them must call this."""
+        if anyone([self.name is not None])[0]:
+            raise StopAsked(self.name or "another process")

@@ -11,35 +11,38 @@ import math
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from petune import checkpoint, export
-from petune.assemble import Prepared, build, choose_place, prepare
-from petune.audit import Audit
+from petune import checkpoint, export, ranks
+from petune.assemble import Prepared, build, choose_place, prepare, run_on
+from petune.audit import Audit, digest, frozen_checksums
+from petune.dropout import step_key
 from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError, nearest
-from petune.evaluate import Batch, batches, evaluate, forward, head_only, to_device
-from petune.methods import frozen_tensors, tuned_parameters, without_tuning
+from petune.evaluate import Batch, batches, evaluate, head_only, scoring
+from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import family_of
+from petune.parallel import Mesh, alone, group, is_sharded, local
 from petune.recipe import Recipe, differences, load_recipe
-from petune.reporting import Logged, PlainReporter, Reporter, Trackers
+from petune.reporting import Logged, PlainReporter, Reporter, Silent, Trackers
 from petune.run_folder import RunFolder
 from petune.runs import Run, load_run
 from petune.schedule import learning_rate, plan_steps, units_of_step
-from petune.state import fill, refuse_tuned_folder, restore_state, write_state
+from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, write_state
 from petune.stopping import StopAsked, StopRequest
-from petune.tasks import METRICS, Example, class_weights, count, loss_sum, pad_token_id
+from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
 from petune.wording import closing_lines, header_lines, peak_memory
 
 __all__ = ["Run", "Training", "load_run", "train"]
 
+_T = TypeVar("_T")
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
@@ -51,37 +54,51 @@ def train(
     allow_change: Collection[str] = (),
     reporter: Reporter | None = None,
     overrides: Sequence[str] = (),
+    restarts: int = 0,
     **settings: Any,
 ) -> Run:
     """Train what `recipe` says (None: the demo) and return the finished run.
 
     `overrides` are `key.sub=value` texts, `settings` the same as keyword arguments. `resume` True goes on from the newest checkpoint
-    that verifies, a path from exactly that one; `allow_change` names keys that may differ from the recipe the run began with. Raises
+    that verifies, a path from exactly that one; `allow_change` names keys that may differ from the recipe the run began with. A recipe with
+    a parallel plan starts its processes itself, unless this is one of those a launcher has started; `restarts` says how often they may go
+    on from the newest checkpoint after one was killed or froze. Raises
     PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
     """
     settled = settle(recipe, overrides, settings)
     _refuse_unknown(allow_change)
     folder = RunFolder.of(settled)
-    folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
+    if group.started()[0] == 0:
+        folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
     if resume:
         _refuse_changes(folder, settled, allow_change)
     if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
         longer = f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out"
         (reporter or PlainReporter()).note(longer)
         return load_run(folder.path)
+    plan = ranks.wanted(settled)
+    if plan.world > 1 and not group.joined():
+        ranks.start(plan, settled, folder, resume=resume, overwrite=overwrite, allow_change=allow_change, restarts=restarts)
+        return load_run(folder.path)
     stop = StopRequest()
-    with stop.listening():
+    with stop.listening(), ranks.among(plan):
+        mesh = ranks.join(settled, plan)
         prepared = prepare(settled)
+        if plan.world > 1:
+            ranks.agree(prepared)
+        if not mesh.main:
+            Training(prepared, folder, Silent(), stop, mesh).run(resume, allow_change)
+            return load_run(folder.path)
         logged = Logged(reporter or PlainReporter(), folder.log, folder.metrics)
         with folder.locked():
             try:
-                training = Training(prepared, folder, logged, stop)  # refuses what cannot train, before anything is written
+                training = Training(prepared, folder, logged, stop, mesh)  # refuses what cannot train, before anything is written
                 if not resume:
                     folder.begin(overwrite=overwrite)
                 training.run(resume, allow_change)
             except BaseException as error:
                 if folder.has_resolved() and not isinstance(error, Stopped):
-                    logged.write_error(error)
+                    logged.write_error(group.explain(error))
                 raise
     return load_run(folder.path)
 
@@ -135,23 +152,31 @@ class Progress:
 
 
 class Training:
-    """One run in memory: model, optimizer, units and progress."""
+    """One run in memory: the runner with its model, optimizer, units and progress. In a group, every process has one."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, reporter: Logged, stop: StopRequest) -> None:
+    def __init__(self, prepared: Prepared, folder: RunFolder, reporter: Logged, stop: StopRequest, mesh: Mesh | None = None) -> None:
+        mesh = mesh or alone(choose_place(prepared.recipe).device)
         self.prepared, self.folder, self.reporter, self.stop = prepared, folder, reporter, stop
         self.recipe, self.task, self.tokenizer = prepared.recipe, prepared.task, prepared.tokenizer
         self.place = choose_place(self.recipe)
         self.metric, self.larger_is_better = self._metric()
-        self.trackers = Trackers(self.recipe.trackers)
+        self.trackers = Trackers(self.recipe.trackers if mesh.main else ())
         self.progress = Progress()
-        with self._explain_memory("loading of the model"):
-            self.model: nn.Module = build(prepared)
-        self.tuned = tuned_parameters(self.model)
         self.units = prepared.encoded.train
+        self.weights = self._class_weights()
+        with self._explain_memory("loading of the model"):
+            model = build(prepared)
+            self.described = describe(model), count_parameters(model)
+            if group.inside():
+                ranks.agree_on_model(model)
+            self.frozen = digest(frozen_checksums(model)) if mesh.plan.world > 1 and mesh.main else None  # of the whole model
+            if group.inside():
+                group.barrier()  # the main process had more to do
+            self.runner = run_on(model, prepared, mesh, self.weights)
+        self.model, self.tuned = self.runner.model, self.runner.tuned
         recipe = self.recipe
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
-        self.optimizer = self._optimizer()
-        self.weights = self._class_weights()
+        self.optimizer = self._optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         self._check_disk()
 
@@ -165,13 +190,20 @@ class Training:
         direction = known[name] if self.recipe.direction == "auto" else self.recipe.direction
         return name, direction == "max"
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        matrices = [value for value in self.tuned.values() if value.dim() > 1]
-        vectors = [value for value in self.tuned.values() if value.dim() <= 1]  # biases, norms and gates do not decay
-        groups = [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    def _optimizer(self, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+        decays = {True: self.recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
+        kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]  # one update takes shards or plain tensors, not both
+        groups = [
+            {
+                "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
+                "weight_decay": decays[kind[0]],
+            }
+            for kind in kinds
+        ]
         betas = (self.recipe.beta1, self.recipe.beta2)
-        groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=self.recipe.learning_rate, betas=betas, fused=self.place.device.type == "cuda")
+        groups = [group for group in groups if group["params"]] or groups[:1]
+        fused = all(value.device.type == "cuda" for value in tuned.values())
+        return torch.optim.AdamW(groups, lr=self.recipe.learning_rate, betas=betas, fused=fused and bool(tuned))
 
     def _class_weights(self) -> Tensor | None:
         weights = class_weights(self.recipe.class_weights, self.units, self.prepared.rows.labels or ())
@@ -183,17 +215,20 @@ class Training:
         """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
         if resume:
             self._restore(resume, allow_change)
-            self.folder.begin()
-        self.audit = Audit(self.tuned, frozen_tensors(self.model))
+            if self.runner.mesh.main:
+                self.folder.begin()
+        self.runner.barrier()
+        self.audit = self._audit()
         self.trackers.start(self.folder.path, self.recipe.resolved())
-        self.reporter.header(header_lines(self.prepared, self.model, self.steps, self.place, self.folder.path), self.steps.total)
+        facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
+        self.reporter.header(facts, self.steps.total)
         try:
             if not self.progress.before:
                 self._score_base()
             if self._evaluation_due() and self.progress.scored_step != self.progress.step:
                 self._after_step()  # a stop cut this evaluation off
             while self.progress.step < self.steps.total and not self._out_of_patience():
-                self.stop.check()
+                self._check_stop()
                 record = self.step()
                 self.reporter.step(record)
                 self.trackers.log(record)
@@ -209,6 +244,13 @@ class Training:
         finally:
             self.trackers.finish()
         self._finish()
+
+    def _check_stop(self) -> None:
+        self.stop.check(self.runner.any)
+
+    def _audit(self) -> Audit:
+        frozen = {name: value for module in self.runner.modules for name, value in frozen_tensors(module).items()}
+        return Audit(self.tuned, {name: local(value) for name, value in frozen.items()}, self.runner.names, self.runner.any)
 
     def _after_step(self) -> None:
         """Evaluate and save where the recipe says so; an evaluation that is the best so far is always saved."""
@@ -228,55 +270,62 @@ class Training:
     # ------------------------------------------------------------ one step
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """The padded batches of step `step` (from 0), one per forward pass, on the CPU."""
-        return list(self._batches(self._units_of(step), self.recipe.batch_size, self.prepared.encoded.packed))
+        """This replica's padded batches of step `step` (from 0), one per forward pass, on the CPU. `rows` numbers them within the step."""
+        numbered = list(enumerate(self._units_of(step)))
+        found = (self._batch(chunk, self.prepared.encoded.packed) for chunk in _chunks(numbered, self.recipe.batch_size))
+        return [batch for batch in found if batch is not None]
 
     def _units_of(self, step: int) -> list[Example]:
         return [self.units[index] for index in units_of_step(step, self.steps, self.recipe.seed)]
 
-    def _batches(self, units: Sequence[Example], size: int, packed: bool = False) -> Iterator[Batch]:
-        return batches(units, size, self.task.name, pad_token_id(self.tokenizer), packed)
+    def _batch(self, numbered: Sequence[tuple[int, Example]], packed: bool = False) -> Batch | None:
+        """This replica's rows of one forward pass; where all must go forward together, a row that counts for nothing stands in for none."""
+        mine = self.runner.share(numbered)
+        if not mine and self.runner.plan.sharding is None:
+            return None
+        rows = mine or [(-1, numbered[0][1])]
+        pad, shortest = pad_token_id(self.tokenizer), self.runner.plan.tp
+        batch = collate([example for _, example in rows], self.task.name, pad, packed=packed, shortest=shortest)
+        return batch | {"rows": torch.tensor([number for number, _ in rows])}
+
+    def _batches(self, units: Sequence[Example], size: int) -> Iterator[Batch | None]:
+        """This replica's batches of an evaluation."""
+        yield from (self._batch(chunk) for chunk in _chunks(list(enumerate(units)), size))
 
     def step(self) -> dict[str, Any]:
         """One optimizer step: forward and backward over its micro-batches, clip, update. Returns the record to log.
 
         Raises TrainingFault, before the update, when loss or gradient is not finite and when no label of the step is trained.
         """
-        began, number = time.perf_counter(), self.progress.step
+        began, number, runner = time.perf_counter(), self.progress.step, self.runner
+        group.at_step(number)
         micro = self.micro_batches(number)
-        total = sum(count(batch, self.weights) for batch in micro)
+        total = runner.sum([sum(count(_real(batch), self.weights) for batch in micro)])[0]
         if not total:
             raise TrainingFault(
                 "every label of this step is masked", where=f"step {number + 1}", remedy="look at the rows with petune data"
             )
-        self.model.train()
-        loss = sum(self._forward_backward(batch, total) for batch in micro)
-        norm = self._gradient_norm()
+        for module in runner.modules:
+            module.train()
+        with self._explain_memory("forward and backward pass"):
+            loss = runner.backward(micro, total, self._dropout_key(number))
+        norm = runner.clip(self.recipe.clip)
         self._refuse_non_finite(loss, norm, number)
         self.audit.after_backward()
-        if self.recipe.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.tuned.values(), self.recipe.clip, torch.tensor(norm))
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
         with self._explain_memory("optimizer step"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.audit.after_update()
         return self._record(loss, norm, lr, time.perf_counter() - began)
 
-    def _forward_backward(self, batch: Batch, total: float) -> float:
-        """Add one micro-batch's share of the gradient; `total` is the count of the whole step, so the shares add up to its mean."""
-        with self._explain_memory("forward and backward pass"):
-            batch = to_device(batch, self.place.device)
-            with self.place.autocast():
-                logits = forward(self.model, batch)
-            share = loss_sum(logits, batch, self.task.name, self.weights)[0] / total
-            share.backward()
-        return float(share.detach())
-
-    def _gradient_norm(self) -> float:
-        return float(torch.nn.utils.get_total_norm([value.grad for value in self.tuned.values() if value.grad is not None]))
+    def _dropout_key(self, step: int) -> int | None:
+        """What the masks of a step are drawn from; None leaves them to torch, where recomputing or compiling is not ours."""
+        runner = self.runner
+        theirs = self.recipe.compile or (not runner.owned and (runner.plan.world == 1 or self.recipe.gradient_checkpointing))
+        return None if theirs else step_key(self.recipe.seed, step)
 
     def _refuse_non_finite(self, loss: float, norm: float, number: int) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -339,28 +388,45 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Scores on the held-out rows. Raises StopAsked when a stop was asked for meanwhile."""
         held_out = self._batches(self.prepared.encoded.eval, self.recipe.eval_batch_size or self.recipe.batch_size)
-        with self._explain_memory("evaluation"):
-            return evaluate(self.model, held_out, self.task.name, self.place.device, self.place.autocast, self.stop.check)
+        classes = len(self.prepared.rows.labels or ())
+        with self._explain_memory("evaluation"), scoring(*self.runner.modules):
+            return evaluate(self.runner.logits, held_out, self.task.name, classes, self.runner.sum, self._check_stop)
 
-    def _untouched(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
         """The base model again, for as long as nothing has trained."""
-        return nullcontext() if isinstance(self.recipe.method, FullConfig) else without_tuning(self.model)
+        with ExitStack() as stack:
+            if not isinstance(self.recipe.method, FullConfig):
+                for module in self.runner.modules:
+                    stack.enter_context(without_tuning(module))
+            yield
 
     def _score_base(self) -> None:
         """Scores of the untouched base and of the head-only control, kept in progress."""
         control = None
         with self._untouched():
             before = self.evaluate()
-            wanted = self.task.name == "classify" and self.recipe.head_only
-            if heads := head_modules(self.model, family_of(self.model), "auto") if wanted else ():
-                sides = self._batches(self.prepared.encoded.train, 32), self._batches(self.prepared.encoded.eval, 32)
-                place = self.place.device, self.place.autocast
-                with self._explain_memory("evaluation"):
-                    control = head_only(self.model, heads[0], sides, place, self.stop.check, seed=self.recipe.seed, weights=self.weights)
+            if self.task.name == "classify" and self.recipe.head_only:
+                control = self._control()
         self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither
         self._report_scores(self.progress.before)
         if self.progress.head_only is not None:
             self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {self.progress.head_only:.4f}")
+
+    def _control(self) -> float | None:
+        """Accuracy of a head trained on the frozen base; None where the model has no head of its own."""
+        model = self.runner.modules[-1]
+        heads = head_modules(model, family_of(model), "auto")
+        if not heads:
+            return None
+        encoded = self.prepared.encoded
+        pad, shortest = pad_token_id(self.tokenizer), self.runner.plan.tp
+        sides = [batches(rows, 32, self.task.name, pad, shortest) for rows in (encoded.train, encoded.eval)]
+        with self._explain_memory("evaluation"), scoring(*self.runner.modules):
+            found = head_only(
+                model, heads[0], (sides[0], sides[1]), self.runner.logits, self._check_stop, seed=self.recipe.seed, weights=self.weights
+            )
+        return self.runner.sum([found or 0.0])[0] / self.runner.plan.dp
 
     def _report_scores(self, scores: Mapping[str, float]) -> None:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
@@ -387,32 +453,45 @@ class Training:
         """Commit a checkpoint of this very step, point `best` at the best one, rotate. Raises TrainingFault if a frozen tensor moved."""
         self.audit.check_frozen()
         root = self.folder.checkpoints
-        path = checkpoint.commit(
-            root, self.progress.step, lambda place: write_state(place, self.tuned, self.optimizer), run_id=self.run_id, facts=self._facts()
-        )
-        protect = []
-        if self.progress.best_step is not None:
-            protect.append(root / f"step-{self.progress.best_step}")
-            self.folder.point_best(self.progress.best_step, self.metric, self.progress.best_value)
-        checkpoint.rotate(root, self.recipe.keep, protect)
+        tuned, optimizer = self._whole_state()
+        path = root / f"step-{self.progress.step}"
+        if self.runner.mesh.main:
+            path = checkpoint.commit(
+                root, self.progress.step, lambda place: write_state(place, tuned, optimizer), run_id=self.run_id, facts=self._facts()
+            )
+            protect = []
+            if self.progress.best_step is not None:
+                protect.append(root / f"step-{self.progress.best_step}")
+                self.folder.point_best(self.progress.best_step, self.metric, self.progress.best_value)
+            checkpoint.rotate(root, self.recipe.keep, protect)
+        self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
+
+    def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
+        """Tuned tensors and optimizer as they are saved: of the whole model, whatever the plan."""
+        if self.runner.plan.world == 1:
+            return self.tuned, self.optimizer
+        return gather_state(self.runner, self.optimizer, self._optimizer)
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same for a state to be continued, and the progress it belongs to."""
         return {
             "progress": asdict(self.progress),
             "rows": self.prepared.rows.sha256,
-            "frozen": f"{sum(value * (at + 1) for at, value in enumerate(self.audit.frozen_before.values())) % 2**64:016x}",
+            "frozen": self.frozen or digest(self.audit.frozen_before),
             "method": self.recipe.method_name,
         }
 
     def _restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
-        root = self.folder.checkpoints
-        checkpoint.sweep(root)
+        root, main = self.folder.checkpoints, self.runner.mesh.main
+        if main:
+            checkpoint.sweep(root)
+        self.runner.barrier()
         if resume is True and not checkpoint.candidates(root):
             self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
-            self.folder.cut_metrics(-1)
+            if main:
+                self.folder.cut_metrics(-1)
             return
         if resume is True:
             path, manifest, skipped = checkpoint.newest_good(root)
@@ -422,15 +501,28 @@ class Training:
             path = Path(str(resume))
             refuse_tuned_folder(path)
             manifest = checkpoint.verify(path)
-        self._refuse_foreign(manifest.facts, path, allow_change)
-        restore_state(path, self.tuned, self.optimizer)
+        if main:
+            self._refuse_foreign(manifest.facts, path, allow_change)
+        self._restore_tensors(path)
         self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
-        checkpoint.set_aside(root, manifest.step)
-        self.folder.cut_metrics(manifest.step)
+        self.runner.barrier()
+        if main:
+            checkpoint.set_aside(root, manifest.step)
+            self.folder.cut_metrics(manifest.step)
         self.reporter.note(f"resumed from {path} at step {manifest.step}")
 
+    def _restore_tensors(self, path: Path) -> None:
+        """Fill this process' parts from the whole state at `path`."""
+        if self.runner.plan.world == 1:
+            restore_state(path, self.tuned, self.optimizer)
+            return
+        whole = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in self.runner.shapes.items()}
+        optimizer = self._optimizer(whole)
+        restore_state(path, whole, optimizer)
+        scatter_state(self.runner, self.optimizer, whole, optimizer)
+
     def _refuse_foreign(self, facts: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
-        self.audit = Audit({}, frozen_tensors(self.model))
+        self.audit = Audit({}, frozen_tensors(self.model) if self.frozen is None else {})
         now = self._facts()
         reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
         problems = [
@@ -443,7 +535,7 @@ class Training:
 
     def _check_disk(self) -> None:
         """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and for the tuned files."""
-        tuned = sum(value.numel() * value.element_size() for value in self.tuned.values())
+        tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in self.runner.shapes.values())
         state = 3 * tuned  # with AdamW's two moments
         checkpoint.require_free(self.folder.path, (self.recipe.keep + 2) * state + tuned)
 
@@ -454,24 +546,39 @@ class Training:
         progress = self.progress
         if progress.best_step is not None and progress.best_step != progress.step:
             self._go_back_to_best(self.folder.checkpoints / f"step-{progress.best_step}")
-        base = None if isinstance(self.recipe.method, FullConfig) else export.full_hash(self.model)
-        export.save(self.model, self.folder.tuned, tokenizer=self.tokenizer, base_name=self.recipe.model, base_sha256=base, overwrite=True)
-        summary = self._summary(progress.best_scores or progress.scores)
+        model, peak = self._whole_model(), max(self.runner.gather(float(peak_memory(self.place.device))))
+        if model is None:
+            return
+        base = None if isinstance(self.recipe.method, FullConfig) else export.full_hash(model)
+        export.save(model, self.folder.tuned, tokenizer=self.tokenizer, base_name=self.recipe.model, base_sha256=base, overwrite=True)
+        summary = self._summary(progress.best_scores or progress.scores, int(peak))
         self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))
+
+    def _whole_model(self) -> nn.Module | None:
+        """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main process; None elsewhere."""
+        if self.runner.plan.world == 1:
+            return self.model
+        state = self.runner.whole({name: value.detach() for name, value in self.tuned.items()})
+        if not self.runner.mesh.main:
+            return None
+        model = build(self.prepared)
+        fill(tuned_parameters(model), {f"tuned/{name}": value for name, value in state.items()}, self.folder.tuned)
+        return model
 
     def _go_back_to_best(self, best: Path) -> None:
         """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
         progress = self.progress
         try:
             checkpoint.verify(best)
-            fill(self.tuned, checkpoint.read_tensors(best / "state.safetensors"), best)
+            saved = checkpoint.read_tensors(best / "state.safetensors")
+            self.runner.fill({name.removeprefix("tuned/"): value for name, value in saved.items() if name.startswith("tuned/")})
             self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric}, not the last")
         except FileError as error:
             self.reporter.note(f"THE BEST CHECKPOINT CANNOT BE READ, tuned/ holds the last state: {error}")
             progress.best_step, progress.best_scores = progress.step, progress.scores
 
-    def _summary(self, scores: Mapping[str, float]) -> dict[str, Any]:
+    def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
         progress = self.progress
         return {
             "task": self.task.name,
@@ -488,5 +595,14 @@ class Training:
             "tokens": progress.tokens,
             "seconds": round(progress.seconds, 2),
             "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 1),
-            "peak_memory_bytes": peak_memory(self.place.device),
+            "peak_memory_bytes": peak,
         }
+
+
+def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    yield from (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _real(batch: Batch) -> Batch:
+    """The batch without rows that only fill it up."""
+    return {name: value[batch["rows"] >= 0] for name, value in batch.items()}

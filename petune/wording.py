@@ -8,27 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from petune.assemble import Place, Prepared
 from petune.log import human
-from petune.methods import count_parameters, describe
+from petune.parallel import ParallelPlan, describe
 from petune.run_folder import RunFolder
 from petune.schedule import Steps
 
 
-def header_lines(prepared: Prepared, model: nn.Module, steps: Steps, place: Place, out: Path) -> list[str]:
-    """Model, method, data, steps, numbers and where it all goes."""
+def header_lines(
+    prepared: Prepared, described: tuple[str, tuple[int, int]], steps: Steps, place: Place, plan: ParallelPlan, out: Path
+) -> list[str]:
+    """Model, method, data, steps, numbers, ranks and where it all goes. `described`: the method in words; trained and all parameters."""
     recipe, rows = prepared.recipe, prepared.rows
-    trained, total = count_parameters(model)
+    method, (trained, total) = described
     units = "packed sequences" if recipe.data.packing else "rows"
     return [
         f"model    {prepared.source.note}",
-        f"method   {describe(model)}",
+        f"method   {method}",
         f"data     task {prepared.task.name}; {'; '.join(rows.notes)}",
         *(f"         {line}" for line in prepared.encoded.report.lines()),
         f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g}, {recipe.schedule}",
         f"numbers  {place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
+        *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
         f"out      {out}",
     ]
 

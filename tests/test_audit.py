@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import petune.assemble
 import petune.train
 from petune.assemble import Prepared, build
 from petune.audit import Audit, checksum
@@ -186,6 +187,6 @@ def test_labels_never_reach_the_models_own_loss(tmp_path: Path, monkeypatch: pyt
         finally:
             handle.remove()
 
-    monkeypatch.setattr(petune.train, "forward", watch)
+    monkeypatch.setattr(petune.assemble, "forward", watch)
     run(settings(tmp_path, "t5", max_steps=1, warmup=0))
     assert models and seen and all("labels" not in names for names in seen)

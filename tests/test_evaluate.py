@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,19 +11,24 @@ import torch
 from torch import nn
 
 from petune.errors import TrainingFault
-from petune.evaluate import evaluate, forward, head_only
+from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring
 from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
-from petune.tasks import Example
+from petune.tasks import Example, pad_token_id
 from petune.train import Training
 from tests.small_runs import TASK, settings, training, write_model
 
-CPU = torch.device("cpu")
-
 
 def scored(made: Training, size: int) -> dict[str, float]:
-    return evaluate(made.model, made._batches(made.prepared.encoded.eval, size), made.task.name, CPU, nullcontext)
+    with scoring(made.model):
+        return evaluate(
+            made.runner.logits, made._batches(made.prepared.encoded.eval, size), made.task.name, len(made.prepared.rows.labels or ())
+        )
+
+
+def plain(made: Training, rows: Sequence[Example], size: int) -> Iterator[Batch]:
+    return batches(rows, size, made.task.name, pad_token_id(made.tokenizer))
 
 
 @pytest.mark.parametrize("family", TASK)
@@ -75,8 +80,9 @@ def test_the_mode_is_put_back_when_a_stop_is_asked_for(tmp_path: Path):
     def stop() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(made.model, made._batches(made.prepared.encoded.eval, 2), "causal", CPU, nullcontext, stop)
+    with pytest.raises(KeyboardInterrupt), scoring(made.model):
+        assert not made.model.training
+        evaluate(made.runner.logits, made._batches(made.prepared.encoded.eval, 2), "causal", 0, check=stop)
     assert made.model.training
 
 
@@ -99,13 +105,13 @@ def test_the_control_learns_what_the_frozen_features_hold_and_touches_nothing(fa
     heads = head_modules(made.model, family_of(made.model), "auto")
     rows = made.prepared.encoded
 
-    def accuracy() -> float:
+    def accuracy() -> float | None:
         with without_tuning(made.model):
-            sides = made._batches(rows.train, 5), made._batches(rows.train, 5)
-            return head_only(made.model, heads[0], sides, (CPU, nullcontext), lambda: None, seed=0, epochs=60)
+            sides = plain(made, rows.train, 5), plain(made, rows.train, 5)
+            return head_only(made.model, heads[0], sides, made.runner.logits, lambda: None, seed=0, epochs=60)
 
     first = accuracy()
-    assert first > 0.6
+    assert first is not None and first > 0.6
     assert accuracy() == first
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
@@ -120,9 +126,8 @@ def test_the_features_of_the_control_do_not_depend_on_padding(family: str, tmp_p
     from petune.evaluate import _features
 
     examples: list[Example] = made.prepared.encoded.train[:5]
-    place = CPU, nullcontext
-    found = _features(made.model, head, made._batches(examples, 5), place, lambda: None)
-    alone = [_features(made.model, head, made._batches([example], 1), place, lambda: None) for example in examples]
+    found = _features(made.model, head, plain(made, examples, 5), made.runner.logits, lambda: None)
+    alone = [_features(made.model, head, plain(made, [example], 1), made.runner.logits, lambda: None) for example in examples]
     assert set(found) == {"pooled", "mean", "labels"}
     for kind, values in found.items():
         assert torch.allclose(values, torch.cat([one[kind] for one in alone]), atol=1e-5), kind
@@ -130,5 +135,5 @@ def test_the_features_of_the_control_do_not_depend_on_padding(family: str, tmp_p
     # and what it reads is what the model itself classifies by
     with torch.no_grad():
         module: nn.Module = made.model.get_submodule(head)
-        batch = next(iter(made._batches(examples, 5)))
+        batch = next(iter(plain(made, examples, 5)))
         assert torch.allclose(module(found["pooled"]), forward(made.model, batch), atol=1e-5)

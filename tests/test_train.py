@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import petune.evaluate
+import petune.assemble
 import petune.train
 from petune import checkpoint
 from petune.audit import Audit
@@ -50,7 +50,7 @@ def gradients(made: Training) -> tuple[float, dict[str, torch.Tensor]]:
     micro = made.micro_batches(0)
     total = sum(count(batch, made.weights) for batch in micro)
     made.model.train()
-    loss = sum(made._forward_backward(batch, total) for batch in micro)
+    loss = made.runner.backward(micro, total)
     return loss, {name: value.grad.clone() for name, value in made.tuned.items() if value.grad is not None}
 
 
@@ -242,7 +242,7 @@ def spoil_call(monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[to
         logits = forward(model, batch)
         return spoil(logits) if model.training and next(calls) == number else logits
 
-    monkeypatch.setattr(petune.train, "forward", spoiled)
+    monkeypatch.setattr(petune.assemble, "forward", spoiled)
 
 
 def infinite_gradient(logits: torch.Tensor) -> torch.Tensor:
@@ -284,9 +284,11 @@ def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(tmp_path: Pa
 
     def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = forward(model, batch)
-        return logits * math.nan if next(passes) > 3 * 5 else logits  # five passes an evaluation: the base, step 1, step 2, then NaN
+        return (
+            logits * math.nan if not model.training and next(passes) > 3 * 5 else logits
+        )  # five passes an evaluation: the base, step 1, step 2, then NaN
 
-    monkeypatch.setattr(petune.evaluate, "forward", spoiled)
+    monkeypatch.setattr(petune.assemble, "forward", spoiled)
     with pytest.raises(TrainingFault, match="not finite") as caught:
         run(settings(tmp_path, eval_every=1))
     assert caught.value.code == 7

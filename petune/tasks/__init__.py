@@ -23,7 +23,7 @@ from petune.tasks.table import TASKS, Task, check_fit
 
 if TYPE_CHECKING:
     from petune.tasks.batch import collate
-    from petune.tasks.loss import class_weights, count, loss_sum
+    from petune.tasks.loss import class_weights, count, loss_sum, trained_positions
     from petune.tasks.metrics import METRICS, Scorer
 
 NEED_TORCH = {
@@ -31,6 +31,7 @@ NEED_TORCH = {
     "class_weights": "loss",
     "count": "loss",
     "loss_sum": "loss",
+    "trained_positions": "loss",
     "METRICS": "metrics",
     "Scorer": "metrics",
 }
@@ -65,6 +66,7 @@ __all__ = [
     "pad_token_id",
     "render",
     "spans",
+    "trained_positions",
 ]
 
 

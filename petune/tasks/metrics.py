@@ -70,6 +70,25 @@ class Scorer:
             self.right += int((guesses == gold).sum())
             self.tokens += len(gold)
 
+    def numbers(self, classes: int) -> list[float]:
+        """All it has gathered as numbers that may be added to another scorer's; for classify the table gold x predicted of `classes`."""
+        table = Counter(zip(self.gold, self.predicted, strict=True))
+        counts = [float(table[gold, predicted]) for gold in range(classes) for predicted in range(classes)]
+        return [self.loss, self.count, self.right, self.tokens, *counts]
+
+    @staticmethod
+    def of(task: str, numbers: Sequence[float]) -> Scorer:
+        """The scorer that has gathered `numbers`."""
+        scorer = Scorer(task)
+        scorer.loss, scorer.count = numbers[:2]
+        scorer.right, scorer.tokens = int(numbers[2]), int(numbers[3])
+        classes = math.isqrt(len(numbers) - 4)
+        for index, count in enumerate(numbers[4:]):
+            gold, predicted = divmod(index, classes)
+            scorer.gold += [gold] * int(count)
+            scorer.predicted += [predicted] * int(count)
+        return scorer
+
     def result(self) -> dict[str, float]:
         """Every metric of the task. Raises DataError if nothing was scored, which is not the same as a loss of 0."""
         if not self.count:

@@ -1,0 +1,120 @@
+"""A run in several processes: what starts them, how one of them joins, and what they must agree on before the first weight is cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from torch import nn
+
+from petune.assemble import Prepared, choose_place, plan_of
+from petune.errors import Stopped, UsageError
+from petune.fingerprint import fingerprint
+from petune.log import say
+from petune.parallel import Mesh, ParallelPlan, alone, group, make_mesh
+from petune.parallel.launch import launch
+from petune.recipe import Recipe, load_recipe
+from petune.run_folder import RANK_LOGS, RunFolder
+
+MUST_AGREE = ("petune", "torch", "transformers")  # packages of one version on every rank
+
+
+def wanted(recipe: Recipe) -> ParallelPlan:
+    """The plan of a recipe for the processes that were started, or, where only this one was, for those it asks for.
+
+    Raises UsageError for a plan that cannot be, or one that needs another number of processes than a launcher has started.
+    """
+    started = group.started()[1]
+    plan = plan_of(recipe, started if started > 1 else None)
+    if started > 1 and plan.world != started:
+        remedy = "name a backend: parallel=dp" if plan.world == 1 else "start as many, or let petune train start them"
+        expected, found = f"{plan.world} processes", str(started)
+        raise UsageError("the plan is for another number of processes", where="parallel", expected=expected, found=found, remedy=remedy)
+    return plan
+
+
+def start(
+    plan: ParallelPlan,
+    recipe: Recipe,
+    folder: RunFolder,
+    *,
+    resume: bool | str | Path,
+    overwrite: bool,
+    allow_change: Collection[str],
+    restarts: int,
+) -> None:
+    """Start every rank of a run on this machine and wait for their end; up to `restarts` times anew after one was killed or froze.
+
+    Raises what the first of them to fail has raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
+        command = [sys.executable, "-m", "petune", *_written(recipe, folder, Path(scratch))]
+        command += ["--resume"] if resume is True else ["--from", str(resume)] if resume else []
+        command += ["--overwrite"] if overwrite else []
+        command += [word for key in allow_change for word in ("--allow-change", key)]
+        command += ["--since", str(time.time())]
+        launch(command, plan.world, restarts=restarts, log_folder=folder.path / RANK_LOGS, on_line=say)
+
+
+def going_on(folder: RunFolder, since: float) -> bool:
+    """Whether these ranks were started anew for a run that has begun since the first of them were: then it is taken up again."""
+    begun = folder.path / "resolved.yaml"
+    return group.restarted() > 0 and begun.is_file() and begun.stat().st_mtime >= since
+
+
+def _written(recipe: Recipe, folder: RunFolder, scratch: Path) -> list[str]:
+    """The words that make a rank read this very recipe: its file where it has one, and every key that differs from it."""
+    source = recipe.source
+    if source is None:
+        source = scratch / f"{recipe.name}.yaml"
+        source.write_text(recipe.to_yaml(), encoding="utf-8")
+    in_file, meant = load_recipe(source).resolved(), recipe.resolved() | {"out": str(folder.path)}
+    changed = {key: value for key, value in meant.items() if in_file.get(key) != value}
+    return [str(source), "--settings", json.dumps(changed)]
+
+
+def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
+    """This process in the plan: alone, or in the group of those that were started with it, which is joined here."""
+    place = choose_place(recipe)
+    if plan.world == 1:
+        return alone(place.device)
+    group.join("cuda" if place.device.type == "cuda" else "cpu", recipe.timeout)
+    mesh = make_mesh(plan, choose_place(recipe).device)
+    group.limit(mesh.groups.values())
+    return mesh
+
+
+def agree(prepared: Prepared) -> None:
+    """Compare over all ranks what would make them compute different things. Raises DistributedError naming it, on every rank."""
+    recipe = prepared.recipe
+    settings = {key: value for key, value in recipe.resolved().items() if key not in ("out", "device")}
+    facts = {f"version of {package}": version(package) for package in MUST_AGREE}
+    facts["recipe"] = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    facts["data"] = prepared.rows.sha256[:16]
+    group.agree(facts)
+
+
+def agree_on_model(model: nn.Module) -> None:
+    """The same for the base model, whole. Raises as `agree`."""
+    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()
+    group.agree({"model": found[:16]})
+
+
+@contextmanager
+def among(plan: ParallelPlan) -> Iterator[None]:
+    """Leave the group when the block has ended well, or was stopped, as every rank then is; a group that broke is left as it is."""
+    try:
+        yield
+    except Stopped:
+        if plan.world > 1:
+            group.leave()
+        raise
+    if plan.world > 1:
+        group.leave()

@@ -1,0 +1,419 @@
+"""Runs in several processes: the numbers of one whatever the recipe asks for, resumed under other plans, stopped, spoilt and killed.
+
+Ranks are forked; each trains a tiny model as `python -m petune` would. What the launcher does is in tests/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import petune.assemble
+import petune.train
+from petune import checkpoint
+from petune.assemble import build
+from petune.errors import Stopped, TrainingFault
+from petune.parallel import group
+from petune.parallel.runner import Runner
+from petune.train import Training
+from tests.group_pool import (
+    End,
+    assert_same_but_for_rounding,
+    assert_same_records,
+    assert_same_state,
+    ends,
+    ranks,
+)
+from tests.small_runs import METHODS, newest, numbers, run, settings, state_of, write_model
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+SHAPES = [("llama", "lora"), ("bert", "adapter"), ("bart", "full"), ("t5", "side")]
+PLANS: dict[str, Any] = {
+    "dp": {"dp": {"shares": [3, 1]}},
+    "shard": {"dp": {"size": 2, "shard": True}},
+    "tp": {"tp": {"columns": [32, 16]}},
+    "sp": {"sp": {"sequence": [5, 3]}},
+    "galaxy": {"galaxy": {"columns": [32, 16], "sequence": [5, 3]}},
+    "pp": {"pp": {"size": 2, "microbatches": 2}},
+}
+EVERYWHERE: dict[str, Any] = {"none": "none", **PLANS}
+
+
+def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, Any]:
+    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps. Dropout in every part."""
+    task = {"task": changes["task"]} if "task" in changes else {}
+    changes["data"] = settings(place, family, **task)["data"] | {"max_rows": 23} | changes.get("data", {})
+    return settings(place, family, method, **{"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, **changes})
+
+
+def trained(recipe: dict[str, Any], **options: Any) -> Path:
+    """The run folder of a recipe, in as many forked ranks as its plan asks for."""
+    wanted = petune.train.ranks.wanted(petune.train.settle(recipe))
+    if wanted.world == 1:
+        return run(recipe, **options).folder
+    ranks(wanted.world, _train, recipe, options, timeout=40)
+    return Path(recipe["out"])
+
+
+def _train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+    run(recipe, **options)
+
+
+def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """What a rank calls: train, and on `rank` do something before the update of each of the steps, counted from 1."""
+
+    def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+        step = Training.step
+
+        def watched(self: Training) -> dict[str, Any]:
+            if group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
+                act()
+            return step(self)
+
+        Training.step = watched  # type: ignore[method-assign]  # in this very process, which ends soon
+        run(recipe, **options)
+
+    return train
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# ------------------------------------------------------------------ the numbers of one process
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("family", "method"), SHAPES)
+def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_included(plan: str, family: str, method: str, tmp_path: Path):
+    alone = trained(small(tmp_path, family, method, out="alone"))
+    found = trained(small(tmp_path, family, method, parallel=PLANS[plan]))
+    assert_same_but_for_rounding(found, alone)
+
+
+def test_dropout_is_on_in_these_runs(tmp_path: Path):
+    losses = []
+    for out, method in {"on": "lora", "off": {"name": "lora", "r": 2}}.items():
+        losses.append([record["loss"] for record in numbers(trained(small(tmp_path, "bert", method, out=out))) if "loss" in record])
+    assert losses[0][0] != pytest.approx(losses[1][0], rel=1e-5)
+
+
+WISHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "recomputed": ("t5", {"gradient_checkpointing": True, "accumulate": 3, "clip": 0.05, "weight_decay": 0.1, "schedule": "cosine"}),
+    "packed": ("llama", {"data": {"packing": True, "max_length": 24}, "batch_size": 3, "accumulate": 1}),
+    "weighted": ("bert", {"class_weights": "balanced", "metric": "f1_macro", "eval_batch_size": 2}),
+    "chat": ("llama", {"task": "chat", "accumulate": 1}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("wish", WISHES)
+def test_what_a_recipe_may_ask_for_changes_nothing_of_that(wish: str, plan: str, tmp_path: Path):
+    family, changes = WISHES[wish]
+    method = list(METHODS)[(list(WISHES).index(wish) + list(PLANS).index(plan)) % 4]
+    alone = trained(small(tmp_path, family, method, **changes, out="alone"))
+    assert_same_but_for_rounding(trained(small(tmp_path, family, method, **changes, parallel=PLANS[plan])), alone)
+
+
+THREE: dict[str, Any] = {"dp": {"dp": 3}, "shard": {"dp": {"size": 3, "shard": True}}, "pp": {"pp": {"size": 2, "microbatches": 4}}}
+
+
+@pytest.mark.parametrize("plan", THREE)
+def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_as_it_should(plan: str, tmp_path: Path):
+    shape = {"batch_size": 4, "accumulate": 1, "data": {"max_rows": 9}, "epochs": 3, "max_steps": None}
+    alone = trained(small(tmp_path, "bert", "lora", **shape, out="alone"))
+    assert_same_but_for_rounding(trained(small(tmp_path, "bert", "lora", **shape, parallel=THREE[plan])), alone)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str, tmp_path: Path):
+    shape = {
+        "method": "full",
+        "lr": 0.03,
+        "warmup": 0,
+        "schedule": "constant",
+        "eval_every": 1,
+        "patience": 2,
+        "epochs": 20,
+        "max_steps": None,
+    }
+    shape |= {"save_every": 50, "family": "bert"}
+    alone = run(small(tmp_path, **shape, out="alone"))
+    assert 0 < alone.summary["best_step"] < alone.summary["steps"] < 60, "this run does not show what it should"
+    found = petune.train.load_run(trained(small(tmp_path, **shape, parallel=PLANS[plan])))
+    assert (found.summary["steps"], found.summary["best_step"]) == (alone.summary["steps"], alone.summary["best_step"])
+    assert (found.folder / "best").read_text().splitlines()[0] == (alone.folder / "best").read_text().splitlines()[0]
+    assert found.summary["after"] == pytest.approx(alone.summary["after"], rel=1e-3)
+    assert found.eval()["tuned"] == pytest.approx(alone.eval()["tuned"], rel=1e-3)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, tmp_path: Path):
+    shape = {"head_only": True, "max_steps": 1, "warmup": 0}
+    alone = run(small(tmp_path, "bert", "lora", **shape, out="alone"))
+    found = petune.train.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
+    assert alone.summary["head_only"] is not None
+    assert found.summary["head_only"] == pytest.approx(alone.summary["head_only"], abs=1e-9)
+
+
+def test_a_method_that_tunes_the_last_blocks_alone_is_saved_where_the_first_stage_trains_nothing(tmp_path: Path):
+    method = {"name": "lora", "r": 2, "targets": r"model\.layers\.1\..*q_proj"}
+    alone = trained(small(tmp_path, "llama", method, out="alone"))
+    assert_same_but_for_rounding(trained(small(tmp_path, "llama", method, parallel=PLANS["pp"])), alone)
+
+
+# ------------------------------------------------------------------ resumed under other plans
+
+
+def chain(place: Path, family: str, method: str, plans: list[str]) -> None:
+    """One run of as many steps as plans, each made under one of them, stopped after it and resumed under the next."""
+    shape = {"accumulate": 1, "max_steps": None, "epochs": len(plans) / 6, "keep": 1000, "schedule": "constant"}  # six steps an epoch
+    alone = trained(small(place, family, method, **shape, out="alone"))
+    steps = len([record for record in numbers(alone) if "loss" in record])
+    assert steps == len(plans)
+    for step, name in enumerate(plans, 1):
+        recipe = small(place, family, method, **shape, parallel=EVERYWHERE[name])
+        options = {"resume": step > 1}
+        world = petune.train.ranks.wanted(petune.train.settle(recipe)).world
+        last = step == steps
+        found = ends(world, at_steps((step * world) // 2 % world, {} if last else {step: terminate}), recipe, options)
+        assert [end.code for end in found] == [0 if last else 75] * world, (step, name, [end.error for end in found])
+        assert newest(place / "run").name == f"step-{step}"
+        try:
+            assert_same_state(newest(place / "run"), alone / "checkpoints" / f"step-{step}")
+        except AssertionError as error:
+            raise AssertionError(f"step {step} under {name} after {plans[step - 2] if step > 1 else 'nothing'}: {error}") from error
+    assert_same_but_for_rounding(place / "run", alone)
+
+
+@pytest.mark.parametrize(("family", "method"), SHAPES)
+def test_a_run_that_changes_its_plan_after_every_step_ends_as_one_that_never_had_one(family: str, method: str, tmp_path: Path):
+    chain(tmp_path, family, method, ["none", "dp", "tp", "galaxy", "pp", "shard", "sp", "none", "pp", "dp", "none"])
+
+
+@pytest.mark.slow
+def test_every_plan_goes_on_from_every_other(tmp_path: Path):
+    names = list(EVERYWHERE)
+    plans = [names[0]]  # a way through all 42 pairs: to the plan furthest ahead that was not gone to yet
+    for gap in range(1, 7):
+        for _ in names:  # seven is a prime, so steps of one width meet every plan
+            plans.append(names[(names.index(plans[-1]) + gap) % 7])
+    assert len(set(pairwise(plans))) == 42
+    chain(tmp_path, "bert", "lora", plans)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_checkpoint_of_any_plan_holds_whole_tensors(plan: str, tmp_path: Path):
+    alone = trained(small(tmp_path, "llama", "full", max_steps=1, warmup=0, out="alone"))
+    found = trained(small(tmp_path, "llama", "full", max_steps=1, warmup=0, parallel=PLANS[plan]))
+    (tensors, facts), (others, other_facts) = state_of(newest(found)), state_of(newest(alone))
+    assert {name: (value.shape, value.dtype) for name, value in tensors.items()} == {
+        name: (value.shape, value.dtype) for name, value in others.items()
+    }
+    assert facts["optimizer"] == other_facts["optimizer"]
+    first, second = (checkpoint.verify(newest(folder)).facts for folder in (found, alone))
+    assert {key: first[key] for key in ("rows", "frozen", "method")} == {key: second[key] for key in ("rows", "frozen", "method")}
+
+
+def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Path):
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["tp"])
+    ends(2, at_steps(0, {2: terminate}), recipe, {})
+    write_model(tmp_path / "llama", "llama", dropout=0.1, seed=1)
+    for parallel in (PLANS["pp"], PLANS["dp"]):
+        found = ends(2, _train, recipe | {"parallel": parallel}, {"resume": True})
+        assert "the base model is another one" in str(found[0].error)
+        assert found[0].code == 4 and found[1].code != 0
+    assert newest(tmp_path / "run").name == "step-2"
+
+
+# ------------------------------------------------------------------ stopping
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("plan", PLANS)
+def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, rank: int, tmp_path: Path):
+    recipe = small(tmp_path, "bert", "lora", parallel=PLANS[plan], save_every=50)
+    found = ends(2, at_steps(rank, {3: terminate}), recipe, {})
+    assert [end.code for end in found] == [Stopped.code] * 2, found
+    assert all("at step 3 of 5" in str(end.error) for end in found)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-3"]
+    checkpoint.verify(newest(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path):
+    shape = {"eval_every": 2, "save_every": 50}
+    alone = trained(small(tmp_path, "bert", "lora", **shape, out="alone"))
+    recipe = small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])
+
+    def in_evaluation(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+        evaluate = Training.evaluate
+
+        def told(self: Training) -> dict[str, float]:
+            if self.progress.step == 2 and group.started()[0] == 1:
+                terminate()
+            return evaluate(self)
+
+        Training.evaluate = told  # type: ignore[method-assign]
+        run(recipe, **options)
+
+    found = ends(2, in_evaluation, recipe, {})
+    assert [end.code for end in found] == [Stopped.code] * 2, found
+    trained(recipe, resume=True)
+    assert_same_records(tmp_path / "run", alone)
+
+
+# ------------------------------------------------------------------ training faults
+
+
+def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """What a rank calls: train, with `patch` made on one rank before a step."""
+    return at_steps(rank, {step: patch})
+
+
+def infinite_loss() -> None:
+    loss_sum = petune.assemble.loss_sum
+
+    def spoil(*args: Any) -> tuple[torch.Tensor, int]:
+        total, number = loss_sum(*args)
+        return total * math.nan, number
+
+    petune.assemble.loss_sum = spoil  # type: ignore[assignment]
+
+
+def infinite_gradient() -> None:
+    complete = Runner._complete
+
+    def spoil(self: Runner) -> None:
+        complete(self)
+        grad = next(value.grad for value in self.tuned.values() if value.grad is not None)
+        grad.mul_(math.inf)
+
+    Runner._complete = spoil  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("what", [infinite_loss, infinite_gradient])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_value_that_is_not_finite_on_one_rank_ends_all_before_the_update(plan: str, what: Callable[[], None], tmp_path: Path):
+    recipe = small(tmp_path, "bert", "lora", parallel=PLANS[plan])
+    found = ends(2, spoilt(1, 3, what), recipe, {})
+    assert [end.code for end in found] == [TrainingFault.code] * 2, found
+    assert all("step 3 " in str(end.error) and "is not finite" in str(end.error) for end in found)
+    assert newest(tmp_path / "run").name == "step-2"
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        checkpoint.verify(path)
+        assert all(bool(value.isfinite().all()) for value in state_of(path)[0].values() if value.is_floating_point())
+    alone = trained(small(tmp_path, "bert", "lora", out="alone"))
+    trained(recipe, resume=True)
+    assert_same_but_for_rounding(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def disconnected(prepared: Any) -> torch.nn.Module:
+        model = build(prepared)
+        model.get_submodule("model.layers.1.mlp.up_proj").update = lambda x: torch.zeros(())  # type: ignore[assignment]
+        return model
+
+    monkeypatch.setattr(petune.train, "build", disconnected)
+    found = ends(2, _train, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
+    assert [end.code for end in found] == [TrainingFault.code] * 2, found
+    for end in found:
+        assert all(f"model.layers.1.mlp.up_proj.lora_{part}  has had no gradient" in str(end.error) for part in "AB")
+        assert "down_proj" not in str(end.error).rpartition("TrainingFault")[2]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Path):
+    def move() -> None:
+        petune.train.Audit.check_frozen = moved(petune.train.Audit.check_frozen)  # type: ignore[method-assign]
+
+    def moved(check: Callable[[Any], None]) -> Callable[[Any], None]:
+        def checked(self: Any) -> None:
+            with torch.no_grad():
+                next(value for value in self.frozen.values() if value.is_floating_point()).add_(1)
+            check(self)
+
+        return checked
+
+    found = ends(2, spoilt(1, 3, move), small(tmp_path, "llama", "lora", parallel=PLANS[plan], timeout=5), {})
+    assert found[1].code == TrainingFault.code, found
+    assert found[0].code in (TrainingFault.code, 6)
+    assert newest(tmp_path / "run").name == "step-2"
+
+
+# ------------------------------------------------------------------ killed anywhere
+
+
+@pytest.fixture
+def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that notice a lost one within a second."""
+    monkeypatch.setattr(group, "BEAT_S", 0.1)
+    monkeypatch.setattr(group, "SILENT_S", 0.5)
+
+
+def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> list[End]:
+    """How the ranks of a run end of which one is killed `after_s` seconds after training began."""
+
+    def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+        if group.started()[0] == rank:
+            restore = Training._audit
+
+            def armed(self: Training) -> Any:
+                threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+                return restore(self)
+
+            Training._audit = armed  # type: ignore[method-assign]
+        run(recipe, **options)
+
+    return ends(2, train, recipe, {"resume": resume}, timeout=30)
+
+
+def kill_and_go_on(place: Path, number: int, seed: int) -> int:
+    """Kill `number` runs at random moments, on to the end each time, and compare with one that was left alone; how many were hit."""
+    draw, hits = random.Random(seed), 0
+    for at in range(number):
+        plan = draw.choice(list(PLANS))
+        family, method = draw.choice(SHAPES)
+        shape = {"save_every": draw.choice([1, 2]), "keep": 2, "eval_every": 2, "timeout": 5}
+        if not (place / f"alone-{family}-{shape['save_every']}").exists():
+            trained(small(place, family, method, **shape, out=f"alone-{family}-{shape['save_every']}"))
+        recipe = small(place, family, method, **shape, parallel=PLANS[plan], out=f"run-{at}")
+        rank, after_s = draw.randrange(2), draw.uniform(0, 0.6)
+        found = killed(recipe, rank, after_s, resume=False)
+        what = (at, plan, family, rank, after_s)
+        if found[rank].code == -signal.SIGKILL:
+            hits += 1
+            other = found[1 - rank]
+            assert other.code in (0, 6), (what, other)  # 0: it had done its part when the other was killed
+            assert other.code == 0 or other.seconds - found[rank].seconds < 5, what
+            folder = place / f"run-{at}"
+            if (folder / "resolved.yaml").exists():
+                trained(recipe | {"parallel": PLANS[draw.choice(list(PLANS))]}, resume=True)
+            else:
+                trained(recipe)
+        assert_same_but_for_rounding(place / f"run-{at}", place / f"alone-{family}-{shape['save_every']}")
+    return hits
+
+
+@pytest.mark.slow
+def test_runs_killed_at_ten_random_moments_go_on_to_the_same_end(tmp_path: Path, fast_beats: None):
+    assert kill_and_go_on(tmp_path, 10, seed=0) > 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_runs_killed_at_two_hundred_random_moments_go_on_to_the_same_end(tmp_path: Path, fast_beats: None):
+    assert kill_and_go_on(tmp_path, 200, seed=1) > 100
