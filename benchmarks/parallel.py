@@ -1,0 +1,964 @@
+"""Parallel training on the GPUs of one machine: is it right, how fast is it, what does communication cost, and what do peers reach.
+
+    PYTHONPATH=. python benchmarks/parallel.py --world 2            everything on two GPUs: parity, then speed
+    PYTHONPATH=. python benchmarks/parallel.py --world 4 --only 'speed/tp*' parity
+    PYTHONPATH=. python benchmarks/parallel.py --world 2 --device cpu --shape tiny      every path without a GPU, with gloo
+
+It starts its own ranks: every job has fresh processes, forked from this one, which has imported everything and never touches a GPU. So
+a job that fails, runs out of memory or hangs is ended and recorded, and the next one begins with empty devices. Jobs go by importance,
+and those for which `--budget` seconds do not suffice are listed as not run. Results are written after every job, to parallel-WORLD.json and
+parallel-WORLD.md in the folder $OUT, or the working directory.
+
+Parity: tiny models in float32 without TF32 (and one in bf16), every gradient under a plan beside plain autograd on one device.
+
+Speed: a Llama-3.1-8B shape with random weights, LoRA r=16 on all projections, bf16 weights under autocast, float32 factors, AdamW, rows of
+2,048 tokens, dropout 0, no clipping. A step is forward, backward, every sum over ranks and the update; ranks meet before it, and it is
+over when the last rank is done. `one` and `peft` are one GPU with 4 rows, by petune and by transformers + peft; what splits rows has 4 rows
+per GPU; what cuts the model is measured with 4 rows in all and with 4 per GPU. Peers: peft under torch's DDP, and under FSDP2 block by
+block in bf16.
+
+The file is long because what is measured, how ranks are started and what is printed belong to one program that has to work alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from fnmatch import fnmatch
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from petune.evaluate import forward
+from petune.methods import tune, tuned_parameters
+from petune.methods.configs import LoraConfig, make_config
+from petune.models import family_of
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, Work, alone, describe, group, make_mesh, make_plan
+from petune.parallel.configs import BACKENDS
+from petune.tasks import count, loss_sum
+from petune.tasks.loss import trained_positions
+from tests.methods import zoo
+
+try:
+    import peft
+except ImportError:  # the jobs of peers then say so
+    peft = None  # type: ignore[assignment]
+
+Batch = dict[str, Tensor]
+Pair = tuple[Connection, Connection]  # the parent's end and a rank's
+Axes = dict[str, dict[str, Any]]  # backend -> its settings, as in a recipe
+
+GIB = 2**30
+LONGEST_S = 25.0  # of the steps of one case, if three count by then
+ENVIRONMENT = {
+    # NVLink multicast can put GPUs that others share out of service
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not start CUDA in the process that forks
+}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's sizes, rows of `tokens` tokens, `rows` of them per GPU, LoRA of rank `r`."""
+
+    config: dict[str, Any]
+    tokens: int
+    rows: int
+    r: int
+
+
+SHAPES = {
+    "8b": Shape(
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        tokens=2048,
+        rows=4,
+        r=16,
+    ),
+    "tiny": Shape(
+        {
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 128,
+        },
+        tokens=32,
+        rows=4,
+        r=4,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something that `ranks` fresh processes do together. `run` is a key of RUNS; `rows` are those of a step on all ranks."""
+
+    name: str
+    run: str
+    ranks: int
+    axes: Axes = field(default_factory=dict)
+    rows: int = 0
+    recompute: bool = False
+    model: str = ""
+    method: str = ""
+    dtype: str = ""
+    limit: float = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    world: int
+    device: str
+    shape: str
+    warm: int
+    steps: int
+    profile: bool
+    start: str
+
+
+@dataclass
+class Outcome:
+    """What became of a job: each rank's answer, or why there is none."""
+
+    job: Job
+    answers: list[dict[str, Any]]
+    error: str = ""
+    seconds: float = 0.0
+
+
+# ------------------------------------------------------------------ the jobs
+
+
+def backends(world: int) -> dict[str, Axes]:
+    """The plans of the parity cells, with unequal shares wherever a plan knows shares."""
+    heads = {2: [6, 2], 4: [2, 2, 2, 2]}[world]
+    columns, sequence = {2: ([72, 24], [3, 1]), 4: ([40, 24, 24, 8], [4, 3, 2, 1])}[world]
+    both = {"heads": heads, "columns": columns}
+    found: dict[str, Axes] = {
+        "dp": {"dp": {"shares": [3, 1] if world == 2 else [2, 1, 1, 1]}},
+        "shard": {"dp": {"size": world, "shard": True}},
+        "tp": {"tp": {**both, "vocabulary": True}},
+        "tp-overlap": {"tp": {**both, "overlap": True}},
+        "sp-gather": {"sp": {"sequence": sequence}},
+        "sp-ulysses": {"sp": {"sequence": sequence, "exchange": "ulysses"}},
+        "sp-ring": {"sp": {"sequence": sequence, "exchange": "ring"}},
+        "galaxy": {"galaxy": {**both, "sequence": sequence}},
+        "galaxy-overlap": {"galaxy": {**both, "sequence": sequence, "overlap": True}},
+        "galaxy2": {"galaxy2": {"heads": heads, "sequence": sequence}},
+        "pp": {"pp": {"stages": [2, 1] if world == 2 else [1, 1, 2, 1], "microbatches": world + 1}},
+        "pp-interleaved": {"pp": {"size": 2, "stages": [2, 1, 1, 1], "schedule": "interleaved", "microbatches": 4}},
+        "pp-zero-bubble": {"pp": {"size": 2, "stages": [2, 1, 1, 1], "schedule": "zero-bubble", "microbatches": 4}},
+    }
+    if world == 4:
+        del found["pp-interleaved"], found["pp-zero-bubble"]
+        two: Axes = {"dp": {"shares": [2, 1]}, "pp": {"stages": [2, 1], "microbatches": 2}, "tp": {"heads": [6, 2], "columns": [72, 24]}}
+        two["galaxy"] = {**two["tp"], "sequence": [3, 1]}
+        for one, other in (("dp", "tp"), ("dp", "galaxy"), ("dp", "pp"), ("tp", "pp"), ("galaxy", "pp")):
+            found[f"{one} x {other}"] = {one: two[one], other: two[other]}
+        found["shard x tp"] = {"dp": {"size": 2, "shard": True}, "tp": two["tp"]}
+    return found
+
+
+def parity_jobs(world: int) -> list[Job]:
+    """Every plan on a decoder and an encoder, LoRA and full, in float32; and LoRA on a wider decoder in bf16."""
+    cells = []
+    for name, axes in backends(world).items():
+        for model in ("llama-causal", "bert-classify"):
+            for method in ("lora", "full"):
+                own = {axis: {key: value for key, value in one.items() if key != "vocabulary"} for axis, one in axes.items()}
+                cells.append((name, axes if model == "llama-causal" else own, model, method, "fp32"))
+        cells.append((name, axes, "llama-causal", "lora", "bf16"))
+    cells.sort(key=lambda cell: cell[4] == "bf16")
+    return [
+        Job(f"parity/{name}/{model}/{method}/{dtype}", "parity", world, axes, 6, False, model, method, dtype, 20)
+        for name, axes, model, method, dtype in cells
+    ]
+
+
+def speed_jobs(world: int, rows: int) -> list[Job]:
+    """The measured cases, most wanted first."""
+    many = rows * world
+
+    def ours(name: str, total: int, **axes: dict[str, Any]) -> Job:
+        return Job(f"speed/{name}/{total}", "petune", world, axes, total)
+
+    def cut(name: str, **settings: Any) -> dict[str, dict[str, Any]]:
+        return {name: {"size": world, "vocabulary": True, **settings}}
+
+    def pipeline(total: int, schedule: str = "1f1b") -> dict[str, dict[str, Any]]:
+        return {"pp": {"size": world, "schedule": schedule, "microbatches": total}}
+
+    jobs = [
+        Job(f"speed/one/{rows}", "petune", 1, {}, rows),
+        Job(f"speed/peft/{rows}", "plain", 1, {}, rows),
+        ours("dp", many, dp={"size": world}),
+        Job(f"speed/peft ddp/{many}", "ddp", world, {}, many),
+        ours("shard", many, dp={"size": world, "shard": True}),
+        Job(f"speed/peft fsdp2/{many}", "fsdp2", world, {}, many),
+    ]
+    for total in (many, rows):
+        jobs += [ours("tp", total, **cut("tp")), ours("tp overlap", total, **cut("tp", overlap=True))]
+        jobs += [ours("galaxy", total, **cut("galaxy")), ours("galaxy overlap", total, **cut("galaxy", overlap=True))]
+        jobs += [ours("pp", total, **pipeline(total))]
+    jobs += [ours(f"sp {way}", many, **cut("sp", exchange=way)) for way in ("gather", "ulysses", "ring")]
+    if world == 4:
+        jobs.append(ours("dp x tp", many, dp={"size": 2}, tp={"size": 2, "vocabulary": True}))
+        jobs.append(ours("dp x galaxy", many, dp={"size": 2}, galaxy={"size": 2, "vocabulary": True}))
+    jobs.append(ours("pp interleaved", many, **pipeline(many, "interleaved")))
+    return jobs
+
+
+def all_jobs(options: Options, only: Sequence[str], skip: Sequence[str]) -> list[Job]:
+    """What is to be done, in order: a look at the machine, parity, speed. `only` and `skip`: patterns or beginnings of names."""
+    found = [Job("probe", "probe", options.world), Job("join", "join", options.world, limit=40)]
+    if options.world in (2, 4):
+        found += parity_jobs(options.world)
+    found += speed_jobs(options.world, SHAPES[options.shape].rows)
+
+    def named(job: Job, patterns: Sequence[str]) -> bool:
+        return any(fnmatch(job.name, pattern) or job.name.startswith(f"{pattern}/") for pattern in patterns)
+
+    return [job for job in found if (not only or named(job, only)) and not named(job, skip)]
+
+
+# ------------------------------------------------------------------ inside a rank
+
+
+@dataclass
+class Here:
+    """This rank. `device` is its own."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def cuda(self) -> bool:
+        """Whether there are GPUs."""
+        return self.device.type == "cuda"
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def meet(self, flag: bool = False) -> bool:
+        """Wait for the device and for every rank; whether any of them raised its flag."""
+        flags = torch.tensor(float(flag), device=self.device)
+        if self.world > 1:
+            dist.all_reduce(flags)
+        self.sync()
+        return bool(flags)
+
+    def allocated(self, peak: bool = False) -> float:
+        """GiB of tensors on the device, now or at most since the last reset; 0 on a CPU."""
+        return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / GIB if self.cuda else 0.0
+
+
+def probe(job: Job, here: Here, options: Options) -> dict[str, Any]:
+    """What the machine is, and the bus bandwidth of an all-reduce of 256 MiB."""
+    x = torch.ones(2**27 if here.cuda else 2**16, dtype=torch.bfloat16, device=here.device)
+    dist.all_reduce(x)
+    if float(x[-1]) != here.world:
+        raise RuntimeError(f"an all-reduce of ones over {here.world} ranks gave {float(x[-1])}")
+    times = []
+    for _ in range(10):
+        here.meet()
+        began = time.perf_counter()
+        dist.all_reduce(x)
+        here.sync()
+        times.append(time.perf_counter() - began)
+    bandwidth = 2 * (here.world - 1) / here.world * x.numel() * x.element_size() / statistics.median(times) / 1e9
+    name = torch.cuda.get_device_name() if here.cuda else "CPU"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if here.cuda else "-"
+    return {"device": name, "nccl": nccl, "all_reduce_GB_per_s": round(bandwidth, 1)}
+
+
+def join(job: Job, here: Here, options: Options) -> dict[str, Any]:
+    """petune's own way into a group and out of it, as `petune train` goes under torchrun."""
+    began = time.perf_counter()
+    rank, world = group.join("cuda" if here.cuda else "cpu", timeout_s=30, start_timeout_s=30)
+    ones = torch.ones((), device=here.device)
+    dist.all_reduce(ones)
+    joined = time.perf_counter() - began
+    group.leave()
+    if (rank, world, float(ones)) != (here.rank, here.world, here.world):
+        raise RuntimeError(f"rank {rank} of {world} sums to {float(ones)}")
+    return {"joined_s": round(joined, 2)}
+
+
+def settings_of(axes: Axes) -> ParallelConfig:
+    """The axes as a recipe's `parallel` would give them."""
+    makers: dict[str, Any] = dict(BACKENDS)
+    made: dict[str, Any] = {
+        name: makers[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
+        for name, one in axes.items()
+    }
+    return ParallelConfig(**made)
+
+
+def work_of(task: str, here: Here, dtype: torch.dtype) -> Work:
+    """What a runner needs to know of a task, as in training."""
+    return Work(
+        forward=forward,
+        loss=lambda logits, batch: loss_sum(logits, batch, task)[0],
+        select=lambda logits, batch: trained_positions(logits, batch["labels"], task),
+        tuned=tuned_parameters,
+        autocast=lambda: torch.autocast(here.device.type, dtype, enabled=dtype is torch.bfloat16),
+    )
+
+
+# ------------------------------------------------------------------ parity
+
+
+@cache
+def _mesh(sizes: tuple[int, int, int], device: torch.device) -> Mesh:
+    dp, tp, pp = sizes
+    return make_mesh(ParallelPlan(dp=dp, tp=tp, pp=pp), device)
+
+
+def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
+    """Loss and every gradient of one step under the plan, beside plain autograd in float32 on this rank's device alone.
+
+    own: how far plain autograd in bf16 is from that.
+    """
+    task, wide = job.model.partition("-")[2], job.dtype == "bf16"
+    dtype = torch.bfloat16 if wide else torch.float32
+    # By columns and heads the wider model has the same lists. It is of a size that fused kernels of attention take.
+    sizes: dict[str, Any] = {"hidden_size": 256, "max_position_embeddings": 256} if wide else {}
+    batch = zoo.batch(job.model, rows=job.rows, length=192 if wide else 13)
+    config = settings_of(job.axes)
+    layers = sum(config.pp.stages) if config.pp else 2
+
+    def made() -> nn.Module:
+        model: nn.Module = zoo.tiny(job.model, num_hidden_layers=layers, **sizes).to(dtype)
+        torch.manual_seed(3)
+        tune(model, make_config(job.method, zoo.SETTINGS[job.method]))
+        zoo.stir(model, std=0.1)
+        return model.train()
+
+    work, total = work_of(task, here, dtype), count(batch)
+    loss, expected = _in_one_process(made().float(), batch, work_of(task, here, torch.float32), total, here)
+    own = _differences(_in_one_process(made(), batch, work, total, here)[1], expected)["of_norm"] if wide else 0.0
+    model = made()
+    plan = make_plan(config, family_of(model), model.config, here.world, job.rows, vocabulary_head=task != "classify")
+    mesh = replace(_mesh((plan.dp, plan.tp, plan.pp), here.device), plan=plan)
+    runner = Runner(model, family_of(model), plan, mesh, work)
+    mine = runner.share(list(range(job.rows)))
+    part = {name: value[mine] for name, value in batch.items()} | {"rows": torch.tensor(mine)}
+    found = runner.backward([part], total)
+    gradients = runner.whole({name: _gradient(value) for name, value in runner.tuned.items()})
+    answer = {"plan": describe(plan), "loss": loss, "loss_difference": abs(found - loss), "own": own}
+    return answer | (_differences(gradients, expected) if mesh.main else {})
+
+
+def _in_one_process(model: nn.Module, batch: Batch, work: Work, total: float, here: Here) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients by the model's own forward pass and autograd, without a group, stacks or hooks."""
+    model.to(here.device)
+    batch = {name: value.to(here.device) for name, value in batch.items()}
+    with work.autocast():
+        logits = work.forward(model, batch)
+    loss = work.loss(logits, batch) / total
+    loss.backward()
+    return float(loss.detach()), {name: _gradient(value).cpu() for name, value in tuned_parameters(model).items()}
+
+
+def _gradient(value: nn.Parameter) -> Tensor:
+    return torch.zeros_like(value) if value.grad is None else value.grad
+
+
+def _differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+    """The largest difference of an entry; the same over the largest entry of its tensor (or a hundredth of the largest of all, as some
+    gradients are zero but for rounding); and the difference over the norm, of all gradients as one vector."""
+    if found.keys() != expected.keys():
+        raise RuntimeError(f"other tensors train: {sorted(found.keys() ^ expected.keys())[:4]}")
+    pairs = {name: (found[name].double(), value.double()) for name, value in expected.items()}
+    largest = max(float(value.abs().max()) for _, value in pairs.values())
+    each = {name: float((one - value).abs().max()) for name, (one, value) in pairs.items()}
+    relative = {name: each[name] / max(float(value.abs().max()), largest / 100) for name, (_, value) in pairs.items()}
+    worst = max(relative, key=lambda name: relative[name] if relative[name] == relative[name] else float("inf"))
+    squares = [(float((one - value).square().sum()), float(value.square().sum())) for one, value in pairs.values()]
+    of_norm = (sum(one for one, _ in squares) / sum(value for _, value in squares)) ** 0.5
+    return {"difference": max(each.values()), "relative": relative[worst], "of_norm": of_norm, "tensors": len(each), "worst": worst}
+
+
+# float32 sums in another order: of the norm, and of the largest entry of any tensor. A sum that is missing is wrong by its whole size.
+CLOSE, CLOSE_ENTRY = 1e-5, 1e-3
+
+
+def passes(outcome: Outcome) -> bool:
+    """Whether a parity cell agrees: float32 in every entry, bf16 in the norm, where plain bf16 is off too."""
+    if outcome.error:
+        return False
+    first = outcome.answers[0]
+    of_loss = max(answer["loss_difference"] for answer in outcome.answers) / max(1.0, abs(first["loss"]))
+    if outcome.job.dtype == "fp32":
+        return bool(first["of_norm"] <= CLOSE and of_loss <= CLOSE and first["relative"] <= CLOSE_ENTRY)
+    return bool(first["of_norm"] <= 1.5 * first["own"] and of_loss <= 1e-2)
+
+
+# ------------------------------------------------------------------ speed
+
+
+def base_model(shape: Shape, here: Here) -> nn.Module:
+    """The untouched model, bf16, random by a seed, made on the device."""
+    torch.manual_seed(0)
+    with torch.device(here.device):
+        made: nn.Module = AutoModelForCausalLM.from_config(
+            LlamaConfig(**shape.config, tie_word_embeddings=False), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    return made
+
+
+def rows_of(shape: Shape, total: int, chosen: Sequence[int], here: Here) -> Batch:
+    """These of the `total` random rows of a step, on the device."""
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, shape.config["vocab_size"], (total, shape.tokens), generator=draw)[list(chosen)].to(here.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
+    """Steps of petune's runner under the job's plan."""
+    shape = SHAPES[options.shape]
+    model = base_model(shape, here)
+    tune(model, LoraConfig(r=shape.r))
+    family = family_of(model)
+    plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows)
+    mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
+    runner = Runner(model, family, plan, mesh, work_of("causal", here, torch.bfloat16), recompute=job.recompute)
+    del model
+    for module in runner.modules:
+        module.train()
+    mine = runner.share(list(range(job.rows)))
+    batch = rows_of(shape, job.rows, mine, here) | {"rows": torch.tensor(mine, device=here.device)}
+    optimizer = torch.optim.AdamW(runner.tuned.values(), lr=1e-4, fused=here.cuda)
+    total = float(job.rows * (shape.tokens - 1))
+
+    def step() -> float:
+        loss = runner.backward([batch], total)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return {"plan": describe(plan), **measured(step, here, options)}
+
+
+def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
+    """Steps of transformers + peft, each rank with rows of its own: alone, under DDP, or under FSDP2."""
+    if peft is None:
+        raise RuntimeError("peft is not installed here")
+    shape = SHAPES[options.shape]
+    base: Any = base_model(shape, here)
+    config = peft.LoraConfig(r=shape.r, lora_alpha=2 * shape.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(base, config)
+    if job.recompute:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.train()
+    if job.run == "fsdp2":
+        _fully_shard(model, here)
+    if job.run == "ddp":
+        model = DistributedDataParallel(model, device_ids=[here.device.index] if here.cuda else None, gradient_as_bucket_view=True)
+    del base
+    own = job.rows // here.world
+    batch = rows_of(shape, job.rows, range(own * here.rank, own * (here.rank + 1)), here)
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-4, fused=here.cuda)
+
+    def step() -> Tensor:
+        # FSDP2's policy casts by itself; the others train as transformers' Trainer does with bf16
+        with torch.autocast(here.device.type, torch.bfloat16, enabled=job.run != "fsdp2"):
+            loss: Tensor = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return {"plan": f"transformers + peft {peft.__version__}, {job.run}", **measured(step, here, options)}
+
+
+def _fully_shard(model: Any, here: Here) -> None:
+    """torch's FSDP2 as its tutorials have it: every block a unit, then the root; computed in bf16, gradients reduced in float32."""
+    mesh = init_device_mesh(here.device.type, (here.world,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    units = [*model.get_base_model().model.layers, model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        if not here.cuda:  # gloo has no mean
+            unit.set_gradient_divide_factor(float(here.world))
+            unit.set_force_sum_reduction_for_comms(True)
+
+
+def measured(step: Callable[[], float | Tensor], here: Here, options: Options) -> dict[str, Any]:
+    """Seconds of each step, GiB after placing and at the peak of the steps, and losses; this rank's, and what a profile of a step says."""
+    gc.collect()
+    if here.cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    placed, times, losses = here.allocated(), [], []
+    late = time.perf_counter() + LONGEST_S
+    for turn in range(options.warm + options.steps):
+        if here.meet(time.perf_counter() > late) and turn >= options.warm + 3:
+            break
+        began = time.perf_counter()
+        losses.append(step())
+        here.sync()
+        times.append(time.perf_counter() - began)
+    reserved = torch.cuda.max_memory_reserved() / GIB if here.cuda else 0.0
+    found = {
+        "times": times[options.warm :],
+        "placed_GiB": placed,
+        "peak_GiB": here.allocated(peak=True),
+        "reserved_GiB": reserved,
+        "losses": [float(losses[0]), float(losses[-1])],
+    }
+    return found | (_profile(step, here) if options.profile and here.cuda else {})
+
+
+# ------------------------------------------------------------------ where a step's time goes
+
+
+def _profile(step: Callable[[], Any], here: Here) -> dict[str, Any]:
+    """One step under the profiler; what it cannot say is said to be missing, as the times are measured already."""
+    here.meet()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                step()
+                here.sync()
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            return {"profile": shares(json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace")))}
+        except Exception as error:
+            return {"profile_error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def shares(trace: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of one step on one GPU, from its first kernel to the end of its last.
+
+    communication: some NCCL kernel runs, waiting for other ranks included. exposed: of that, no other kernel runs beside it. compute: some
+    other kernel or copy runs. idle: nothing runs.
+    """
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event:
+            found["nccl" in event.get("name", "").lower()].append((event["ts"], event["ts"] + event["dur"]))
+    every = found[True] + found[False]
+    if not every:
+        raise ValueError("the trace has no kernels")
+    span = max(end for _, end in every) - min(begin for begin, _ in every)
+    communication, compute, busy = covered(found[True]), covered(found[False]), covered(every)
+    return {
+        "span_ms": span / 1e3,
+        "communication_ms": communication / 1e3,
+        "exposed_ms": (busy - compute) / 1e3,
+        "compute_ms": compute / 1e3,
+        "idle_ms": (span - busy) / 1e3,
+    }
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, last = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total
+
+
+RUNS: dict[str, Callable[[Job, Here, Options], dict[str, Any]]] = {
+    "probe": probe,
+    "join": join,
+    "parity": parity,
+    "petune": petune_steps,
+    "plain": peer_steps,
+    "ddp": peer_steps,
+    "fsdp2": peer_steps,
+}
+
+
+# ------------------------------------------------------------------ starting ranks
+
+
+def rank_main(rank: int, port: int, folder: str, ends: Sequence[Pair], jobs: Sequence[Job], options: Options) -> None:
+    """Do the jobs and answer each; stay until this process's parent has heard of every rank, then leave without tidying up."""
+    for other, (theirs, mine) in enumerate(ends):  # of a rank that dies, nobody else may hold an end open
+        theirs.close()
+        if other != rank:
+            mine.close()
+    end, world = ends[rank][1], len(ends)
+    os.environ |= ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def say(kind: str, value: Any) -> None:
+        end.send_bytes(json.dumps([kind, value]).encode())
+
+    with open(f"{folder}/stack-{rank}", "w", encoding="utf-8") as stack, suppress(EOFError, OSError):
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        try:
+            here = _enter(rank, world, port, jobs[0].run != "join", options)
+            for job in jobs:
+                say("done", RUNS[job.run](job, here, options))
+        except BaseException:
+            say("failed", traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end.recv_bytes()
+    os._exit(0)
+
+
+def _enter(rank: int, world: int, port: int, grouped: bool, options: Options) -> Here:
+    """This rank's device, and the group of all ranks."""
+    warnings.simplefilter("ignore", FutureWarning)  # one from every rank of every job
+    torch.manual_seed(1000 + rank)
+    torch.set_float32_matmul_precision("highest")
+    if options.device == "cuda":
+        here = Here(rank, world, torch.device("cuda", rank))
+        torch.cuda.set_device(here.device)
+    else:
+        torch.set_num_threads(1)
+        here = Here(rank, world, torch.device("cpu"))
+    if world > 1 and grouped:
+        dist.init_process_group(
+            "nccl" if here.cuda else "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=120),
+            device_id=here.device if here.cuda else None,
+        )
+        here.meet()
+    return here
+
+
+def attempt(jobs: Sequence[Job], options: Options, until: float) -> Iterator[Outcome]:
+    """Fresh ranks for jobs of one world size, and their outcomes up to the first that fails or time `until`."""
+    world = jobs[0].ranks
+    context: Any = multiprocessing.get_context(options.start)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [context.Pipe() for _ in range(world)]
+        ranks = [context.Process(target=rank_main, args=(rank, port, folder, ends, jobs, options), daemon=True) for rank in range(world)]
+        try:
+            for rank in ranks:
+                rank.start()
+            for _, theirs in ends:
+                theirs.close()
+            yield from _outcomes(jobs, [mine for mine, _ in ends], ranks, folder, until)
+        finally:
+            for mine, _ in ends:
+                with suppress(OSError):
+                    mine.send_bytes(b"end")
+                mine.close()
+            late = time.monotonic() + 3
+            for rank in ranks:
+                rank.join(max(0.0, late - time.monotonic()))
+                if rank.is_alive():
+                    rank.kill()
+                rank.join(20.0)
+
+
+def _outcomes(jobs: Sequence[Job], ends: Sequence[Connection], ranks: Sequence[Any], folder: str, until: float) -> Iterator[Outcome]:
+    extra = 30.0  # processes start and meet
+    for job in jobs:
+        began = time.monotonic()
+        if began > until:
+            return
+        answers, error = _answers(ends, ranks, folder, job.limit + extra)
+        yield Outcome(job, answers, error, time.monotonic() - began)
+        if error:
+            return
+        extra = 0.0
+
+
+def _answers(ends: Sequence[Connection], ranks: Sequence[Any], folder: str, limit: float) -> tuple[list[dict[str, Any]], str]:
+    """Every rank's answer to the job that runs, or what went wrong first."""
+    answers: dict[int, dict[str, Any]] = {}
+    failed: dict[int, str] = {}
+    until = time.monotonic() + limit
+    while waiting := [end for rank, end in enumerate(ends) if rank not in answers and rank not in failed]:
+        ready = wait(waiting, max(0.0, until - time.monotonic()))
+        if not ready:
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = ends.index(end)
+            try:
+                kind, value = json.loads(end.recv_bytes())
+            except (EOFError, OSError):
+                ranks[rank].join(5)
+                kind, value = "failed", f"the process ended with exit code {ranks[rank].exitcode}"
+            if kind == "done":
+                answers[rank] = value
+            else:
+                failed[rank] = value
+                until = min(until, time.monotonic() + 3)  # its peers now fail too, or wait for ever
+    if failed:
+        rank, text = next(iter(failed.items()))
+        return [], f"rank {rank}: {text.strip()[-6000:]}"
+    if len(answers) < len(ends):
+        late = [rank for rank in range(len(ends)) if rank not in answers]
+        stood = "\n".join(_whereabouts(rank, ranks[rank], folder) for rank in late)
+        return [], f"{stood}\nTimeout: ranks {late} had not finished after {limit:.0f} s"
+    return [answers[rank] for rank in range(len(ends))], ""
+
+
+def _whereabouts(rank: int, process: Any, folder: str) -> str:
+    """Where a rank that does not answer stands."""
+    with suppress(OSError):
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    text = Path(folder, f"stack-{rank}").read_text(encoding="utf-8", errors="replace") if process.pid else ""
+    return f"rank {rank} stands at\n{text[-3000:]}"
+
+
+# ------------------------------------------------------------------ all jobs, whatever happens to one
+
+
+def outcomes(jobs: Sequence[Job], options: Options, budget: float, parity_budget: float) -> Iterator[Outcome]:
+    """Every job's outcome, in order. A case of speed that runs out of memory is tried again with activations recomputed.
+
+    What of parity is left when `parity_budget` seconds are spent on it, as hung cells may take long, comes after all else.
+    """
+    until, left = time.monotonic() + budget, list(jobs)
+    while left:
+        together, began, done = _together(left), time.monotonic(), 0
+        if began > until:
+            yield Outcome(left.pop(0), [], "not run: out of time")
+            continue
+        of_parity = left[0].run == "parity" and len(together) < len(left)
+        for outcome in attempt(together, options, min(until, began + parity_budget) if of_parity else until):
+            if "Cannot re-initialize CUDA in forked" in outcome.error:
+                options = replace(options, start="spawn")  # something imported has touched a GPU: start over, with fresh interpreters
+                break
+            done += 1
+            yield outcome
+            if "OutOfMemoryError" in outcome.error and outcome.job.run != "parity" and not outcome.job.recompute:
+                left.insert(done, replace(outcome.job, name=f"{outcome.job.name}/recompute", recompute=True))
+        del left[:done]
+        parity_budget -= time.monotonic() - began if of_parity else 0.0
+        if of_parity and parity_budget <= 0:
+            left.sort(key=lambda job: job.run == "parity")
+
+
+def _together(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs that the same ranks do one after the other: cells of parity, which leave nothing behind."""
+    first = next((at for at, job in enumerate(jobs) if job.run != "parity"), len(jobs))
+    return list(jobs[: max(1, first)])
+
+
+# ------------------------------------------------------------------ what is printed
+
+
+def row(outcome: Outcome, options: Options) -> dict[str, Any]:
+    """One case of speed with all its ranks in one."""
+    job, answers = outcome.job, outcome.answers
+    if outcome.error:
+        return {"name": job.name, "rows": job.rows, "recompute": job.recompute, "error": outcome.error}
+    times = [max(parts) for parts in zip(*(answer["times"] for answer in answers), strict=True)]
+    median = statistics.median(times)
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
+    profiles = [answer["profile"] for answer in answers if "profile" in answer]
+    return {
+        "name": job.name,
+        "rows": job.rows,
+        "ranks": job.ranks,
+        "recompute": job.recompute,
+        "plan": answers[0]["plan"],
+        "tokens_per_s": job.rows * SHAPES[options.shape].tokens / median,
+        "step_s": median,
+        "quartiles_s": [quartiles[0], quartiles[2]],
+        "placed_GiB": [answer["placed_GiB"] for answer in answers],
+        "peak_GiB": [answer["peak_GiB"] for answer in answers],
+        "reserved_GiB": [answer["reserved_GiB"] for answer in answers],
+        "losses": [statistics.mean(answer["losses"][at] for answer in answers) for at in (0, 1)],
+        "profile": {key: statistics.mean(one[key] for one in profiles) for key in profiles[0]} if profiles else None,
+        "profile_error": next((answer["profile_error"] for answer in answers if "profile_error" in answer), None),
+        "seconds": outcome.seconds,
+    }
+
+
+def line(outcome: Outcome, options: Options) -> str:
+    """A job in a line, as soon as it is over."""
+    job = outcome.job
+    if outcome.error:
+        return f"FAIL  {job.name}: {outcome.error.splitlines()[-1][:300]}"
+    if job.run == "parity":
+        first = outcome.answers[0]
+        loss = max(answer["loss_difference"] for answer in outcome.answers)
+        numbers = f"loss {loss:.1e}, gradient {first['difference']:.1e}, relative {first['relative']:.1e}, of norm {first['of_norm']:.1e}"
+        return f"{'PASS' if passes(outcome) else 'FAIL'}  {job.name}: {numbers}, {first['tensors']} tensors"
+    if job.run in ("probe", "join"):
+        return f"ok    {job.name}: {outcome.answers[0]}"
+    found = row(outcome, options)
+    text = f"{found['tokens_per_s']:,.0f} tokens/s, step {1e3 * found['step_s']:.0f} ms, peak {max(found['peak_GiB']):.1f} GiB"
+    return f"ok    {job.name}: {text}, loss {found['losses'][0]:.4f}  [{outcome.seconds:.0f} s]"
+
+
+def markdown(done: Sequence[Outcome], options: Options, cells: bool = True) -> str:
+    """The tables; `cells`: that of parity too."""
+    speed = [row(outcome, options) for outcome in done if outcome.job.name.startswith("speed/")]
+    parts = [f"# Parallel training, {options.world} ranks, {options.device}, {options.shape}", _heading(done)]
+    parts += _parity_table([outcome for outcome in done if outcome.job.run == "parity"], cells)
+    parts += _speed_table(speed)
+    parts += _profile_table([found for found in speed if found.get("profile")])
+    failures = [f"- {outcome.job.name}: {outcome.error.splitlines()[-1][:300]}" for outcome in done if outcome.error]
+    return "\n".join([*parts, "", "## Failures and what was not run", "", *(failures or ["none"])]) + "\n"
+
+
+def _heading(done: Sequence[Outcome]) -> str:
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {getattr(peft, '__version__', '-')}"
+    probes = [outcome.answers[0] for outcome in done if outcome.job.run == "probe" and outcome.answers]
+    machine = f"{probes[0]['device']}, NCCL {probes[0]['nccl']}, all-reduce {probes[0]['all_reduce_GB_per_s']} GB/s" if probes else "-"
+    return f"\n{time.strftime('%Y-%m-%d')}: {versions}, Python {platform.python_version()}; {machine}"
+
+
+def _parity_table(done: Sequence[Outcome], cells: bool) -> list[str]:
+    if not done:
+        return []
+    rows = ["", "## Parity with one process", ""]
+    rows.append(f"{sum(map(passes, done))} of {len(done)} cells agree: float32 within {CLOSE} by the norm and {CLOSE_ENTRY} by any entry;")
+    rows += ["bf16, by the norm, within 1.5 times the distance of one process in bf16 from float32.", ""]
+    if cells:
+        rows += ["| plan | model | method | dtype | loss | gradient | relative | of norm | one process | |", "|---" * 10 + "|"]
+    for outcome in done if cells else ():
+        job, first = outcome.job, (outcome.answers or [{}])[0]
+        numbers = [f"{first[key]:.1e}" if key in first else "-" for key in ("loss_difference", "difference", "relative", "of_norm", "own")]
+        verdict = "PASS" if passes(outcome) else "FAIL"
+        rows.append("| " + " | ".join([job.name.split("/")[1], job.model, job.method, job.dtype, *numbers, verdict]) + " |")
+    return rows
+
+
+def _speed_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    head = "| case | rows | tokens/s | of one GPU | step ms (quartiles) | GiB placed | GiB peak | loss, first and last |"
+    found = ["", "## Speed", "", head, "|---|---|---|---|---|---|---|---|"]
+    alone_by = {
+        name: one["tokens_per_s"] for one in rows for name in ("one", "peft") if one["name"].split("/")[1] == name and "plan" in one
+    }
+    for one in rows:
+        name = _title(one)
+        if "error" in one:
+            found.append(f"| {name} | {one['rows']} | {one['error'].splitlines()[-1][:120].replace('|', '/')} | | | | | |")
+            continue
+        base = alone_by.get("peft" if name.startswith("peft") else "one")
+        times = f"{base and one['tokens_per_s'] / base:.2f} x" if base else "-"
+        quartiles = " to ".join(f"{1e3 * value:.0f}" for value in one["quartiles_s"])
+        placed, peak = (" ".join(f"{value:.1f}" for value in sorted(set(one[key]))) for key in ("placed_GiB", "peak_GiB"))
+        cells = [name, one["rows"], f"{one['tokens_per_s']:,.0f}", times, f"{1e3 * one['step_s']:.0f} ({quartiles})", placed, peak]
+        found.append("| " + " | ".join(map(str, cells)) + f" | {one['losses'][0]:.4f} {one['losses'][1]:.4f} |")
+    return found
+
+
+def _title(one: dict[str, Any]) -> str:
+    return str(one["name"].split("/")[1]) + (", recomputed" if one["recompute"] else "")
+
+
+def _profile_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    head = "| case | rows | step ms | compute | communication | exposed | idle |"
+    text = "One step under the profiler, mean over GPUs; communication holds the wait for other ranks."
+    found = ["", "## Where a step's time goes", "", text, "", head, "|---|---|---|---|---|---|---|"]
+    for one in rows:
+        share = one["profile"]
+        parts = [
+            f"{share[key]:.0f} ({share[key] / share['span_ms']:.0%})" for key in ("compute_ms", "communication_ms", "exposed_ms", "idle_ms")
+        ]
+        found.append(f"| {_title(one)} | {one['rows']} | {share['span_ms']:.0f} | " + " | ".join(parts) + " |")
+    return found
+
+
+def write(done: Sequence[Outcome], options: Options, folder: Path) -> None:
+    """What is known so far, on disk."""
+    found = {
+        "options": asdict(options),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "peft": getattr(peft, "__version__", None)},
+        "speed": [row(outcome, options) for outcome in done if outcome.job.name.startswith("speed/")],
+        "outcomes": [asdict(outcome) for outcome in done],
+    }
+    (folder / f"parallel-{options.world}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / f"parallel-{options.world}.md").write_text(markdown(done, options), encoding="utf-8")
+
+
+def main() -> int:
+    """Do the jobs; 1 when a parity cell or a job failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2, help="ranks, one per GPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="jobs by pattern or beginning: parity 'speed/tp*'")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--warm", type=int, default=3, help="steps before those that count")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count")
+    parser.add_argument("--budget", type=float, default=440, help="seconds after which no job begins")
+    parser.add_argument("--parity-budget", type=float, default=150, help="seconds after which parity waits for speed to be done")
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--start", choices=("fork", "spawn"), default="fork", help="how ranks begin; spawn imports everything anew")
+    parser.add_argument("--list", action="store_true", help="say what would be done")
+    given = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    options = Options(given.world, given.device, given.shape, given.warm, given.steps, not given.no_profile, given.start)
+    jobs = all_jobs(options, given.only, given.skip)
+    if given.list:
+        print("\n".join(job.name for job in jobs))
+        return 0
+    folder, began, done = Path(os.environ.get("OUT", ".")), time.monotonic(), []
+    for outcome in outcomes(jobs, options, given.budget, given.parity_budget):
+        done.append(outcome)
+        print(f"{time.monotonic() - began:5.0f} s  {line(outcome, options)}", flush=True)
+        if outcome.error and not outcome.error.startswith("not run"):
+            print("\n".join(outcome.error.splitlines()[-12:]), flush=True)
+        if outcome.job.run != "parity":
+            write(done, options, folder)
+    write(done, options, folder)
+    print("\n" + markdown(done, options, cells=False), flush=True)
+    return int(any(outcome.error or (outcome.job.run == "parity" and not passes(outcome)) for outcome in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

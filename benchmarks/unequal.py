@@ -1,0 +1,243 @@
+"""Two devices of unequal speed: the even plan, the plan made from measured speeds, and what the planner promises of it.
+
+    PYTHONPATH=. python benchmarks/unequal.py                  tp, galaxy, pp and dp, the second device three times slower
+    PYTHONPATH=. python benchmarks/unequal.py --slow 2 --steps 15 --only tp pp
+
+The devices are two processes of one thread, each on a core of its own, that talk through gloo. The second is slowed by a child on the same
+core: every millisecond it stops its parent (SIGSTOP), uses the core twice as long as the parent has just done, and lets it go on. So
+the parent's computing takes three times as much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more.
+Both run a block of the model alone first, at the same time: the speeds of their fastest steps are what the planner is given. Then steps
+of the two plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank that takes longest. Times
+are medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's load is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from petune.evaluate import forward
+from petune.methods import tune, tuned_parameters
+from petune.methods.configs import LoraConfig
+from petune.models import FAMILIES
+from petune.parallel import ParallelConfig, ParallelPlan, Runner, Work, alone, describe, make_mesh, make_plan
+from petune.parallel.configs import CutConfig, DpConfig, PpConfig
+from petune.parallel.planner import parameters_of, plan_for, step_time
+from petune.tasks import loss_sum
+from petune.tasks.loss import trained_positions
+from tests.pool import run
+
+CPU = torch.device("cpu")
+FAMILY = FAMILIES["llama"]
+ROWS, TOKENS, BLOCKS = 4, 256, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": TOKENS,
+}
+BACKENDS: dict[str, ParallelConfig] = {
+    "tp": ParallelConfig(tp=CutConfig(size=2)),
+    "galaxy": ParallelConfig(galaxy=CutConfig(size=2, vocabulary=True)),
+    "pp": ParallelConfig(pp=PpConfig(size=2, microbatches=ROWS)),
+    "dp": ParallelConfig(dp=DpConfig(size=2)),
+}
+TICK_S = 1e-3  # between two looks at what the slowed process has used
+
+
+# ------------------------------------------------------------------ a slow device
+
+
+@contextmanager
+def slowed(times: float) -> Iterator[None]:
+    """What this process computes takes `times` as much of its core, for the length of the block; what it waits for does not."""
+    watched = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _make_slow(watched, times)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _make_slow(watched: int, times: float) -> None:
+    """For what `watched` has used of the core, stop it and use the core in its place, until it is gone; never returns."""
+    clock = (~watched << 3) | 2  # the CPU-time clock of another process: linux/posix-timers.h
+    charged = time.clock_gettime(clock)
+    while os.getppid() == watched:
+        time.sleep(TICK_S)
+        os.kill(watched, signal.SIGSTOP)
+        used = time.clock_gettime(clock)
+        until = time.thread_time() + (times - 1) * (used - charged)
+        while time.thread_time() < until:
+            pass
+        charged = used
+        os.kill(watched, signal.SIGCONT)
+    os._exit(0)
+
+
+# ------------------------------------------------------------------ on a rank
+
+
+def model_of(blocks: int) -> tuple[nn.Module, LlamaConfig]:
+    """A Llama in float32, random by a seed, with LoRA on every linear of its blocks."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_hidden_layers=blocks, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config)
+    tune(model, LoraConfig(r=8))
+    return model.train(), config
+
+
+def stepper(plan: ParallelPlan, blocks: int) -> Callable[[], float]:
+    """One step under `plan`, all ranks together, or alone; returns its loss."""
+    work = Work(
+        forward=forward,
+        loss=lambda logits, batch: loss_sum(logits, batch, "causal")[0],
+        select=lambda logits, batch: trained_positions(logits, batch["labels"], "causal"),
+        tuned=tuned_parameters,
+    )
+    model, _ = model_of(blocks)
+    runner = Runner(model, FAMILY, plan, make_mesh(plan, CPU) if plan.world > 1 else alone(CPU), work)
+    optimizer = torch.optim.AdamW(runner.tuned.values(), lr=1e-4)
+    ids = torch.randint(0, SIZES["vocab_size"], (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    mine = runner.share(list(range(ROWS)))
+    batch = {"input_ids": ids[mine], "attention_mask": torch.ones_like(ids[mine]), "labels": ids[mine], "rows": torch.tensor(mine)}
+
+    def step() -> float:
+        loss = runner.backward([batch], float(ROWS * (TOKENS - 1)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def seconds(step: Callable[[], float]) -> float:
+    """Of one step, which every rank begins at the same time."""
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def speeds_on_a_rank(slow: float) -> float:
+    """Steps of a single block per second, while the other rank does the same; of many the fastest."""
+    _own_core()
+    step = stepper(ParallelPlan(), 1)
+    with slowed(slow) if dist.get_rank() == 1 and slow > 1 else nullcontext():
+        step()
+        found = [seconds(step) for _ in range(20)]
+    return 1 / min(found)
+
+
+def steps_on_a_rank(plans: list[ParallelPlan], slow: float, number: int) -> tuple[list[list[float]], list[float]]:
+    """Seconds of `number` steps of each plan, which take turns, and the losses of the last."""
+    _own_core()
+    ways = [stepper(plan, BLOCKS) for plan in plans]
+    found: list[list[float]] = [[] for _ in plans]
+    with slowed(slow) if dist.get_rank() == 1 and slow > 1 else nullcontext():
+        for turn in range(-1, number):  # the first turn warms up
+            for times, step in zip(found, ways, strict=True):
+                took = seconds(step)
+                if turn >= 0:
+                    times.append(took)
+    return found, [step() for step in ways]
+
+
+def fast_alone(number: int) -> list[float]:
+    """Seconds of steps of the whole model on rank 0, while rank 1 waits."""
+    _own_core()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return []
+    step, found = stepper(ParallelPlan(), BLOCKS), []
+    for _ in range(number + 1):
+        began = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - began)
+    dist.barrier()
+    return found[1:]
+
+
+def _own_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+
+
+# ------------------------------------------------------------------ the table
+
+
+def compare(name: str, speeds: list[float], slow: float, number: int) -> str:
+    """A row of the table: the even plan against that for `speeds`."""
+    _, config = model_of(1)
+    config.num_hidden_layers = BLOCKS
+    shape, depth = FAMILY.shape(config), FAMILY.depth(config)
+    parameters = parameters_of(FAMILY, shape, depth)
+    even = BACKENDS[name]
+    uneven = plan_for(even, speeds, None, FAMILY, shape, depth, ROWS)
+    plans = [make_plan(one, FAMILY, config, 2, ROWS) for one in (even, uneven)]
+    promised = [step_time(plan, speeds, parameters, ROWS) for plan in plans]
+    ranks = run(2, steps_on_a_rank, plans, slow, number, timeout=600)
+    times = [[max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)] for which in (0, 1)]
+    losses = ranks[0][1]
+    if abs(losses[0] - losses[1]) > 1e-3:
+        raise AssertionError(f"the plans of {name} train differently: losses {losses}")
+    cells = [name, describe(plans[1]), *map(spread, times), *(f"{ratio:.2f}" for ratio in ratios_of(promised, times))]
+    return "| " + " | ".join(cells) + " |"
+
+
+def ratios_of(promised: list[float], times: list[list[float]]) -> tuple[float, float, float]:
+    """The plan by speed over the even one: as promised, by medians, by the fastest steps."""
+    medians, fastest = [statistics.median(one) for one in times], [min(one) for one in times]
+    return promised[1] / promised[0], medians[1] / medians[0], fastest[1] / fastest[0]
+
+
+def spread(values: list[float]) -> str:
+    """Milliseconds: median (quartiles; fastest)."""
+    low, middle, high = (1e3 * value for value in statistics.quantiles(values, n=4))
+    return f"{middle:.0f} ({low:.0f} to {high:.0f}; {1e3 * min(values):.0f})"
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slow", type=float, default=3.0, help="how many times slower the second device is")
+    parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
+    parser.add_argument("--only", nargs="+", choices=tuple(BACKENDS), default=list(BACKENDS))
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)
+    load = os.getloadavg()[0]
+    speeds = [float(speed) for speed in run(2, speeds_on_a_rank, given.slow, timeout=300)]
+    speeds = [speed / speeds[1] for speed in speeds]
+    whole = min(run(2, fast_alone, 4, timeout=300)[0])
+    machine = f"{time.strftime('%Y-%m-%d')}: torch {torch.__version__}, Python {platform.python_version()}, 2 of {os.cpu_count()} cores"
+    model = f"{ROWS} rows of {TOKENS} tokens, hidden {SIZES['hidden_size']}, {BLOCKS} blocks, LoRA, float32"
+    print(f"{machine}, load before {load:.1f}; {model}.")
+    print(f"Measured speeds {speeds[0]:.2f} : 1, asked for {given.slow:g} : 1. The fast device alone: {1e3 * whole:.0f} ms.\n")
+    print("| backend | plan by speed | even, ms | by speed, ms | promised | medians | fastest |\n|---|---|---|---|---|---|---|")
+    for name in given.only:
+        print(compare(name, speeds, given.slow, given.steps), flush=True)
+    print(f"\nload after {os.getloadavg()[0]:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
