@@ -43,13 +43,13 @@ from tests.pool import run
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["llama"]
-ROWS, TOKENS, BLOCKS = 4, 256, 8
+ROWS, TOKENS, BLOCKS = 4, 256, 4
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "max_position_embeddings": TOKENS,
 }
 BACKENDS: dict[str, ParallelConfig] = {

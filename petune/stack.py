@@ -137,6 +137,7 @@ class Stack(nn.ModuleList):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the blocks that are here; arguments and result are those of one block."""
         call: Call = dict(zip(self.arguments, args, strict=False)) | kwargs
+        self._refuse_their_checkpointing()
         arrived = self.wire.receive() if self.wire else None
         if arrived is not None:
             call |= arrived.backbone
@@ -150,6 +151,13 @@ class Stack(nn.ModuleList):
             if side is not None:
                 side = self._maybe_again(self._climb, index, call["hidden_states"], side, here)
         return self._go_on(call, side, here)
+
+    def _refuse_their_checkpointing(self) -> None:
+        """Raise UsageError where blocks of a cut stack would be recomputed by who does not know where in the batch they are."""
+        cut = self.edges is not None or self.wire is not None
+        if cut and any(getattr(block, "gradient_checkpointing", False) for _, block in self.numbered):
+            remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe"
+            raise UsageError("the model's own gradient checkpointing is on, which knows nothing of the cut", remedy=remedy)
 
     def _begin_ladder(self, ladder: Ladder, call: Call, arrived: Call | None, here: Running) -> tuple[Call, Call]:
         if arrived is not None and self.edges is not None:

@@ -208,9 +208,6 @@ class StackEdges(Shared):
     def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
         """See petune.stack.Edges."""
         call, here = dict(call), running()
-        if any(getattr(block, "gradient_checkpointing", False) for _, block in stack.numbered):
-            remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe"
-            raise UsageError("the model's own gradient checkpointing is on, which knows nothing of the cut", remedy=remedy)
         across = call.get("encoder_hidden_states")
         if across is not None and (self.plan.connection == "sequence" or stack.ladder is None):
             # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and its backbone has no gradient
