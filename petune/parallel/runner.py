@@ -142,8 +142,8 @@ class Runner:
     def backward(self, batches: Sequence[Batch], total: float, key: int | None = None) -> float:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on every rank.
 
-        `batches` are this replica's, as many on each where `dp` is sharded, as all gather weights together; `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from. Afterwards
-        every gradient is complete.
+        `batches` are this replica's, as many on each where dp is sharded, as all gather weights together; `total` counts the trained tokens
+        of all replicas; `key` is what dropout is drawn from. Afterwards every gradient is complete.
         """
         if self.pipeline is not None:
             loss: float | Tensor = sum(self._through_stages(self.pipeline, batch, total, key) for batch in batches)
