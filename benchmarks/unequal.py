@@ -9,6 +9,7 @@ the parent's computing takes three times as much, on a busy machine too, and its
 Both run a block of the model alone first, at the same time: the speeds of their fastest steps are what the planner is given. Then steps
 of the two plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank that takes longest. Times
 are medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's load is printed.
+What the planner promises is computing alone: `computing` is its promise in ms, and what a step takes beyond it is communication.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ def _own_core() -> None:
 # ------------------------------------------------------------------ the table
 
 
-def compare(name: str, speeds: list[float], slow: float, number: int) -> str:
-    """A row of the table: the even plan against that for `speeds`."""
+def compare(name: str, speeds: list[float], whole: float, slow: float, number: int) -> str:
+    """A row of the table: the even plan against that for `speeds`, which are relative; `whole`: seconds of a step on the fast device."""
     _, config = model_of(1)
     config.num_hidden_layers = BLOCKS
     shape, depth = FAMILY.shape(config), FAMILY.depth(config)
@@ -200,7 +201,10 @@ def compare(name: str, speeds: list[float], slow: float, number: int) -> str:
     losses = ranks[0][1]
     if abs(losses[0] - losses[1]) > 1e-3:
         raise AssertionError(f"the plans of {name} train differently: losses {losses}")
-    cells = [name, describe(plans[1]), *map(spread, times), *(f"{ratio:.2f}" for ratio in ratios_of(promised, times))]
+    cells = [name, describe(plans[1])]
+    for took, computing in zip(times, promised, strict=True):
+        cells += [spread(took), f"{1e3 * computing * speeds[0] * whole:.0f}"]
+    cells += [f"{ratio:.2f}" for ratio in ratios_of(promised, times)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -232,9 +236,10 @@ def main() -> int:
     model = f"{ROWS} rows of {TOKENS} tokens, hidden {SIZES['hidden_size']}, {BLOCKS} blocks, LoRA, float32"
     print(f"{machine}, load before {load:.1f}; {model}.")
     print(f"Measured speeds {speeds[0]:.2f} : 1, asked for {given.slow:g} : 1. The fast device alone: {1e3 * whole:.0f} ms.\n")
-    print("| backend | plan by speed | even, ms | by speed, ms | promised | medians | fastest |\n|---|---|---|---|---|---|---|")
+    print("| backend | plan by speed | even, ms | computing | by speed, ms | computing | ratio promised | of medians | of fastest |")
+    print("|---" * 9 + "|")
     for name in given.only:
-        print(compare(name, speeds, given.slow, given.steps), flush=True)
+        print(compare(name, speeds, whole, given.slow, given.steps), flush=True)
     print(f"\nload after {os.getloadavg()[0]:.1f}")
     return 0
 
