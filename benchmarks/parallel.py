@@ -118,7 +118,7 @@ SHAPES = {
             "vocab_size": 320,
             "hidden_size": 64,
             "intermediate_size": 96,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 8,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "max_position_embeddings": 128,

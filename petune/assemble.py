@@ -1,4 +1,4 @@
-"""The order of passes, in one place: data and tokenizer, then load -> stack -> tune -> cut stages -> place -> run.
+"""The order of passes, in one place: data and tokenizer, then load -> tune, and by the Runner stack -> cut -> place.
 
 `prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and writes nothing. `build` makes
 the whole tuned model on the CPU; new tensors are drawn there from the recipe's seed, so every device and every plan starts from the same
@@ -186,6 +186,9 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
 
     work = Work(ask, loss, select, tuned_parameters, choose_place(recipe).autocast)
     runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing)
+    if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
+        remedy = "set gradient_checkpointing: false, or parallel: none"
+        raise UsageError("replicas of this model cannot recompute: its blocks are not ours", where="gradient_checkpointing", remedy=remedy)
     if recipe.gradient_checkpointing and not runner.owned:
         _checkpoint_activations(runner.model)
     if recipe.compile:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -60,6 +62,8 @@ def start(
         command += ["--overwrite"] if overwrite else []
         command += [word for key in allow_change for word in ("--allow-change", key)]
         command += ["--since", str(time.time())]
+        if overwrite:
+            shutil.rmtree(folder.path / RANK_LOGS, ignore_errors=True)
         launch(command, plan.world, restarts=restarts, log_folder=folder.path / RANK_LOGS, on_line=say)
 
 
@@ -81,14 +85,22 @@ def _written(recipe: Recipe, folder: RunFolder, scratch: Path) -> list[str]:
 
 
 def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
-    """This process in the plan: alone, or in the group of those that were started with it, which is joined here."""
+    """This process in the plan: alone, or in the group of those that were started with it, which is joined here.
+
+    Raises DistributedError when ranks are missing or cannot be reached, MachineError without a GPU for this one.
+    """
     place = choose_place(recipe)
     if plan.world == 1:
         return alone(place.device)
     group.join("cuda" if place.device.type == "cuda" else "cpu", recipe.timeout)
-    mesh = make_mesh(plan, choose_place(recipe).device)
+    mesh = make_mesh(plan, choose_place(recipe).device)  # asked again: joining has chosen the GPU
     group.limit(mesh.groups.values())
     return mesh
+
+
+def one_folder(folder: RunFolder) -> RunFolder:
+    """The run folder as the first rank names it: a name made of the time may differ."""
+    return replace(folder, path=Path(group.gather(str(folder.path))[0])) if group.inside() else folder
 
 
 def agree(prepared: Prepared) -> None:

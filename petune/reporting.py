@@ -128,6 +128,12 @@ class Silent(Logged):
     def __init__(self) -> None:
         super().__init__(PlainReporter(lambda line: None), Path(os.devnull), Path(os.devnull))
 
+    def write(self, line: str) -> None:
+        """Nothing."""
+
+    def _keep(self, record: Mapping[str, Any]) -> None:
+        """Nothing."""
+
 
 def _append(path: Path, text: str) -> None:
     with writing(path), path.open("a", encoding="utf-8") as file:

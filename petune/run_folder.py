@@ -29,7 +29,7 @@ _FILES = (
     *("summary.json", "eval.json", "README.md", "best"),
 )
 RANK_LOGS = "ranks"  # what processes other than the first have printed
-_FOLDERS = ("checkpoints", "tuned", "merged", "hf", "peft", RANK_LOGS)
+_FOLDERS = ("checkpoints", "tuned", "merged", "hf", "peft")  # not RANK_LOGS, to which this run's processes are writing
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from petune.errors import FileError, Problem
 from petune.parallel import Runner
 
 TENSORS, FACTS = "state.safetensors", "state.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
+OWN = ("weight_decay", "betas", "fused")  # of an optimizer's options those of the recipe and the machine, not of the file
 
 
 def write_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -27,23 +29,30 @@ def write_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torc
 def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Put a written state back, bit for bit. Raises FileError when it is of other tensors than these."""
     tensors, facts = checkpoint.read_tensors(folder / TENSORS), checkpoint.read_json(folder / FACTS)
-    fill(tuned, tensors, folder)
+    fill(tuned, _tuned(tensors), str(folder))
+    for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
+        saved["options"] |= {key: group[key] for key in OWN}
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
     checkpoint.set_rng_state(tensors, facts["rng"], str(folder))
 
 
-def fill(tuned: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy the tuned tensors of a state into the model's. Raises FileError naming up to ten that do not fit."""
-    saved = {name.removeprefix("tuned/"): value for name, value in tensors.items() if name.startswith("tuned/")}
+def tuned_of(folder: Path) -> dict[str, Tensor]:
+    """The tuned tensors of a written state, whole, by name. Raises FileError."""
+    return _tuned(checkpoint.read_tensors(folder / TENSORS))
+
+
+def _tuned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("tuned/"): value for name, value in tensors.items() if name.startswith("tuned/")}
+
+
+def fill(tuned: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], where: str) -> None:
+    """Copy saved tensors into the model's. Raises FileError naming up to ten that do not fit; `where` is where they come from."""
     wrong = sorted(set(saved) ^ set(tuned)) or [name for name in saved if saved[name].shape != tuned[name].shape]
     if wrong:
-        raise FileError([Problem("is not the tensor this recipe trains", where=f"{folder}: {name}") for name in wrong[:10]])
+        raise FileError([Problem("is not the tensor this recipe trains", where=f"{where}: {name}") for name in wrong[:10]])
     with torch.no_grad():
         for name, value in saved.items():
             tuned[name].copy_(value)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 
 
 def gather_state(

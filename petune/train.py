@@ -35,7 +35,7 @@ from petune.reporting import Logged, PlainReporter, Reporter, Silent, Trackers
 from petune.run_folder import RunFolder
 from petune.runs import Run, load_run
 from petune.schedule import learning_rate, plan_steps, units_of_step
-from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, write_state
+from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
 from petune.stopping import StopAsked, StopRequest
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
 from petune.wording import closing_lines, header_lines, peak_memory
@@ -62,8 +62,8 @@ def train(
     `overrides` are `key.sub=value` texts, `settings` the same as keyword arguments. `resume` True goes on from the newest checkpoint
     that verifies, a path from exactly that one; `allow_change` names keys that may differ from the recipe the run began with. A recipe with
     a parallel plan starts its processes itself, unless this is one of those a launcher has started; `restarts` says how often they may go
-    on from the newest checkpoint after one was killed or froze. Raises
-    PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
+    on from the newest checkpoint after one was killed or froze. `reporter` speaks in this process; ranks that are started here print plain
+    lines. Raises PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
     """
     settled = settle(recipe, overrides, settings)
     _refuse_unknown(allow_change)
@@ -77,12 +77,17 @@ def train(
         (reporter or PlainReporter()).note(longer)
         return load_run(folder.path)
     plan = ranks.wanted(settled)
-    if plan.world > 1 and not group.joined():
+    starts = plan.world > 1 and not group.joined()
+    if restarts and not starts:
+        remedy = "leave it out, or name a parallel backend"
+        raise UsageError("there are no processes here that petune could start anew", where="--restarts", remedy=remedy)
+    if starts:
         ranks.start(plan, settled, folder, resume=resume, overwrite=overwrite, allow_change=allow_change, restarts=restarts)
         return load_run(folder.path)
     stop = StopRequest()
     with stop.listening(), ranks.among(plan):
         mesh = ranks.join(settled, plan)
+        folder = ranks.one_folder(folder)
         prepared = prepare(settled)
         if plan.world > 1:
             ranks.agree(prepared)
@@ -178,7 +183,8 @@ class Training:
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
         self.optimizer = self._optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
-        self._check_disk()
+        if mesh.main:
+            self._check_disk()
 
     # ------------------------------------------------------------ set up
 
@@ -217,12 +223,12 @@ class Training:
             self._restore(resume, allow_change)
             if self.runner.mesh.main:
                 self.folder.begin()
-        self.runner.barrier()
         self.audit = self._audit()
-        self.trackers.start(self.folder.path, self.recipe.resolved())
-        facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
-        self.reporter.header(facts, self.steps.total)
         try:
+            self.trackers.start(self.folder.path, self.recipe.resolved())
+            facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
+            self.reporter.header(facts, self.steps.total)
+            self.runner.barrier()  # the main process had more to do
             if not self.progress.before:
                 self._score_base()
             if self._evaluation_due() and self.progress.scored_step != self.progress.step:
@@ -426,6 +432,7 @@ class Training:
             found = head_only(
                 model, heads[0], (sides[0], sides[1]), self.runner.logits, self._check_stop, seed=self.recipe.seed, weights=self.weights
             )
+        self.runner.barrier()  # only where logits come out was there something to fit
         return self.runner.sum([found or 0.0])[0] / self.runner.plan.dp
 
     def _report_scores(self, scores: Mapping[str, float]) -> None:
@@ -488,7 +495,10 @@ class Training:
         if main:
             checkpoint.sweep(root)
         self.runner.barrier()
-        if resume is True and not checkpoint.candidates(root):
+        found = checkpoint.candidates(root)
+        if group.inside() and resume is True:
+            group.agree({"newest checkpoint": found[0].name if found else "none"})  # every machine must see the run folder
+        if resume is True and not found:
             self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
             if main:
                 self.folder.cut_metrics(-1)
@@ -501,6 +511,8 @@ class Training:
             path = Path(str(resume))
             refuse_tuned_folder(path)
             manifest = checkpoint.verify(path)
+        if group.inside():
+            group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
         if main:
             self._refuse_foreign(manifest.facts, path, allow_change)
         self._restore_tensors(path)
@@ -546,7 +558,9 @@ class Training:
         progress = self.progress
         if progress.best_step is not None and progress.best_step != progress.step:
             self._go_back_to_best(self.folder.checkpoints / f"step-{progress.best_step}")
-        model, peak = self._whole_model(), max(self.runner.gather(float(peak_memory(self.place.device))))
+        self.runner.barrier()  # the main process may have had more to read
+        peak = max(self.runner.gather(float(peak_memory(self.place.device))))
+        model = self._whole_model()  # which one process builds alone, while the others wait to leave
         if model is None:
             return
         base = None if isinstance(self.recipe.method, FullConfig) else export.full_hash(model)
@@ -563,20 +577,24 @@ class Training:
         if not self.runner.mesh.main:
             return None
         model = build(self.prepared)
-        fill(tuned_parameters(model), {f"tuned/{name}": value for name, value in state.items()}, self.folder.tuned)
+        fill(tuned_parameters(model), state, "the trained state")
         return model
 
     def _go_back_to_best(self, best: Path) -> None:
         """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
-        progress = self.progress
+        progress, saved, fault = self.progress, {}, None
         try:
             checkpoint.verify(best)
-            saved = checkpoint.read_tensors(best / "state.safetensors")
-            self.runner.fill({name.removeprefix("tuned/"): value for name, value in saved.items() if name.startswith("tuned/")})
-            self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric}, not the last")
+            saved = tuned_of(best)
         except FileError as error:
-            self.reporter.note(f"THE BEST CHECKPOINT CANNOT BE READ, tuned/ holds the last state: {error}")
+            fault = error
+        if self.runner.any([fault is not None])[0]:  # where one process cannot read it, none goes back
+            why = fault or "another process cannot"
+            self.reporter.note(f"THE BEST CHECKPOINT CANNOT BE READ, tuned/ holds the last state: {why}")
             progress.best_step, progress.best_scores = progress.step, progress.scores
+            return
+        self.runner.fill(saved)
+        self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric}, not the last")
 
     def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
         progress = self.progress

@@ -43,8 +43,8 @@ class Runner:
     """A tuned model placed by a plan. `model` is whole and on the CPU when it comes, and this rank's part on its device from then on.
 
     names: every tuned tensor of the whole model, in its order. tuned: this rank's parts of them, a subset where a stage lacks some.
-    owned: whether stacks own the loop over blocks, so that recomputing and dropout are ours; always where the model's family is known,
-    but for a model in one process whose blocks cannot be handed the same arguments.
+    owned: whether stacks own the loop over blocks, so that recomputing and dropout are ours: where the model's family is known and its
+    blocks can all be handed the same arguments.
     """
 
     def __init__(
@@ -56,12 +56,15 @@ class Runner:
         self.shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
         aliases = _aliases(model, whole)
         self.placed, self.vocabulary = Placed(), self._vocabulary(model)
-        self.owned = family is not None and (plan.world > 1 or unownable(model) is None)
+        cut_at_all = plan.cut is not None or plan.pp > 1 or plan.sharding is not None
+        self.owned = family is not None and (cut_at_all or unownable(model) is None)
         if family is not None and self.owned:
             recompute = self._translated(model) or recompute
             attention.use(cast("PreTrainedModel", model))
             for stack in own_stacks(model, family).values():
                 stack.recompute = recompute
+        elif plan.world > 1 and isinstance(model, PreTrainedModel):
+            attention.use(model)  # masks are drawn by index, which its own attention would not do
         if family is not None:
             self.placed = cut(model, family, plan, mesh.at)
         if self.vocabulary:
@@ -221,7 +224,7 @@ class Runner:
         if self.plan.world > 1:
             dist.all_reduce(squares)
         total = math.sqrt(float(squares))
-        if max_norm is not None and math.isfinite(total) and total > max_norm:
+        if grads and max_norm is not None and math.isfinite(total) and total > max_norm:
             torch._foreach_mul_(list(grads.values()), max_norm / (total + 1e-6))
         return total
 
