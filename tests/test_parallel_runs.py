@@ -118,8 +118,15 @@ WISHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("wish", WISHES)
+def _half(wish: int, plan: int) -> Any:
+    """Every other cell of the crossing is left to the long suite."""
+    return [pytest.mark.long] if (wish + plan) % 2 else []
+
+
+CROSSED = [pytest.param(wish, plan, marks=_half(i, j)) for i, wish in enumerate(WISHES) for j, plan in enumerate(PLANS)]
+
+
+@pytest.mark.parametrize(("wish", "plan"), CROSSED)
 def test_what_a_recipe_may_ask_for_changes_nothing_of_that(wish: str, plan: str, tmp_path: Path):
     family, changes = WISHES[wish]
     method = list(METHODS)[(list(WISHES).index(wish) + list(PLANS).index(plan)) % 4]
@@ -203,7 +210,7 @@ def test_a_run_that_changes_its_plan_after_every_step_ends_as_one_that_never_had
     chain(tmp_path, family, method, ["none", "dp", "tp", "galaxy", "pp", "shard", "sp", "none", "pp", "dp", "none"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_plan_goes_on_from_every_other(tmp_path: Path):
     names = list(EVERYWHERE)
     plans = [names[0]]  # a way through all 42 pairs: to the plan furthest ahead that was not gone to yet
@@ -241,7 +248,7 @@ def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Pat
 # ------------------------------------------------------------------ stopping
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 @pytest.mark.parametrize("plan", PLANS)
 def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, rank: int, tmp_path: Path):
     recipe = small(tmp_path, "bert", "lora", parallel=PLANS[plan], save_every=50)

@@ -225,7 +225,7 @@ def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(tmp_path: P
 
 
 @pytest.mark.usefixtures("no_picture")
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=slow)])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, recipe = recipe_in(tmp_path, steps=100)
     launched = launch("train", str(file))
@@ -260,7 +260,7 @@ def test_sigterm_saves_and_ends_with_75_and_the_command_goes_on(tmp_path: Path, 
 
 
 @slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_frozen_rank_is_named_once_its_time_is_over(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, _ = recipe_in(tmp_path, steps=2000, timeout=5)
     launched = launch("train", str(file))
@@ -306,7 +306,7 @@ def free_port() -> int:
 
 @slow
 @pytest.mark.usefixtures("no_picture")
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.long), "c10d"])
 def test_two_launchers_of_torchrun_train_as_one_of_petune(rendezvous: str, tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, recipe = recipe_in(tmp_path)
     port = free_port()

@@ -214,7 +214,7 @@ def test_a_frozen_rank_that_holds_the_store_is_named(worker: Path) -> None:
     assert taken < 4 + 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "code"), [("well", 0), ("bad-data", 1)])
 def test_two_torchruns_of_one_rank_each_make_one_group(worker: Path, mode: str, code: int) -> None:
     port = free_port()
