@@ -10,17 +10,19 @@ Inside `drawing`, whatever calls torch.nn.functional.dropout, nn.Dropout among t
 families of `petune.models` dropout meets three shapes, and no other: [rows, features] in the heads of classifiers, [rows, tokens, features]
 in embeddings and blocks, and attention probabilities [rows, heads, queries, keys]. Random layers that hide their draws in torch's own
 kernels cannot be drawn so, and are refused.
+
+Keys, draws, masks and what takes the place of torch's own are one chain with one state, so they share a file of over 300 lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from inspect import signature
 from threading import local
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +34,9 @@ from petune.running import Running, bound_to, running
 
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are spread evenly
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # splitmix64's multipliers (Steele, Lea, Flood 2014)
-_MIX32 = (-0x7A143595, -0x3D4D51CB)  # murmur3's multipliers 0x85EBCA6B and 0xC2B2AE35 as signed 32-bit numbers (Appleby 2011)
+# splitmix64's multipliers 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers (Steele, Lea, Flood 2014)
+MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+MIX32 = (-0x7A143595, -0x3D4D51CB)  # murmur3's multipliers 0x85EBCA6B and 0xC2B2AE35, signed too (Appleby 2011)
 _CPU_PORTION, _PORTION = 2**17, 2**26  # elements hashed at once: what stays in a CPU's cache, and elsewhere what bounds passing memory
 
 
@@ -48,8 +51,8 @@ def step_key(seed: int, step: int) -> int:
 def _mixed(number: int) -> int:
     """splitmix64's step: an unsigned 64-bit number in which every bit of `number` counts."""
     number = (number + _GOLDEN) & _WORD
-    number = ((number ^ (number >> 30)) * _MIX[0]) & _WORD
-    number = ((number ^ (number >> 27)) * _MIX[1]) & _WORD
+    number = ((number ^ (number >> 30)) * MIX[0]) & _WORD
+    number = ((number ^ (number >> 27)) * MIX[1]) & _WORD
     return number ^ (number >> 31)
 
 
@@ -62,6 +65,62 @@ def _site_number(site: str) -> int:
 def _signed(number: int) -> int:
     """An unsigned 64-bit number as torch's int64 holds it."""
     return number - 2**64 if number >= 2**63 else number
+
+
+# ------------------------------------------------------------------ a draw
+
+
+class Drop(NamedTuple):
+    """One draw, for a matrix [places, features]: what the mask is a function of, so its backward needs no more.
+
+    numbers: [places] int64, each (row << 32) + token, or a hash of outer dims plus the index in the last but one. base: int64, of key, site
+    and ordinal; it is added to numbers. p: the probability of dropping. feature: the number of the first feature.
+    """
+
+    numbers: Tensor
+    base: int
+    p: float
+    feature: int
+
+
+# Device: what drops a matrix there in one kernel, `dropped` to the bit; rows may be strided, any dtype but float64.
+# petune.kernels.triton.dropout enters itself.
+FUSED: dict[str, Callable[[Tensor, Drop], Tensor]] = {}
+
+
+def places(batch: int, length: int, device: torch.device) -> Tensor:
+    """The numbers of the rows of a matrix that stands for [batch, length, features]: [batch * length] int64, placed by `running()`.
+
+    Of a batch whose padding was left out, index them as the tokens were. Raises UsageError when `running().rows` are not `batch`.
+    """
+    shape = (batch, length)
+    return ((_rows(shape, device) << 32).unsqueeze(-1) + _numbers(length, running().token, device)).view(-1)
+
+
+def draw(numbers: Tensor, p: float) -> Drop:
+    """The next draw of `running().site` for a matrix with these `places`: the mask, and the count, of `drop` on what it stands for.
+
+    Without a key in `running()` one is drawn from torch's generator on the CPU. Counts nothing for p = 0. Raises ValueError for a p that is
+    no probability.
+    """
+    _check(p)
+    now = running()
+    if now.key is None:
+        return Drop(numbers, int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")), p, now.feature)
+    return Drop(numbers, _next_base() if p else 0, p, now.feature)
+
+
+def _next_base() -> int:
+    """The base of the next draw, and the count of it."""
+    now = running()
+    base = _mixed(_mixed(cast("int", now.key) ^ _site_number(now.site)) + now.drawn)
+    now.drawn += 1
+    return _signed(base)
+
+
+def _check(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")  # torch's own words
 
 
 # ------------------------------------------------------------------ masks
@@ -95,54 +154,88 @@ def drop_attention(probabilities: Tensor, p: float, head: int, query: int) -> Te
 
 def _dropped(x: Tensor, p: float, firsts: tuple[int, ...]) -> Tensor:
     """One draw of the running site; `firsts` are the numbers of the first element along dims 1, 2, ..."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")  # torch's own words
+    _check(p)
     if p == 0:
         return x
-    keep = _kept(x, p, firsts)
-    return x * keep if p == 1 else (x * keep).mul_(1 / (1 - p))  # the product saves the mask alone for the backward pass
+    how = _drawn(x, p, firsts)
+    if x.device.type in FUSED and x.dtype != torch.float64:
+        return cast("Tensor", _Fused.apply(x, *how))  # type: ignore[no-untyped-call]
+    return dropped(x, how)
+
+
+def dropped(x: Tensor, how: Drop) -> Tensor:
+    """`x`, a matrix or what one stands for, with `how` applied to it, in plain torch; autograd passes through."""
+    keep = _kept(how, _width(x)).view(x.shape)
+    return x * keep if how.p == 1 else (x * keep).mul_(1 / (1 - how.p))  # the product saves the mask alone for the backward pass
+
+
+class _Fused(torch.autograd.Function):
+    """Dropout in one kernel; the gradient is dropped by the same draw, so no mask is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, base: int, p: float, feature: int) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.rest = base, p, feature
+        matrix = x.reshape(len(numbers), _width(x))
+        matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+        return FUSED[x.device.type](matrix, Drop(numbers, base, p, feature)).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Fused.apply(grads[0], *ctx.saved_tensors, *ctx.rest), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def _kept(x: Tensor, p: float, firsts: tuple[int, ...]) -> Tensor:
-    """The mask of the next draw, bool, shape of `x`.
-
-    As in splitmix (Steele, Lea, Flood 2014), each place, which is all dims but the last, has a stream of its own: a start and an odd
-    stride, the halves of a 64-bit hash of its indices. Feature k gets the mixed value of start + k * stride. So places cost a small tensor,
-    elements 32-bit arithmetic.
-    """
-    now = running()
-    base = _mixed(_mixed(cast("int", now.key) ^ _site_number(now.site)) + now.drawn)
-    now.drawn += 1
-    place = (_rows(x) << 32) + _signed(base)
+def _drawn(x: Tensor, p: float, firsts: tuple[int, ...]) -> Drop:
+    """The next draw for `x`; the matrix's rows are the places of `x`, which are all its dims but the last."""
+    numbers, base = _rows(x.shape, x.device) << 32, _next_base()
     if len(firsts) > 1:
-        place = place.unsqueeze(-1) + _numbers(x, 1, firsts[0])
-    place = _hashed(place)
+        numbers = numbers.unsqueeze(-1) + _numbers(x.shape[1], firsts[0], x.device)
     for dim, first in enumerate(firsts[1:-1], 2):
-        place = _hashed(place.unsqueeze(-1) + _numbers(x, dim, first))
-    feature = _numbers(x, x.dim() - 1, firsts[-1]) if x.dim() > 1 else torch.zeros(1, dtype=torch.int64, device=x.device)
-    return _compared(place.reshape(-1, 1), feature.to(torch.int32), p).view(x.shape)
+        numbers, base = _hashed(numbers + base).unsqueeze(-1) + _numbers(x.shape[dim], first, x.device), 0
+    return Drop(numbers.reshape(-1), base, p, firsts[-1] if x.dim() > 1 else 0)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The numbers of the rows of `x` within the step, [rows] int64 on its device."""
+@torch.no_grad()
+def _kept(how: Drop, features: int) -> Tensor:
+    """The mask of a draw, bool [places, features].
+
+    As in splitmix (Steele, Lea, Flood 2014), each place has a stream of its own: a start and an odd stride, the halves of a 64-bit hash of
+    its indices. Feature k gets the mixed value of start + k * stride. So places cost a small tensor, elements 32-bit arithmetic.
+    """
+    feature = _numbers(features, how.feature, how.numbers.device).to(torch.int32)
+    return _compared(_hashed(how.numbers + how.base).unsqueeze(-1), feature, how.p)
+
+
+def _width(x: Tensor) -> int:
+    """Features of a place of `x`; a vector has rows alone."""
+    return x.shape[-1] if x.dim() > 1 else 1
+
+
+def _rows(shape: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers of the rows of a tensor of this shape within the step, [rows] int64."""
     rows = running().rows
-    if x.dim() == 0 or (rows is not None and rows.shape[0] != x.shape[0]):
-        raise _unplaced(f"a tensor of shape {list(x.shape)}", None if rows is None else f"{rows.shape[0]} rows in dim 0")
-    return _numbers(x, 0, 0) if rows is None else rows.to(x.device, torch.int64)
+    if not shape or (rows is not None and rows.shape[0] != shape[0]):
+        raise _unplaced(f"a tensor of shape {list(shape)}", None if rows is None else f"{rows.shape[0]} rows in dim 0")
+    return _numbers(shape[0], 0, device) if rows is None else rows.to(device, torch.int64)
 
 
-def _numbers(x: Tensor, dim: int, first: int) -> Tensor:
-    """The numbers of the elements of `x` along `dim`, int64."""
-    return torch.arange(first, first + x.shape[dim], device=x.device)
+def _numbers(count: int, first: int, device: torch.device) -> Tensor:
+    """`first` and the `count` - 1 numbers after it, int64."""
+    return torch.arange(first, first + count, device=device)
 
 
 def _hashed(numbers: Tensor) -> Tensor:
     """splitmix64's finaliser on int64, which wraps around. torch shifts the sign in, so a number and its complement hash alike: one more
     chance in 2^63 that two places share a mask, and a pass less."""
-    numbers = (numbers ^ (numbers >> 30)) * _signed(_MIX[0])
-    numbers = (numbers ^ (numbers >> 27)) * _signed(_MIX[1])
+    numbers = (numbers ^ (numbers >> 30)) * MIX[0]
+    numbers = (numbers ^ (numbers >> 27)) * MIX[1]
     return numbers ^ (numbers >> 31)
+
+
+def threshold(p: float) -> int:
+    """What the int32 of an element has to reach for it to be kept, for p below 1."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _compared(place: Tensor, feature: Tensor, p: float) -> Tensor:
@@ -151,13 +244,13 @@ def _compared(place: Tensor, feature: Tensor, p: float) -> Tensor:
     keep = torch.empty(place.shape[0], feature.shape[0], dtype=torch.bool, device=place.device)
     if p == 1:
         return keep.zero_()
-    threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
+    least = threshold(p)
     count = max(1, (_CPU_PORTION if place.device.type == "cpu" else _PORTION) // max(1, feature.shape[0]))
     for a, b, out in zip(start.split(count), stride.split(count), keep.split(count), strict=True):
         value = (feature * b).add_(a)
-        for shift, multiplier in zip((16, 13), _MIX32, strict=True):
+        for shift, multiplier in zip((16, 13), MIX32, strict=True):
             value.bitwise_xor_(value >> shift).mul_(multiplier)  # the last product has its best bits on top, which decide
-        torch.ge(value, threshold, out=out)
+        torch.ge(value, least, out=out)
     return keep
 
 

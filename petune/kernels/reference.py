@@ -1,0 +1,247 @@
+"""The operations of petune.kernels in plain torch: what each of them means, and what runs where there is no faster form.
+
+Every operation has the same signature here and in petune/kernels/triton/. They take and give plain tensors and know no autograd: a forward
+returns what its backward wants, and petune.kernels.block, .head and .library string them into autograd nodes. Matrices are [rows, columns]
+with the last dim dense; rows may be strided. Arithmetic is float32 (float64 for float64 tensors), and a result is rounded once, to the
+dtype of the input.
+
+A low-rank update rides on operations that read the matrix anyway: `low = (s, b)` with s [rows, r] and b [columns, r], both in the matrix's
+dtype, stands for `+ s b^T`. LoRA's forward is then x W^T + s b^T with s = x a^T, where a carries the scale.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from petune.dropout import Drop, dropped
+
+Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
+Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in the dtype sums are made in: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# ------------------------------------------------------------------ norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(total / rms(total) * weight, 1 / rms, total), where total = residual + x, rounded, or x itself.
+
+    x, residual [m, n]; weight [n], any float dtype; the second result is float32 [m] (float64 for float64). Zhang and Sennrich 2019
+    (arXiv:1910.07467): rms(v) = sqrt(mean(v^2) + eps).
+    """
+    total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
+    values = wide(total)
+    rstd = torch.rsqrt(values.square().mean(-1) + eps)
+    return (values * rstd[:, None] * wide(weight)).to(x.dtype), rstd, total
+
+
+def rms_norm_backward(
+    dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(gradient of total, gradient of weight in float32 or None). `dresidual` [m, n] is what reaches total by another way and is added."""
+    normed, grad = wide(total) * rstd[:, None], wide(dy)
+    scaled = grad * wide(weight)
+    dtotal = rstd[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    if dresidual is not None:
+        dtotal = dtotal + wide(dresidual)
+    return dtotal.to(dy.dtype), (grad * normed).sum(0) if weight_grad else None
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """((total - mean) / std * weight + bias, mean, 1 / std, total), total as for `rms_norm` (Ba et al. 2016, arXiv:1607.06450)."""
+    total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
+    values = wide(total)
+    mean = values.mean(-1)
+    centred = values - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+    return (centred * rstd[:, None] * wide(weight) + wide(bias)).to(x.dtype), mean, rstd, total
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    weight_grad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(gradient of total, of weight, of bias); the last two in float32, or None without `weight_grad`."""
+    normed, grad = (wide(total) - mean[:, None]) * rstd[:, None], wide(dy)
+    scaled = grad * wide(weight)
+    dtotal = rstd[:, None] * (scaled - scaled.mean(-1, keepdim=True) - normed * (scaled * normed).mean(-1, keepdim=True))
+    if dresidual is not None:
+        dtotal = dtotal + wide(dresidual)
+    return dtotal.to(dy.dtype), (grad * normed).sum(0) if weight_grad else None, grad.sum(0) if weight_grad else None
+
+
+# ------------------------------------------------------------------ rotary positions
+
+
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, low: Low | None = None) -> Tensor:
+    """Add `low` to all of `qkv` and turn its first `heads` heads by their positions, in place; returns it.
+
+    qkv [m, n] with n a multiple of the head's width d: query and key heads first, values after them. cos, sin [p, d], p dividing m: row i
+    has position i % p, and both halves of a row are alike. Su et al. 2021 (arXiv:2104.09864) in Hugging Face's layout: the halves of a
+    head are the parts of its complex numbers.
+    """
+    values = wide(qkv) if low is None else wide(qkv) + wide(low[0]) @ wide(low[1]).T
+    width = cos.shape[-1]
+    turned = values.unflatten(1, (-1, width)).clone()
+    turned[:, :heads] = _turned(turned[:, :heads], cos, sin)
+    return qkv.copy_(turned.view(qkv.shape))
+
+
+def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, d], any strides but a dense last dim."""
+    turned = [_turned(wide(part), cos, -sin) for part in (dq, dk)]
+    return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[m, heads, d] turned by the angles of [p, d]; m is a multiple of p."""
+    times = len(heads) // max(1, len(cos))
+    cos, sin = (wide(part).to(heads.dtype).repeat(times, 1)[:, None] for part in (cos, sin))
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat([-second, first], -1) * sin
+
+
+# ------------------------------------------------------------------ activations
+
+
+def activate(
+    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(h, s): the activation between two linears, and the down projection's low-rank input.
+
+    gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m, f] and h = act(u). `low` is
+    added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the dtype of u, from h as rounded; None without `a`. paired, of
+    gated ones: b is block-diagonal, the first half of low's ranks is gate's and the second up's.
+    """
+    values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    if gated:
+        gate, up = values.chunk(2, -1)
+        h = (_act(gate, act) * up).to(u.dtype)
+    else:
+        h = _act(values, act).to(u.dtype)
+    return h, None if a is None else (wide(h) @ wide(a).T).to(u.dtype)
+
+
+def activate_backward(
+    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Low | None = None, below: Low | None = None, paired: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(du, db, da): gradients of u, of low's b and of `a`.
+
+    dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a. du is shaped like u, its dtype.
+    db [columns of u, r of low] = du^T s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. paired as for `activate`:
+    db has the blocks alone then, one below the other, [columns of u, r of low / 2].
+    """
+    values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    grad = wide(dh) if below is None else wide(dh) + wide(below[0]) @ wide(below[1])
+    if gated:
+        gate, up = values.chunk(2, -1)
+        active, slope = _act(gate, act), _slope(gate, act)
+        h, du = active * up, torch.cat([grad * up * slope, grad * active], -1)
+    else:
+        h, du = _act(values, act), grad * _slope(values, act)
+    du = du.to(u.dtype)
+    db = None if low is None else _blocks(du, low[0], paired)
+    return du, db, None if below is None else wide(below[0]).T @ wide(h.to(u.dtype))
+
+
+def _blocks(du: Tensor, s: Tensor, paired: bool) -> Tensor:
+    if not paired:
+        return wide(du).T @ wide(s)
+    return torch.cat([wide(one).T @ wide(own) for one, own in zip(du.chunk(2, -1), s.chunk(2, -1), strict=True)])
+
+
+def _act(x: Tensor, act: Act) -> Tensor:
+    if act == "silu":
+        return F.silu(x)
+    return F.relu(x) if act == "relu" else F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+def _slope(x: Tensor, act: Act) -> Tensor:
+    """The derivative of the activation."""
+    slope: Tensor
+    if act == "silu":
+        gate = torch.sigmoid(x)
+        slope = gate * (1 + x * (1 - gate))
+        return slope
+    if act == "relu":
+        return (x > 0).to(x.dtype)
+    if act == "gelu":
+        slope = 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
+        return slope
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    tanh = torch.tanh(inner)
+    slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * (2 / torch.pi) ** 0.5 * (1 + 3 * 0.044715 * x**2)
+    return slope
+
+
+# ------------------------------------------------------------------ sums
+
+
+def add_low(x: Tensor, y: Tensor, low: Low | None) -> Tensor:
+    """x + y + low, rounded once; x, y [m, n]."""
+    total = wide(x) + wide(y)
+    return (total if low is None else total + wide(low[0]) @ wide(low[1]).T).to(x.dtype)
+
+
+# ------------------------------------------------------------------ loss
+
+
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become `scale` times their own gradient.
+
+    labels [n] int64 within the vocabulary, or negative: such a row counts nothing, and its loss, log and gradient are 0. A label beyond the
+    vocabulary is an error here and a loss of NaN in a kernel. With a softcap the scores are softcap * tanh(logits / softcap) (Gemma 2).
+    smoothing spreads that share of the target over all classes alike (Szegedy et al. 2016); z_loss adds z_loss * log^2 (Chowdhery et al.
+    2022, PaLM). `scale`, a number or a scalar tensor, multiplies the gradient alone.
+    """
+    scores = wide(logits)
+    ignored, target = labels < 0, labels.clamp(min=0)[:, None]
+    capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+    lse = torch.logsumexp(capped, -1)
+    hit = capped.gather(1, target)[:, 0]
+    loss = lse - (1 - smoothing) * hit + z_loss * lse.square()
+    grad = torch.exp(capped - lse[:, None]) * (1 + 2 * z_loss * lse[:, None])
+    if smoothing:  # else a score of minus infinity would make 0 times infinity of it
+        loss, grad = loss - smoothing * capped.mean(-1), grad - smoothing / capped.shape[-1]
+    grad.scatter_add_(1, target, torch.full_like(grad[:, :1], smoothing - 1))
+    if softcap:
+        grad = grad * (1 - (capped / softcap).square())
+    logits.copy_((grad * scale).masked_fill(ignored[:, None], 0))
+    return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+
+
+# ------------------------------------------------------------------ eight-bit floats
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(q, scale): x [m, n] as float8_e4m3fn with one float32 scale per row [m, 1], so that x ~ q * scale and a row's largest is 448."""
+    scale = (wide(x).abs().amax(1, keepdim=True) / 448).clamp(min=1e-12).float()
+    return (wide(x) / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+# ------------------------------------------------------------------ dropout
+
+
+def drop(x: Tensor, how: Drop) -> Tensor:
+    """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p: `petune.dropout.drop` of what x stands for.
+
+    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0.
+    """
+    return dropped(x, how) if how.p else x

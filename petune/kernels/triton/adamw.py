@@ -1,0 +1,85 @@
+"""One step of AdamW in one pass: weight, gradient and both moments are read once, and what changes is written once.
+
+The random bits of stochastic rounding are those of `petune.kernels.streamed`, made where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.dropout import MIX32
+from petune.kernels.streamed import Rule
+
+_A, _B = (tl.constexpr(multiplier) for multiplier in MIX32)
+_BLOCK = 2048
+
+
+@triton.jit
+def _bits(element, start, stride):
+    value = element * stride + start
+    value = (value ^ (value >> 16 & 0xFFFF)) * _A
+    value = (value ^ (value >> 13 & 0x7FFFF)) * _B
+    return value ^ (value >> 16 & 0xFFFF)
+
+
+@triton.jit
+def _store(to, value, chance, live):
+    """Rounded by the low 16 bits of `chance` where that loses bits: a carry out of them lifts the bits that stay."""
+    if to.dtype.element_ty == tl.bfloat16:
+        lifted = (value.to(tl.int32, bitcast=True) + (chance & 0xFFFF)) & -0x10000
+        value = tl.where(value == value, lifted.to(tl.float32, bitcast=True), value)
+    tl.store(to, value.to(to.dtype.element_ty), live)
+
+
+@triton.jit(do_not_specialize=["first", "start", "stride", "other", "another"])
+def _adamw(
+    weight, grad, mean, square, copy, size, first, start, stride, other, another,
+    shrink, blend, keep, gain, rate, root, eps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = place < size
+    g = tl.load(grad + place, live, 0.0).to(tl.float32)
+    moment = tl.load(mean + place, live, 0.0).to(tl.float32)
+    moment += blend * (g - moment)
+    second = tl.load(square + place, live, 0.0).to(tl.float32) * keep + gain * g * g
+    value = tl.load(weight + place, live, 0.0).to(tl.float32) * shrink - rate * moment / (tl.sqrt(second) / root + eps)
+    element = (first + place).to(tl.int32)
+    one, two = _bits(element, start, stride), _bits(element, other, another)
+    _store(weight + place, value, one >> 16, live)
+    _store(mean + place, moment, one, live)
+    _store(square + place, second, two >> 16, live)
+    if copy is not None:
+        tl.store(copy + place, value.to(copy.dtype.element_ty), live)
+
+
+def adamw_(
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    rule: Rule,
+    words: Sequence[int],
+    first: int = 0,
+    copy: Tensor | None = None,
+) -> None:
+    """`petune.kernels.streamed.adamw_`; dense tensors of float32 or bfloat16."""
+    size = weight.numel()
+    if size:
+        shrink, blend, gain, rate, root = rule.scalars
+        scalars = (shrink, blend, rule.betas[1], gain, rate, root, rule.eps)
+        _adamw[(triton.cdiv(size, _BLOCK),)](weight, grad, mean, square, copy, size, first, *words, *scalars, BLOCK=_BLOCK, num_warps=8)
+
+
+def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
+    """All in bfloat16, float32 masters with a copy in bfloat16, all in float32, as `tests/kernels/gate.py` compiles them."""
+    numbers = dict.fromkeys(("size", "first", "start", "stride", "other", "another"), "i32")
+    numbers |= dict.fromkeys(("shrink", "blend", "keep", "gain", "rate", "root", "eps"), "fp32")
+    for kept, grad, copied in (("*bf16", "*bf16", False), ("*fp32", "*bf16", True), ("*fp32", "*fp32", False)):
+        signature = numbers | dict.fromkeys(("weight", "mean", "square"), kept) | {"grad": grad, "copy": "*bf16"}
+        yield _adamw, signature, {"BLOCK": _BLOCK} | ({} if copied else {"copy": None}), 8, 1

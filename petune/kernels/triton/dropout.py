@@ -1,0 +1,77 @@
+"""Dropout by index in one kernel: an element is read once and written once, and whether it stays is computed where it lies.
+
+The arithmetic is that of `petune.dropout`, whose masks these are to the bit. Importing this module makes it the one that drops whatever
+`petune.dropout` is asked to drop on a CUDA device, models of plain Hugging Face layers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.dropout import FUSED, MIX, MIX32, Drop, threshold
+
+_A, _B = (tl.constexpr(multiplier) for multiplier in MIX)
+_C, _D = (tl.constexpr(multiplier) for multiplier in MIX32)
+_NUMBERS = 2048  # of a program at least: 16 a thread
+
+
+@triton.jit
+def factors(numbers, feature, base, least, scale):
+    """[rows, columns] float32: `scale` where an element stays, 0 where not; of numbers int64 [rows] and features int32 [columns]."""
+    place = numbers + base
+    place = (place ^ (place >> 30)) * _A
+    place = (place ^ (place >> 27)) * _B
+    place = (place ^ (place >> 31))[:, None]
+    value = feature[None] * ((place >> 32).to(tl.int32) | 1) + place.to(tl.int32)
+    value = (value ^ (value >> 16)) * _C
+    value = (value ^ (value >> 13)) * _D
+    return tl.where(value >= least, scale, 0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "base", "feature", "least"])
+def _drop(x, numbers, y, rows, columns, x_stride, base, feature, least, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    factor = factors(tl.load(numbers + row, row < rows, 0), feature + column, base, least, scale)
+    there, inside = row[:, None], (row < rows)[:, None] & (column < columns)[None]
+    # A product, not a choice: what is dropped but not finite leaves its trace, as in torch's own dropout.
+    values = tl.load(x + there * x_stride + column[None], inside, 0.0).to(tl.float32) * factor
+    tl.store(y + there * columns + column[None], values.to(y.dtype.element_ty), inside)
+
+
+def drop(x: Tensor, how: Drop) -> Tensor:
+    """`reference.drop`; float32, bfloat16 or float16. Strided rows give a dense result."""
+    if how.p == 0:
+        return x
+    rows, columns = x.shape
+    y = x.new_empty(rows, columns)
+    if y.numel():
+        per, block = _tile(columns)
+        scale = 1 / (1 - how.p) if how.p < 1 else 0.0
+        _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](
+            x, how.numbers, y, rows, columns, x.stride(0), how.base, how.feature, threshold(how.p), scale, per, block, num_warps=4
+        )
+    return y
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """(rows of a program, columns of it)."""
+    block = min(triton.next_power_of_2(columns), _NUMBERS)
+    return _NUMBERS // block, block
+
+
+def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
+    """What is launched in bfloat16, as `tests/kernels/gate.py` compiles it."""
+    signature = {"x": "*bf16", "numbers": "*i64", "y": "*bf16", "base": "i64", "scale": "fp32"}
+    signature |= dict.fromkeys(("rows", "columns", "x_stride", "feature", "least"), "i32")
+    for columns in (128, 1024, 4096):
+        rows, block = _tile(columns)
+        yield _drop, signature, {"ROWS": rows, "BLOCK": block}, 4, 1
+
+
+FUSED["cuda"] = drop

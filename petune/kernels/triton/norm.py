@@ -1,0 +1,216 @@
+"""RMSNorm and LayerNorm with the residual sum before them, forward and backward: one pass over memory each.
+
+A program holds whole rows in registers, several of them where they are short, so what is read once is enough for the statistics and for the
+result. Rows of more than 32,768 columns, which no model has, go to the reference. The gradients of weight and bias are made by programs
+that walk over rows and keep a sum of their own, added up at the end in a fixed order: no atomics, the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels import reference
+
+WIDEST = 32_768  # columns: 32 numbers for each of a program's 1,024 threads
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x, residual, weight, bias, y, mean, rstd, total, rows, columns, x_stride, residual_stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None]
+    real, there = row < rows, row[:, None]
+    inside = real[:, None] & (column < columns)
+    values = tl.load(x + there * x_stride + column, inside, 0.0).to(tl.float32)
+    if residual is not None:
+        values += tl.load(residual + there * residual_stride + column, inside, 0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + there * columns + column, rounded, inside)
+        values = rounded.to(tl.float32)
+    if mean is not None:
+        centre = tl.sum(values, 1) / columns
+        tl.store(mean + row, centre, real)
+        values = tl.where(inside, values - centre[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / columns + eps)
+    tl.store(rstd + row, scale, real)
+    result = values * scale[:, None] * tl.load(weight + column, column < columns, 0.0).to(tl.float32)
+    if bias is not None:
+        result += tl.load(bias + column, column < columns, 0.0).to(tl.float32)
+    tl.store(y + there * columns + column, result.to(y.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    dy,
+    total,
+    weight,
+    mean,
+    rstd,
+    dresidual,
+    dtotal,
+    dweight,
+    dbias,
+    rows,
+    columns,
+    dy_stride,
+    total_stride,
+    dresidual_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)[None]
+    weights = tl.load(weight + column, column < columns, 0.0).to(tl.float32)
+    if dweight is not None:
+        weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    if dbias is not None:
+        bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        real, there = row < rows, row[:, None]
+        inside = real[:, None] & (column < columns)
+        grad = tl.load(dy + there * dy_stride + column, inside, 0.0).to(tl.float32)
+        normed = tl.load(total + there * total_stride + column, inside, 0.0).to(tl.float32)
+        scale = tl.load(rstd + row, real, 0.0)[:, None]
+        if mean is not None:
+            normed -= tl.load(mean + row, real, 0.0)[:, None]
+        normed *= scale
+        scaled = grad * weights
+        result = scaled - normed * (tl.sum(scaled * normed, 1) / columns)[:, None]
+        if mean is not None:
+            result -= (tl.sum(scaled, 1) / columns)[:, None]
+        result *= scale
+        if dresidual is not None:
+            result += tl.load(dresidual + there * dresidual_stride + column, inside, 0.0).to(tl.float32)
+        tl.store(dtotal + there * columns + column, result.to(dtotal.dtype.element_ty), inside)
+        if dweight is not None:
+            weight_sum += grad * normed
+        if dbias is not None:
+            bias_sum += grad
+    if dweight is not None:
+        tl.store(dweight + program * columns + column, tl.sum(weight_sum, 0)[None], column < columns)
+    if dbias is not None:
+        tl.store(dbias + program * columns + column, tl.sum(bias_sum, 0)[None], column < columns)
+
+
+# ------------------------------------------------------------------ launching
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.rms_norm`; float32, bfloat16 or float16."""
+    if x.shape[1] > WIDEST:
+        return reference.rms_norm(x, weight, eps, residual)
+    rstd = x.new_empty(len(x), dtype=torch.float32)
+    y, total = _normed(x, weight, None, eps, residual, None, rstd)
+    return y, rstd, total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.layer_norm`; float32, bfloat16 or float16."""
+    if x.shape[1] > WIDEST:
+        return reference.layer_norm(x, weight, bias, eps, residual)
+    mean, rstd = x.new_empty((2, len(x)), dtype=torch.float32)
+    y, total = _normed(x, weight, bias, eps, residual, mean, rstd)
+    return y, mean, rstd, total
+
+
+def rms_norm_backward(
+    dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`reference.rms_norm_backward`; float32, bfloat16 or float16."""
+    if dy.shape[1] > WIDEST:
+        return reference.rms_norm_backward(dy, total, weight, rstd, dresidual, weight_grad)
+    dtotal, sums = _gradients(dy, total, weight, None, rstd, dresidual, 1 if weight_grad else 0)
+    return dtotal, None if sums is None else sums[0]
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    weight_grad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`reference.layer_norm_backward`; float32, bfloat16 or float16."""
+    if dy.shape[1] > WIDEST:
+        return reference.layer_norm_backward(dy, total, weight, mean, rstd, dresidual, weight_grad)
+    dtotal, sums = _gradients(dy, total, weight, mean, rstd, dresidual, 2 if weight_grad else 0)
+    return (dtotal, None, None) if sums is None else (dtotal, sums[0], sums[1])
+
+
+def _normed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(result, total); fills `mean` and `rstd`."""
+    rows, columns = x.shape
+    y = x.new_empty(rows, columns)
+    total = x if residual is None else torch.empty_like(y)
+    if rows:
+        per, block, warps = _tile(columns)
+        stride = 0 if residual is None else residual.stride(0)
+        _forward[(triton.cdiv(rows, per),)](
+            x, residual, weight, bias, y, mean, rstd, total, rows, columns, x.stride(0), stride, eps, per, block, num_warps=warps
+        )
+    return y, total
+
+
+def _gradients(
+    dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dresidual: Tensor | None, wanted: int
+) -> tuple[Tensor, Tensor | None]:
+    """(gradient of total, sums [wanted, columns] or None): 0 sums, 1 for the weight's gradient, 2 for the weight's and the bias's."""
+    rows, columns = dy.shape
+    dtotal = dy.new_empty(rows, columns)
+    per, block, warps = _tile(columns)
+    programs = triton.cdiv(rows, per)
+    if wanted:
+        programs = min(programs, 4 * _processors(dy.device))
+    parts = dy.new_empty((wanted, programs, columns), dtype=torch.float32) if wanted else None
+    if rows:
+        stride = 0 if dresidual is None else dresidual.stride(0)
+        dweight, dbias = (None if parts is None or wanted <= which else parts[which] for which in range(2))
+        _backward[(programs,)](
+            dy, total, weight, mean, rstd, dresidual, dtotal, dweight, dbias, rows, columns, dy.stride(0), total.stride(0), stride,
+            per, block, num_warps=warps,
+        )  # fmt: skip
+    return dtotal, None if parts is None else parts.sum(1)
+
+
+@lru_cache
+def _tile(columns: int) -> tuple[int, int, int]:
+    """(rows of a program, columns of its block, warps): 16 numbers a thread where rows are long, a thousand a program where short."""
+    block = triton.next_power_of_2(columns)
+    return max(1, 1024 // block), block, max(4, min(32, block // 512))
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; one for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
+    """What is launched in bfloat16 for hidden sizes from a head's 128 to the largest, as `tests/kernels/gate.py` compiles it."""
+    forward = dict.fromkeys(("x", "residual", "weight", "bias", "y", "total"), "*bf16") | dict.fromkeys(("mean", "rstd"), "*fp32")
+    forward |= dict.fromkeys(("rows", "columns", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
+    backward = dict.fromkeys(("dy", "total", "weight", "dresidual", "dtotal"), "*bf16")
+    backward |= dict.fromkeys(("mean", "rstd", "dweight", "dbias"), "*fp32")
+    backward |= dict.fromkeys(("rows", "columns", "dy_stride", "total_stride", "dresidual_stride"), "i32")
+    for columns in (128, 1024, 4096, 8192, 16_384, WIDEST):
+        rows, block, warps = _tile(columns)
+        tile = {"ROWS": rows, "BLOCK": block}
+        for absent in ({"mean": None}, {}):  # RMSNorm, LayerNorm
+            yield _forward, forward, tile | absent | ({"bias": None} if absent else {}), warps, 1
+            yield _backward, backward, tile | absent | ({"dbias": None} if absent else {}), warps, 1
+            yield _backward, backward, tile | absent | {"dweight": None, "dbias": None}, warps, 1

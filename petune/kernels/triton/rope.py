@@ -1,0 +1,165 @@
+"""Rotary positions, in place on the output of one matrix product for queries, keys and values, and back.
+
+A program walks some heads of its rows, so that cos, sin and the left factor of a low-rank update are read once for all of them. A head is
+worked on as its two halves, which are the parts of its complex numbers; a half that is no multiple of the tile is padded by masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels.triton.sums import Low, Tile, Variant, multiprocessors, padded, shares
+
+# ------------------------------------------------------------------ forward
+
+
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, low: Low | None = None) -> Tensor:
+    """`petune.kernels.reference.rope_`, for heads of an even width; ranks up to `sums.MAX_RANK`, ValueError above."""
+    rows, width = len(qkv), cos.shape[1]
+    touched = qkv.shape[1] // width if low else heads
+    if not rows or not touched:
+        return qkv
+    s, b = low or (qkv, qkv)
+    rank = s.shape[1] if low else 0
+    tile = _forward_tile(qkv.dtype, width // 2)
+    walks = triton.cdiv(rows, tile.rows) * triton.cdiv(width // 2, tile.columns)
+    parts = shares(walks, touched, multiprocessors(qkv.device) * tile.resident)
+    _rope_kernel[(walks * parts,)](
+        *(qkv, cos, sin, s, b, rows, len(cos), heads, touched, parts),
+        *(qkv.stride(0), cos.stride(0), sin.stride(0), s.stride(0), b.stride(0)),
+        RANK=rank,
+        R=padded(rank),
+        HALF=width // 2,
+        BM=tile.rows,
+        BN=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return qkv
+
+
+def _forward_tile(dtype: torch.dtype, half: int) -> Tile:
+    columns = 16 if half % 32 else 32
+    if dtype.itemsize == 4:
+        return Tile(32, columns, 8, 2, 2)
+    return Tile(128, 64 if half % 64 == 0 else columns, 8, 3, 2)
+
+
+@triton.jit(do_not_specialize=["rows", "positions", "heads", "touched", "parts"])
+def _rope_kernel(
+    qkv, cos, sin, s, b, rows, positions, heads, touched, parts, qkv_stride, cos_stride, sin_stride, s_stride, b_stride,
+    RANK: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pieces: tl.constexpr = (HALF + BN - 1) // BN
+    place = tl.program_id(0) // pieces
+    row = (place // parts).to(tl.int64) * BM + tl.arange(0, BM)
+    k, t = tl.arange(0, R), (tl.program_id(0) % pieces) * BN + tl.arange(0, BN)
+    live, inside = (row < rows)[:, None], (row < rows)[:, None] & (t < HALF)[None, :]
+    position = row % positions
+    re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
+    im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
+    if RANK:
+        left = tl.load(s + row[:, None] * s_stride + k[None, :], mask=live & (k < RANK)[None, :], other=0.0)
+    for head in tl.range(place % parts, touched, parts, num_stages=STAGES):
+        pair = qkv + row[:, None] * qkv_stride + (head * (2 * HALF) + t)[None, :]
+        x = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(pair + HALF, mask=inside, other=0.0).to(tl.float32)
+        if RANK:
+            right = b + (head * (2 * HALF) + t).to(tl.int64)[:, None] * b_stride + k[None, :]
+            some = (t < HALF)[:, None] & (k < RANK)[None, :]
+            x += tl.dot(left, tl.trans(tl.load(right, mask=some, other=0.0)), input_precision="ieee")
+            right = b + (head * (2 * HALF) + HALF + t).to(tl.int64)[:, None] * b_stride + k[None, :]
+            y += tl.dot(left, tl.trans(tl.load(right, mask=some, other=0.0)), input_precision="ieee")
+        turned_x, turned_y = x * re - y * im, y * re + x * im
+        if RANK:
+            turned_x, turned_y = tl.where(head < heads, turned_x, x), tl.where(head < heads, turned_y, y)
+        tl.store(pair, turned_x.to(qkv.dtype.element_ty), mask=inside)
+        tl.store(pair + HALF, turned_y.to(qkv.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------ backward
+
+
+def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`petune.kernels.reference.rope_backward`, for heads of an even width."""
+    rows, width = len(dq), dq.shape[2]
+    out = torch.empty((rows, (dq.shape[1] + dk.shape[1] + dv.shape[1]) * width), dtype=dq.dtype, device=dq.device)
+    if not rows:
+        return out
+    tile = _backward_tile(width // 2)
+    walks = triton.cdiv(rows, tile.rows)
+    parts = shares(walks, max(dq.shape[1], dk.shape[1]), multiprocessors(dq.device) * tile.resident)
+    _rope_backward_kernel[(walks * parts,)](
+        *(dq, dk, dv, cos, sin, out, rows, len(cos), dq.shape[1], dk.shape[1], dv.shape[1], parts),
+        *(dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1), out.stride(0)),
+        *(cos.stride(0), sin.stride(0)),
+        HALF=width // 2,
+        BM=tile.rows,
+        BN=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def _backward_tile(half: int) -> Tile:
+    columns = triton.next_power_of_2(half)
+    return Tile(max(1, 2048 // columns), columns, 4, 3, 6)
+
+
+@triton.jit(do_not_specialize=["rows", "positions", "q_heads", "k_heads", "v_heads", "parts"])
+def _rope_backward_kernel(
+    dq, dk, dv, cos, sin, out, rows, positions, q_heads, k_heads, v_heads, parts,
+    dq_stride, dq_head, dk_stride, dk_head, dv_stride, dv_head, out_stride, cos_stride, sin_stride,
+    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
+    t = tl.arange(0, BN)
+    inside = (row < rows)[:, None] & (t < HALF)[None, :]
+    position = row % positions
+    re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
+    im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
+    into = out + row[:, None] * out_stride + t[None, :]
+    _turn_back(dq + row[:, None] * dq_stride + t[None, :], dq_head, into, q_heads, part, parts, inside, re, im, HALF, True, STAGES)
+    into += q_heads * (2 * HALF)
+    _turn_back(dk + row[:, None] * dk_stride + t[None, :], dk_head, into, k_heads, part, parts, inside, re, im, HALF, True, STAGES)
+    into += k_heads * (2 * HALF)
+    _turn_back(dv + row[:, None] * dv_stride + t[None, :], dv_head, into, v_heads, part, parts, inside, re, im, HALF, False, STAGES)
+
+
+@triton.jit
+def _turn_back(grad, stride, into, heads, part, parts, inside, re, im, HALF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr):
+    """Heads part, part + parts, ... of one gradient, turned by the negative angle or as they are."""
+    for head in tl.range(part, heads, parts, num_stages=STAGES):
+        place = grad + tl.cast(head, tl.int64) * stride
+        x = tl.load(place, mask=inside, other=0.0)
+        y = tl.load(place + HALF, mask=inside, other=0.0)
+        place = into + head * (2 * HALF)
+        if TURNS:
+            tl.store(place, (x.to(tl.float32) * re + y.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside)
+            tl.store(place + HALF, (y.to(tl.float32) * re - x.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside)
+        else:
+            tl.store(place, x, mask=inside)
+            tl.store(place + HALF, y, mask=inside)
+
+
+# ------------------------------------------------------------------ what is launched
+
+
+def variants() -> Iterator[Variant]:
+    """See tests/kernels/gate.py."""
+    for dtype, kind, table in ((torch.bfloat16, "*bf16", "*bf16"), (torch.bfloat16, "*bf16", "*fp32"), (torch.float32, "*fp32", "*fp32")):
+        for half, rank in ((64, 48), (64, 0), (32, 16), (40, 64), (128, 48)):
+            tables = {"cos": table, "sin": table}
+            for kernel, tile in ((_rope_kernel, _forward_tile(dtype, half)), (_rope_backward_kernel, _backward_tile(half))):
+                matrices = ("qkv", "s", "b", "dq", "dk", "dv", "out")
+                signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | tables
+                values = {"HALF": half, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+                low = {"RANK": rank, "R": padded(rank)} if kernel is _rope_kernel else {}
+                yield kernel, signature, low | values, tile.warps, 3

@@ -1,0 +1,66 @@
+"""bfloat16 in Triton's interpreter.
+
+The interpreter of Triton 3.7 keeps bfloat16 as the uint16 of its bits: it adds and multiplies those, and its casts from float32 cut the low
+bits off. Here sums, products and comparisons are made in float32, and results rounded to the nearest, ties to even, as a GPU does. A
+reduction (tl.sum, tl.max) of bfloat16 is not mended: kernels reduce in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+Array = npt.NDArray[Any]
+
+
+def widened(bits: Array) -> Array:
+    """float32 of bfloat16's bits, exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: Array) -> Array:
+    """The bits, uint16, of the bfloat16 nearest to each float32; not a number stays that."""
+    bits = values.astype(np.float32).view(np.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+
+def apply() -> None:
+    """Mend the interpreter, once for the process."""
+    if getattr(InterpreterBuilder, "rounds_bfloat16", False):
+        return
+    binary, cast = InterpreterBuilder.binary_op, InterpreterBuilder.cast_impl
+    fma, dot = InterpreterBuilder.create_fma, InterpreterBuilder.create_dot
+
+    def wide(handle: TensorHandle) -> TensorHandle:
+        return TensorHandle(widened(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+
+    def narrow(handle: TensorHandle) -> TensorHandle:
+        return TensorHandle(rounded(handle.data), tl.bfloat16)
+
+    def binary_op(self: Any, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
+        result = binary(self, wide(lhs), wide(rhs), op)
+        if result.data.dtype == np.bool_:
+            return TensorHandle(result.data, tl.int1)
+        return narrow(result) if lhs.dtype.scalar == tl.bfloat16 else result
+
+    def create_fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        result = fma(self, wide(x), wide(y), wide(z))
+        return narrow(result) if z.dtype.scalar == tl.bfloat16 else result
+
+    def create_dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+        return dot(self, wide(a), wide(b), d, *rest)
+
+    def cast_impl(self: Any, src: TensorHandle, dst: tl.dtype) -> TensorHandle:
+        return narrow(cast(self, wide(src), tl.float32)) if dst.scalar == tl.bfloat16 else cast(self, wide(src), dst)
+
+    def get_bf16(self: Any, value: float) -> TensorHandle:
+        return narrow(self.get_fp32(value))
+
+    for method in (binary_op, create_fma, create_dot, cast_impl, get_bf16):
+        setattr(InterpreterBuilder, method.__name__, method)
+    InterpreterBuilder.rounds_bfloat16 = True

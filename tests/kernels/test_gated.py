@@ -1,0 +1,165 @@
+"""Activations between two linears: the reference against autograd, the kernels against the reference in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petune.kernels import reference
+from petune.kernels.reference import Act, Low
+from petune.kernels.triton import gated as kernels
+from petune.kernels.triton import sums
+from tests.kernels.test_sums import DEVICE, DTYPES, assert_as_good, matrix, wider
+
+ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu"]
+# rows, columns of h, rank of low or 0, rank of a and below or 0
+SHAPES = [(1, 16, 1, 8), (3, 100, 8, 1), (65, 130, 48, 16), (65, 130, 0, 16), (3, 100, 16, 0), (65, 16, 0, 0), (33, 34, 64, 64)]
+each_shape = pytest.mark.parametrize(("rows", "width", "rank", "depth"), SHAPES)
+each_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+
+
+def operands(rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype, strided: bool = False) -> dict[str, Any]:
+    """u, dh, low, a and below of one activation; the factors are scaled as trained ones are."""
+    columns = width * (1 + gated)
+    low: Low | None = (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4) if rank else None
+    a = matrix(depth, width, dtype, 3, strided) / 4 if depth else None
+    return {
+        "u": 2 * matrix(rows, columns, dtype, 4, strided),
+        "dh": matrix(rows, width, dtype, 5, strided),
+        "low": low,
+        "a": a,
+        "below": None if a is None else (matrix(rows, depth, dtype, 6, strided), a),
+    }
+
+
+def forward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
+    return module.activate(given["u"], act, gated, given["low"], given["a"])
+
+
+def backward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
+    return module.activate_backward(given["dh"], given["u"], act, gated, given["low"], given["below"])
+
+
+def assert_all_as_good(call: Any, given: dict[str, Any], act: Act, gated: bool) -> None:
+    exact = call(reference, {name: wider(value) for name, value in given.items()}, act, gated)
+    for found, same, true in zip(call(kernels, given, act, gated), call(reference, given, act, gated), exact, strict=True):
+        if same is None:
+            assert found is None
+        else:
+            assert_as_good(found, same, true)
+
+
+# ------------------------------------------------------------------ the reference
+
+
+@each_form
+@pytest.mark.parametrize("act", ACTS)
+def test_the_references_backward_is_autograds(act: Act, gated: bool) -> None:
+    given = operands(5, 7, 3, 2, gated, torch.float64)
+    (s, b), (ds, a), u = given["low"], given["below"], given["u"]
+    for leaf in (u, b, a):
+        leaf.requires_grad_()
+    h, hidden = reference.activate(u, act, gated, (s, b), a)
+    assert hidden is not None
+    expected = torch.autograd.grad((h * given["dh"]).sum() + (hidden * ds).sum(), (u, b, a))
+    with torch.no_grad():
+        found = backward(reference, given, act, gated)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.to(torch.float64) if one is not None else one, other)
+
+
+@each_form
+@pytest.mark.parametrize("act", ACTS)
+def test_the_references_forward_passes_gradcheck(act: Act, gated: bool) -> None:
+    given = operands(3, 4, 2, 2, gated, torch.float64)
+    leaves = [leaf.requires_grad_() for leaf in (given["u"], *given["low"], given["a"])]
+    assert torch.autograd.gradcheck(lambda u, s, b, a: reference.activate(u, act, gated, (s, b), a), leaves)
+
+
+# ------------------------------------------------------------------ the kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_form
+@each_shape
+def test_both_ways_are_the_references(rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype) -> None:
+    given = operands(rows, width, rank, depth, gated, dtype)
+    assert_all_as_good(forward, given, "silu", gated)
+    assert_all_as_good(backward, given, "silu", gated)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_form
+@pytest.mark.parametrize("act", ACTS)
+def test_every_activation_is_the_references_where_rows_are_strided(act: Act, gated: bool, dtype: torch.dtype) -> None:
+    given = operands(35, 66, 8, 16, gated, dtype, strided=True)
+    kept = given["u"].clone()
+    assert_all_as_good(forward, given, act, gated)
+    assert_all_as_good(backward, given, act, gated)
+    assert torch.equal(given["u"], kept)
+
+
+@each_form
+def test_tiles_shared_between_programs_add_up(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands(200, 200, 16, 16, gated, torch.bfloat16)
+    for parts in (1, 2, 5):
+        monkeypatch.setattr(kernels, "shares", lambda walks, steps, places, parts=parts: parts)
+        assert_all_as_good(forward, given, "silu", gated)
+        assert_all_as_good(backward, given, "silu", gated)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_large_numbers_saturate_and_what_is_not_a_number_stays_so(act: Act) -> None:
+    u = torch.tensor([[-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4, float("nan")] * 2], device=DEVICE)
+    dh = torch.ones_like(u)
+    for found, same in zip(kernels.activate(u, act, False)[:1], reference.activate(u, act, False)[:1], strict=True):
+        torch.testing.assert_close(found, same, equal_nan=True, rtol=1e-5, atol=1e-6)
+    found, same = (module.activate_backward(dh, u, act, False)[0] for module in (kernels, reference))
+    torch.testing.assert_close(found[:, :7], same[:, :7], rtol=1e-5, atol=1e-6)
+    assert found.isnan().equal(same.isnan())
+
+
+@each_form
+def test_no_rows_give_empty_results_and_zero_gradients(gated: bool) -> None:
+    given = operands(0, 32, 8, 4, gated, torch.bfloat16)
+    for call in (forward, backward):
+        for found, same in zip(call(kernels, given, "silu", gated), call(reference, given, "silu", gated), strict=True):
+            assert found is not None
+            assert same is not None
+            assert found.dtype == same.dtype
+            assert found.equal(same)
+
+
+@each_form
+def test_the_same_call_gives_the_same_bits(gated: bool) -> None:
+    given = operands(65, 130, 16, 16, gated, torch.bfloat16)
+    for call in (forward, backward):
+        once, again = call(kernels, given, "silu", gated), call(kernels, given, "silu", gated)
+        assert all(one is not None and other is not None and one.equal(other) for one, other in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["low", "below"])
+def test_a_rank_above_the_largest_is_refused(name: str) -> None:
+    given = operands(2, 16, 8, 8, True, torch.float32) | {name: operands(2, 16, 65, 65, True, torch.float32)[name]}
+    with pytest.raises(ValueError, match=f"rank 65.*up to {sums.MAX_RANK}"):
+        backward(kernels, given, "silu", True)
+
+
+def test_paired_ranks_are_those_of_a_block_diagonal_factor() -> None:
+    torch.manual_seed(0)
+    u, dh, s, a, ds = (torch.randn(*shape) for shape in ((9, 60), (9, 30), (9, 6), (2, 30), (9, 2)))
+    b = torch.block_diag(torch.randn(30, 3), torch.randn(30, 3))
+    for module in (reference, kernels):
+        h, hidden = module.activate(u, "silu", True, (s, b), a, paired=True)
+        wanted, expected = reference.activate(u, "silu", True, (s, b), a)
+        torch.testing.assert_close(h, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+        du, db, da = module.activate_backward(dh, u, "silu", True, (s, b), (ds, a), paired=True)
+        whole, dense, below = reference.activate_backward(dh, u, "silu", True, (s, b), (ds, a))
+        torch.testing.assert_close(du, whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(da, below, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(db, torch.cat([dense[:30, :3], dense[30:, 3:]]), rtol=1e-4, atol=1e-5)

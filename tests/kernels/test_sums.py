@@ -1,0 +1,152 @@
+"""Residuals with a low-rank update, rows as eight-bit floats, sums of partial sums: the reference against autograd, kernels against it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from petune.kernels import reference
+from petune.kernels.triton import sums
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, strided: bool = False) -> Tensor:
+    """Normally distributed; strided: every row is a part of a longer one."""
+    values = torch.randn(rows, columns + 24 * strided, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE, dtype)[:, :columns]
+
+
+def wider(value: object) -> object:
+    """The same in float64, through tuples."""
+    if isinstance(value, tuple):
+        return tuple(wider(part) for part in value)
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def assert_as_good(found: Tensor, same: Tensor, exact: Tensor) -> None:
+    """No further from float64 than torch in the same dtype is, but for a tenth and 2^-18 of the largest: sums in another order round
+    another way where the exact value lies in the middle."""
+    assert found.dtype == same.dtype
+    assert found.shape == same.shape
+    if exact.numel():
+        error, allowed = (float((result.double() - exact).abs().max()) for result in (found, same))
+        assert error <= 1.1 * allowed + 2**-18 * float(exact.abs().max())
+
+
+# ------------------------------------------------------------------ a residual
+
+
+def test_add_low_in_the_reference_is_differentiated_by_autograd() -> None:
+    x, y, s, b = (matrix(*shape, torch.float64, seed).requires_grad_() for seed, shape in enumerate(((3, 5), (3, 5), (3, 2), (5, 2))))
+    assert torch.autograd.gradcheck(lambda x, y, s, b: reference.add_low(x, y, (s, b)), (x, y, s, b))
+    torch.testing.assert_close(reference.add_low(x, y, (s, b)), x + y + s @ b.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(1, 16, 1), (3, 100, 8), (65, 130, 16), (65, 130, 48), (33, 257, 64), (65, 130, 0), (0, 64, 8)]
+)
+@pytest.mark.parametrize("strided", [False, True])
+def test_add_low_is_the_references(dtype: torch.dtype, rows: int, columns: int, rank: int, strided: bool) -> None:
+    x, y = matrix(rows, columns, dtype, 1, strided), matrix(rows, columns, dtype, 2, not strided)
+    low = (matrix(rows, rank, dtype, 3, strided), matrix(columns, rank, dtype, 4, strided)) if rank else None
+    kept = x.clone()
+    found = sums.add_low(x, y, low)
+    assert_as_good(found, reference.add_low(x, y, low), reference.add_low(*wider((x, y, low))))  # type: ignore[misc]
+    assert found.is_contiguous()
+    assert torch.equal(x, kept)
+
+
+def test_a_rank_above_the_largest_is_refused() -> None:
+    x = matrix(2, 8, torch.float32, 1)
+    with pytest.raises(ValueError, match=r"rank 65.*up to 64"):
+        sums.add_low(x, x, (matrix(2, 65, torch.float32, 2), matrix(8, 65, torch.float32, 3)))
+
+
+# ------------------------------------------------------------------ partial sums
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_total_adds_parts_in_order_and_rounds_once(dtype: torch.dtype, parts: int) -> None:
+    values = matrix(parts, 1500, torch.float32, 5).view(parts, 15, 100)
+    expected = values[0].clone()
+    for part in values[1:]:
+        expected += part
+    assert torch.equal(sums.total(values, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize(("walks", "steps", "places"), [(64, 448, 396), (224, 256, 396), (1, 5, 3), (1, 1, 396), (1024, 448, 396)])
+def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, steps: int, places: int) -> None:
+    parts = sums.shares(walks, steps, places)
+    assert 1 <= parts <= steps
+    ideal = max(walks * steps / places, 1)
+    assert -(-walks * parts // places) * -(-steps // parts) <= 1.25 * ideal + 1 or parts == 32
+
+
+# ------------------------------------------------------------------ eight-bit floats
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "strided"), [(1, 16, False), (3, 100, True), (65, 130, False), (2, 4096, True), (0, 16, False)]
+)
+def test_quantise_is_the_references(dtype: torch.dtype, rows: int, columns: int, strided: bool) -> None:
+    x = matrix(rows, columns, dtype, 6, strided) * torch.logspace(-3, 3, rows, device=DEVICE)[:, None].to(dtype)
+    (found, scale), (expected, expected_scale) = sums.quantise(x), reference.quantise(x)
+    assert found.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(scale, expected_scale, rtol=2**-22, atol=0.0)
+    # one step of the grid apart where the scaled value lies in the middle, and that is rare
+    steps = (found.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+    assert int(steps.sum()) <= rows * columns // 500
+
+
+def test_quantise_fills_the_range_keeps_zeros_and_does_not_divide_by_them() -> None:
+    x = torch.tensor([[0.0, 1.0, -2.0, 2.0], [0.0, 0.0, 0.0, 0.0]], device=DEVICE)
+    q, scale = sums.quantise(x)
+    assert q.float().tolist() == [[0.0, 224.0, -448.0, 448.0], [0.0, 0.0, 0.0, 0.0]]
+    torch.testing.assert_close(q.float() * scale, x)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the device rounds by an instruction of its own")
+def test_rounding_to_eight_bits_without_the_instruction_is_bit_for_bit_torchs() -> None:
+    """Every float8, every middle between two of them, and what lies next to a middle, of both signs. 448 fixes the scale at 1."""
+    grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (grid[1:] + grid[:-1]) / 2
+    near = torch.cat([grid, middles, middles.nextafter(grid[1:]), middles.nextafter(grid[:-1])])
+    x = torch.cat([near, -near, torch.tensor([448.0])])[None]
+    q, scale = sums.quantise(x)
+    assert scale.item() == 1.0
+    assert torch.equal(q.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_a_row_too_long_to_quantise_is_refused() -> None:
+    with pytest.raises(ValueError, match="32769 columns"):
+        sums.quantise(torch.zeros(1, 32769, device=DEVICE))
+
+
+NATIVE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from petune.kernels.triton.sums import _quantise_kernel, _quantise_warps
+values = {"BLOCK": 16384, "NATIVE": True}
+types = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "width": "i32", "x_stride": "i32"} | dict.fromkeys(values, "constexpr")
+source = ASTSource(_quantise_kernel, types, values)
+built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _quantise_warps(16384)})
+print(built.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"))
+"""
+
+
+@pytest.mark.slow
+def test_hopper_rounds_to_eight_bits_by_its_own_instruction() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, env=environment, check=True)
+    assert int(done.stdout) == 16384 // 32 // sums._quantise_warps(16384) // 2
