@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import local
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +24,8 @@ class Running:
     rows: [batch] int64, the number of each row within the optimizer step, or None outside training. key: what the step's dropout is drawn
     from. site: names the place in the model, `stack.block`; drawn counts the dropouts of that site so far. sizes: tokens per rank of the
     tp axis when the sequence is cut, else empty. token, feature: the place in the whole sequence and in the whole last dim of the first
-    element that is held here.
+    element that is held here. segments: which tokens of a padded or packed batch are kept and attend to each other
+    (petune.kernels.segments.Segments), inside the model that has them, else None.
     """
 
     rows: Tensor | None = None
@@ -33,6 +35,7 @@ class Running:
     sizes: tuple[int, ...] = ()
     token: int = 0
     feature: int = 0
+    segments: Any = None
 
 
 _now = local()

@@ -85,6 +85,14 @@ class Edges(Protocol):
         ...
 
 
+class Whole(Protocol):
+    """A way through all blocks of a stack at once, where no ladder climbs beside them."""
+
+    def __call__(self, stack: Stack, call: Call, here: Running) -> Call | None:
+        """`call` advanced by every block, or None where they have to run one by one."""
+        ...
+
+
 class Stack(nn.ModuleList):
     """The blocks of one stack, called as one block: receive -> enter -> blocks, the ladder's step beside each -> leave -> send.
 
@@ -94,6 +102,7 @@ class Stack(nn.ModuleList):
 
     wire: Wire | None = None
     edges: Edges | None = None
+    whole: Whole | None = None
     recompute = False
 
     def __init__(self, blocks: nn.ModuleList, rule: StackRule, name: StackName) -> None:
@@ -145,6 +154,8 @@ class Stack(nn.ModuleList):
         ladder, side = self.ladder, None
         if ladder is not None:
             call, side = self._begin_ladder(ladder, call, arrived.side if arrived else None, here)
+        elif self.whole is not None and (advanced := self.whole(self, call, here)) is not None:
+            return self._go_on(advanced, None, here)
         for index, block in self.numbered:
             with nullcontext() if ladder is None else torch.no_grad():
                 call = self._maybe_again(self.step, index, block, call, here)
@@ -156,8 +167,9 @@ class Stack(nn.ModuleList):
         """Raise UsageError where blocks of a cut stack would be recomputed by who does not know where in the batch they are."""
         cut = self.edges is not None or self.wire is not None
         if cut and any(getattr(block, "gradient_checkpointing", False) for _, block in self.numbered):
-            remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe"
-            raise UsageError("the model's own gradient checkpointing is on, which knows nothing of the cut", remedy=remedy)
+            remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe, memory='input' in petune.wrap"
+            problem = "the model's own gradient checkpointing is on, which knows nothing of what happens at this stack's edges"
+            raise UsageError(problem, remedy=remedy)
 
     def _begin_ladder(self, ladder: Ladder, call: Call, arrived: Call | None, here: Running) -> tuple[Call, Call]:
         if arrived is not None and self.edges is not None:

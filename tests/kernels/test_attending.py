@@ -1,0 +1,250 @@
+"""Attention without autograd: each form against softmax(q k^T) v in wide arithmetic, forward and backward, and why a form is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petune.kernels import attending
+from petune.kernels.attending import Choice, How, choose
+from petune.kernels.segments import Segments
+
+LENGTHS = (5, 1, 7, 5, 2)
+GPU = torch.device("cuda:0")
+BF16 = torch.bfloat16
+
+
+def segments_of(lengths: tuple[int, ...], device: str = "cpu") -> Segments:
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    return Segments(starts, lengths, None, (1, sum(lengths)))
+
+
+def split(m: int, heads: int, kv: int, d: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+    """q, k and v as views of one matrix, which has columns of something else beside them."""
+    torch.manual_seed(0)
+    whole = torch.randn(m, (heads + 2 * kv) * d + 3 * d, dtype=torch.float64).to(device, dtype)
+    return [x.unflatten(1, (-1, d)) for x in whole.split([heads * d, kv * d, kv * d, 3 * d], 1)][:3]
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, how: How, rows: list[int]) -> Tensor:
+    """The formula itself, one row and one query head at a time; `rows` are their lengths."""
+    out, group = [], q.shape[1] // k.shape[1]
+    for number, (a, b, c) in enumerate(zip(q.split(rows), k.split(rows), v.split(rows), strict=True)):
+        heads = []
+        for head in range(q.shape[1]):
+            scores = how.scale * a[:, head] @ b[:, head // group].T
+            if how.mask is not None and how.mask.dtype is torch.bool:
+                scores = scores.masked_fill(~how.mask[number, 0], -torch.inf)
+            elif how.mask is not None:
+                scores = scores + how.mask[number, 0]
+            elif how.causal:
+                scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            heads.append(scores.softmax(-1) @ c[:, head // group])
+        out.append(torch.stack(heads, 1))
+    return torch.cat(out)
+
+
+def ways() -> dict[str, tuple[How, list[int]]]:
+    torch.manual_seed(3)
+    seen = torch.rand(4, 1, 5, 5) > 0.4
+    seen |= torch.eye(5, dtype=torch.bool)
+    return {
+        "rows": (How(False, 0.3, 4), [5] * 4),
+        "causal rows": (How(True, 0.3, 4), [5] * 4),
+        "segments": (How(False, 0.5, 1, segments_of(LENGTHS)), list(LENGTHS)),
+        "causal segments": (How(True, 0.5, 1, segments_of(LENGTHS)), list(LENGTHS)),
+        "bool mask": (How(True, 0.3, 4, mask=seen), [5] * 4),
+        "added mask": (How(False, 0.3, 4, mask=torch.randn(4, 1, 5, 5).double()), [5] * 4),
+    }
+
+
+@pytest.mark.parametrize("kv", [4, 2, 1])
+@pytest.mark.parametrize("way", ways())
+def test_forward_and_backward_are_those_of_the_formula(way: str, kv: int) -> None:
+    how, rows = ways()[way]
+    q, k, v = split(sum(rows), 4, kv, 6)
+    assert not q.is_contiguous()
+    out, kept = attending.forward(q, k, v, how)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = oracle(*leaves, how, rows)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert out.is_contiguous() and not out.requires_grad
+    dout = torch.randn(sum(rows), 8, 6, dtype=torch.float64)[:, ::2]
+    found = attending.backward(dout, q, k, v, out, kept, how)
+    for gradient, wanted in zip(found, torch.autograd.grad(expected, leaves, dout), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", [How(True, 1.0, 1), How(False, 1.0, 1, segments_of(()), backend="varlen")])
+def test_no_tokens_give_no_tokens(way: How) -> None:
+    q, k, v = split(0, 4, 2, 8)
+    out, kept = attending.forward(q, k, v, way)
+    assert out.shape == (0, 4, 8)
+    assert [x.shape for x in attending.backward(out, q, k, v, out, kept, way)] == [(0, 4, 8), (0, 2, 8), (0, 2, 8)]
+
+
+def test_backward_works_inside_no_grad_and_leaves_no_graph() -> None:
+    how = How(True, 1.0, 2)
+    q, k, v = (x.requires_grad_() for x in split(6, 2, 2, 4))
+    with torch.no_grad():
+        out, kept = attending.forward(q, k, v, how)
+        found = attending.backward(torch.ones_like(out), q, k, v, out, kept, how)
+    assert all(not x.requires_grad for x in (out, *found)) and q.grad is None
+
+
+# ------------------------------------------------------------------ choosing
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Pretends that there is a CUDA device: a function that sets its capability."""
+    state = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: state.capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    attending._chosen.cache_clear()
+    yield state
+    attending._chosen.cache_clear()
+
+
+def test_on_the_cpu_torch_attends() -> None:
+    assert choose(torch.device("cpu"), BF16, 64, 512) == Choice("sdpa", "no CUDA device: cpu")
+    assert choose(torch.device("cpu"), BF16, 64, 512, segmented=True).backend == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "tokens", "kind", "expected", "reason"),
+    [
+        ((9, 0), BF16, 128, 2048, "", "cudnn", "cuDNN is best on"),
+        ((10, 0), torch.float16, 64, 2048, "", "cudnn", "cuDNN is best on"),
+        ((9, 0), BF16, 128, 2048, "segmented", "varlen", "unequal length"),
+        ((8, 0), BF16, 128, 2048, "", "flash", "no faster"),
+        ((9, 0), BF16, 160, 2048, "", "flash", "not 160"),
+        ((9, 0), BF16, 128, 1, "", "flash", "one token"),
+        ((9, 0), BF16, 256, 2048, "", "sdpa", "head dim 256"),
+        ((9, 0), BF16, 20, 2048, "", "sdpa", "head dim 20"),
+        ((9, 0), torch.float32, 64, 2048, "", "sdpa", "float32"),
+        ((9, 0), BF16, 64, 2048, "masked", "sdpa", "a mask"),
+        ((7, 5), torch.float16, 64, 2048, "", "sdpa", "sm_80"),
+    ],
+)
+def test_the_form_follows_from_device_dtype_and_call(
+    device: Any, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, tokens: int, kind: str, expected: str, reason: str
+) -> None:
+    device.capability = capability
+    found = choose(GPU, dtype, head_dim, tokens, segmented=kind == "segmented", masked=kind == "masked")
+    assert found.backend == expected
+    assert reason in found.reason
+
+
+def test_a_run_that_must_be_deterministic_is_not_given_cudnn(device: Any) -> None:
+    assert choose(GPU, BF16, 64, 128).backend == "cudnn"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(GPU, BF16, 64, 128).backend == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ------------------------------------------------------------------ what the library's operations are called with
+
+
+class Recorder:
+    """Stands in for torch.ops.aten: each operation checks what it is given, and computes the same by way of `sdpa`."""
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, lse, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
+        assert (bias, lse, dropout, debug) == (None, True, 0.0, False)
+        assert all(x.dim() == 4 and x.stride(3) == 1 and x.shape[2] == q.shape[2] for x in (q, k, v))
+        out, _ = self._same(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale)
+        return out.transpose(1, 2), "lse", None, None, q.shape[2], k.shape[2], "seed", "offset", None
+
+    def _scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-untyped-def]
+        self, dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
+    ):
+        assert (lse, seed, offset, bias, cum_q, cum_k, dropout) == ("lse", "seed", "offset", None, None, None, 0.0)
+        assert max_q == max_k == q.shape[2] == out.shape[2] == dout.shape[2] and out.shape == q.shape == dout.shape
+        found = self._gradients(*(x.transpose(1, 2) for x in (dout, q, k, v)), causal, scale)
+        return tuple(x.transpose(1, 2) for x in found)
+
+    def _flash_attention_forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
+        self._check(q, k, v, cum_q, cum_k, max_q, max_k)
+        assert (dropout, debug) == (0.0, False)
+        out, _ = self._same(q, k, v, causal, scale, cum_q)
+        return out, "lse", "state", "unused", None
+
+    def _flash_attention_backward(  # type: ignore[no-untyped-def]
+        self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale
+    ):
+        self._check(q, k, v, cum_q, cum_k, max_q, max_k)
+        assert (lse, dropout, state, unused) == ("lse", 0.0, "state", "unused") and dout.shape == out.shape == q.shape
+        return self._gradients(dout, q, k, v, causal, scale, cum_q)
+
+    def _check(self, q, k, v, cum_q, cum_k, max_q, max_k):  # type: ignore[no-untyped-def]
+        assert all(x.stride(-1) == 1 for x in (q, k, v)) and max_q == max_k and cum_q is cum_k
+        if cum_q is None:
+            assert q.dim() == 4 and max_q == q.shape[1]
+        else:
+            assert q.dim() == 3 and cum_q.dtype == torch.int32 and cum_q.is_contiguous() and max_q == int(cum_q.diff().max())
+
+    def _how(self, q, causal, scale, starts):  # type: ignore[no-untyped-def]
+        segments = None if starts is None else segments_of(tuple(starts.diff().tolist()))
+        return How(causal, scale, len(q) if segments is None else 1, segments)
+
+    def _same(self, q, k, v, causal, scale, starts=None):  # type: ignore[no-untyped-def]
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+        out, kept = attending.forward(*flat, self._how(q, causal, scale, starts))
+        return out.view_as(q), kept
+
+    def _gradients(self, dout, q, k, v, causal, scale, starts=None):  # type: ignore[no-untyped-def]
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in (dout, q, k, v)]
+        found = attending.backward(*flat, flat[1], (), self._how(q, causal, scale, starts))
+        return tuple(gradient.view_as(x) for gradient, x in zip(found, (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "varlen"])
+def test_fused_forms_call_the_library_as_it_wants(monkeypatch: pytest.MonkeyPatch, backend: Any, causal: bool) -> None:
+    monkeypatch.setattr(attending, "aten", Recorder())
+    segments = segments_of(LENGTHS) if backend == "varlen" else None
+    how, plain = (How(causal, 0.5, 4, segments, backend=form) for form in (backend, "sdpa"))
+    q, k, v = split(20, 4, 2, 8)
+    dout = torch.randn(20, 4, 8, dtype=torch.float64)
+    (out, kept), (expected, _) = (attending.forward(q, k, v, way) for way in (how, plain))
+    assert torch.equal(out, expected) and out.is_contiguous() and kept[0] == "lse"
+    found = attending.backward(dout, q, k, v, out, kept, how)
+    for gradient, wanted in zip(found, attending.backward(dout, q, k, v, out, (), plain), strict=True):
+        assert gradient.shape == wanted.shape
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv", "head_dim"), [(8, 2, 128), (4, 4, 64), (6, 1, 32)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "varlen"])
+def test_fused_forms_agree_with_float32_on_a_gpu(
+    backend: Any, causal: bool, heads: int, kv: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    if backend == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN is not chosen here")
+    lengths = (300, 1, 77, 128, 6)
+    segments = segments_of(lengths, "cuda") if backend == "varlen" else None
+    how = How(causal, head_dim**-0.5, 4, segments, backend=backend)
+    q, k, v = split(sum(lengths), heads, kv, head_dim, dtype, "cuda")
+    dout = torch.randn(len(q), heads, head_dim, device="cuda").to(dtype)
+    out, kept = attending.forward(q, k, v, how)
+    assert out.is_contiguous()
+    found = (out, *attending.backward(dout, q, k, v, out, kept, how))
+    wide = How(causal, how.scale, how.batch, segments)
+    q, k, v = q.float(), k.float(), v.float()
+    expected = attending.forward(q, k, v, wide)[0]
+    wanted = (expected, *attending.backward(dout.float(), q, k, v, expected, (), wide))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape and one.dtype == dtype
+        assert float((one.float() - other).norm() / other.norm()) < 1e-2
