@@ -1,0 +1,217 @@
+"""The choice of rungs: known plans of Llama-3.1-8B on an H200, and what holds for every plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petune.errors import UsageError
+from petune.kernels import policy
+from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.cost import A100, H200, BlockShape, Ranks, streamed_host_bytes
+from petune.kernels.policy import GIB, WORTH, Policy, choose
+
+LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336, ranks=Ranks(*[16] * 7))  # Llama-3.1-8B, LoRA r=16
+BERT = BlockShape(1024, 16, 16, 64, 4096, gated=False, ranks=Ranks(q=8, v=8), norm="layer", causal=False)
+FULL = replace(LLAMA, trained=True, ranks=Ranks())
+FIXED = 14.96 + 0.63  # GiB: weights in bf16, LoRA's parameters, gradients and states
+VOCABULARY = 128256
+
+
+def llama(
+    tokens: int,
+    budget: float,
+    host: float = 100,
+    sequence: int | None = None,
+    shape: BlockShape = LLAMA,
+    fixed: float = FIXED,
+    streamed: bool = False,
+    **config: Any,
+) -> Policy:
+    """Budget, host and fixed in GiB."""
+    sizes = (int(fixed * GIB), VOCABULARY, int(budget * GIB), int(host * GIB))
+    return choose(shape, 32, tokens, sequence or tokens, *sizes, H200, MemoryConfig(**config), streamed)
+
+
+# ------------------------------------------------------------------ known plans
+
+
+def test_a_short_batch_keeps_everything() -> None:
+    found = llama(4 * 2048, 139, sequence=2048)
+    assert found.rungs == (Rung("all"),) * 32
+    assert found.tile is None and found.host == 0 and found.recompute == 0
+    assert 39 * GIB < found.peak < 41 * GIB  # 23 GiB kept over what stands
+    assert found.seconds == pytest.approx(8192 / 18500, rel=0.03)
+
+
+def test_a_long_sequence_keeps_attention_in_host_memory() -> None:
+    found = llama(131072, 80)
+    assert found.rungs == (Rung("attention", "attention"),) * 31 + (Rung("attention"),)
+    assert found.peak < 40 * GIB and found.host == 62 * GIB
+    assert 36 < found.seconds < 41 and found.roofline < found.seconds
+    assert found.tile is not None
+
+
+def test_a_longer_one_mixes_what_rests_where() -> None:
+    found = llama(262144, 80)
+    assert {rung.keep for rung in found.rungs} == {"attention"}
+    assert {rung.offload for rung in found.rungs} == {"none", "attention"}
+    assert found.peak <= 80 * GIB and found.host <= 100 * GIB
+
+
+def test_the_least_that_can_be_kept_fits_close_to_the_weights() -> None:
+    found = llama(8192, 80, keep="input", offload="input", tile=2048)
+    assert found.peak < 17.7 * GIB
+    assert found.rungs == (Rung("input", "input"),) * 31 + (Rung("input"),)
+    assert found.tile == 2048
+
+
+def test_memory_that_buys_next_to_nothing_stays_free() -> None:
+    assert llama(131072, 139).peak < 100 * GIB
+    assert llama(32768, 139).peak > 100 * GIB
+
+
+def test_host_memory_stays_unused_where_the_device_has_room() -> None:
+    assert llama(32768, 139).host == 0
+    assert llama(32768, 80).host > 0
+
+
+def test_offloading_too_little_to_hide_is_avoided() -> None:
+    slow = replace(H200, link=H200.link / 50)
+    found = choose(LLAMA, 32, 8192, 2048, int(FIXED * GIB), VOCABULARY, 24 * GIB, 100 * GIB, slow, MemoryConfig())
+    assert found.host == 0
+
+
+def test_full_fine_tuning_streams_blocks_from_host_memory() -> None:
+    found = llama(32768, 48, shape=FULL, fixed=4, streamed=True)
+    assert found.peak <= 48 * GIB
+    assert found.host >= 32 * streamed_host_bytes(FULL)
+    short = llama(2048, 48, shape=FULL, fixed=4, streamed=True)
+    assert short.seconds > 32 * 7 * FULL.parameters * 2 / 2 / H200.link  # weights come twice, states once each way: the link bounds
+    assert {rung.keep for rung in short.rungs} != {"all"}, "recomputing is free while blocks are on their way"
+
+
+def test_blocks_that_do_not_train_do_not_stream() -> None:
+    with pytest.raises(ValueError, match="stream"):
+        llama(8192, 80, streamed=True)
+
+
+# ------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
+@pytest.mark.parametrize("offload", ["none", "input", "attention"])
+def test_settings_hold_for_all_blocks_but_the_last_ones_offload(keep: Any, offload: Any) -> None:
+    if (keep, offload) == ("input", "attention"):
+        with pytest.raises(UsageError, match="no attention output"):
+            llama(8192, 80, keep=keep, offload=offload)
+        return
+    found = llama(8192, 80, keep=keep, offload=offload)
+    assert found.rungs == (Rung(keep, offload),) * 31 + (Rung(keep),)
+
+
+def test_a_tile_that_is_named_is_obeyed_and_one_that_contradicts_refused() -> None:
+    assert llama(131072, 80, tile=1024).tile == 1024
+    assert llama(8192, 80, keep="input", tile=8192).tile is None, "a tile of all tokens is none"
+    with pytest.raises(UsageError, match="not tiled"):
+        llama(8192, 80, keep="all", tile=1024)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    with pytest.raises(UsageError, match=r"memory: auto fits: 3\d\.\d GiB, host 62\.0 GiB \(blocks 0-30 keep attention") as found:
+        llama(131072, 40, keep="all")
+    assert "at most 40.0 GiB" in str(found.value) and "at least 33" in str(found.value)
+    with pytest.raises(UsageError, match="more host memory: 3"):
+        llama(131072, 40, host=10)
+    with pytest.raises(UsageError, match="fewer tokens per step"):
+        llama(131072, 18)
+    with pytest.raises(UsageError, match=r"found at least .*host 1\.9 GiB") as found:
+        llama(8192, 80, host=1, keep="input", offload="input")
+    assert "host 1.0 GiB" in str(found.value)
+
+
+def test_a_policy_reads_as_two_lines() -> None:
+    rungs = (*[Rung("attention", "attention")] * 26, *[Rung("all")] * 6)
+    found = Policy(rungs, 8192, int(38.2 * GIB), 80 * GIB, 52 * GIB, 41.9, 0.071, 38.0)
+    assert found.lines() == (
+        "memory: blocks 0-25 keep attention (input and attention output in host memory), 26-31 keep all; MLP in tiles of 8,192 tokens",
+        "memory: peak 38.2 GiB of 80.0, host 52.0 GiB; step 41.9 s predicted, roofline 38.0 s, 7% of the FLOP done again",
+    )
+    alone = Policy((Rung("input", "input"), Rung("input")), None, GIB, 2 * GIB, 0, 0.5, 0.3, 0.4)
+    assert alone.lines()[0] == "memory: block 0 keeps input (input in host memory), 1 keeps input"
+    assert alone.lines()[1].startswith("memory: peak 1.0 GiB of 2.0; step 500 ms")
+
+
+# ------------------------------------------------------------------ every plan
+
+SHAPES = st.sampled_from([LLAMA, BERT, replace(LLAMA, ranks=Ranks(), trained=True), replace(LLAMA, heads=4, kv_heads=4)])
+DEPTHS = st.integers(1, 12)
+TOKENS = st.sampled_from([128, 2048, 8192, 20000, 65536, 262144])
+
+
+def chosen(shape: BlockShape, depth: int, tokens: int, budget: int, host: int, **config: Any) -> Policy | None:
+    try:
+        return choose(shape, depth, tokens, tokens, GIB, 32000, budget, host, A100, MemoryConfig(**config))
+    except UsageError:
+        return None
+
+
+@settings(deadline=None, max_examples=100)
+@given(SHAPES, DEPTHS, TOKENS, st.integers(GIB, 200 * GIB), st.integers(0, 100 * GIB), st.integers(0, 50 * GIB))
+def test_more_memory_is_never_slower_and_a_budget_never_exceeded(
+    shape: BlockShape, depth: int, tokens: int, budget: int, host: int, more: int
+) -> None:
+    found = chosen(shape, depth, tokens, budget, host)
+    if found is None:
+        return
+    assert found.peak <= budget and found.host <= host and len(found.rungs) == depth
+    assert found.rungs[-1].offload == "none" and found.seconds >= found.roofline * (1 - 1e-9)
+    assert found == chosen(shape, depth, tokens, budget, host)
+    roomier, hosted = chosen(shape, depth, tokens, budget + more, host), chosen(shape, depth, tokens, budget, host + more)
+    assert roomier is not None and roomier.seconds <= found.seconds * (1 + 1e-9)
+    price = WORTH * found.peak / GIB * found.roofline
+    assert hosted is not None and hosted.seconds <= found.seconds + price + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(SHAPES, st.integers(1, 7), TOKENS, st.integers(2 * GIB, 100 * GIB), st.integers(0, 40 * GIB), st.booleans())
+def test_no_plan_of_two_rungs_is_better(shape: BlockShape, depth: int, tokens: int, budget: int, host: int, offload: bool) -> None:
+    """Against every pair of rungs at every length and tile, its peak found block by block."""
+    config = MemoryConfig() if offload else MemoryConfig(offload="none")
+    step = policy._step(shape, depth, tokens, tokens, GIB, 32000, A100, False)
+    best = float("inf")
+    for _, options in policy._tables(step, config):
+        for first, last in policy._pairs(options):
+            for suffix in range(1, depth) if first is not last else (depth,):
+                blocks = [first] * (depth - suffix) + [last] * suffix
+                kept = [option.kept for option in blocks[:-1]] + [last.kept + last.host]
+                pinned = [option.host for option in blocks[:-1]]
+                slots = 2 * max(pinned, default=0)
+                peaks = [size + option.working for size, option in zip(accumulate(kept), blocks, strict=True)]
+                peak = step.fixed + slots + max(*peaks, sum(kept) + step.head)
+                if peak <= budget and sum(pinned) <= host:
+                    seconds = step.other + sum(option.seconds for option in blocks[:-1]) + last.alone
+                    best = min(best, step.price(seconds, peak))
+    found = policy._best(step, config, budget, host)
+    if found is None:
+        assert best == float("inf")
+    elif found.host or not offload:
+        assert step.price(found.seconds, found.peak) == pytest.approx(best, rel=1e-12)
+    else:
+        assert step.price(found.seconds, found.peak) >= best - 1e-12
+
+
+def test_choosing_is_quick_for_many_blocks() -> None:
+    """Less than 20 ms on a machine at rest."""
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        choose(LLAMA, 80, 131072, 131072, 16 * GIB, VOCABULARY, 80 * GIB, 100 * GIB, H200, MemoryConfig())
+        times.append(time.process_time() - began)
+    assert min(times) < 0.05
