@@ -1,0 +1,320 @@
+"""A fused head in Hugging Face's models without a line of theirs changed: hooks make it answer with `Unmade` logits.
+
+Those are a tensor that knows hidden states and head. Their cross-entropy is taken in one step (petune.kernels.head); whatever else touches
+them gets the logits, made then. The file is over 300 lines long because the tensor and the hooks that make it know each other's parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from petune.kernels.head import IGNORED, VocabularySlice, linear_cross_entropy
+from petune.kernels.ops import Ops
+from petune.log import say
+
+# ------------------------------------------------------------------ logits that are not made
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What unmade logits are made of: hidden [..., k], the head in its forward pass' modes, and what the model has added since."""
+
+    fusion: _Fusion
+    hidden: Tensor
+    autocast: Callable[[], torch.autocast]
+    differentiated: bool
+    bias: Tensor | None = None
+
+
+class Unmade(Tensor):
+    """Logits [..., v] of a fused head: a tensor without memory that becomes real, once, when more than its loss is asked for.
+
+    Reshaping, widening, adding a bias of the vocabulary and `torch.nn.functional.cross_entropy` leave it unmade; any other operation
+    computes the logits with the head as it is then, and goes on with those, their gradient included. Until that it requires none itself.
+    """
+
+    origin: _Origin
+    make: Callable[[], Tensor]
+    made: Tensor | None
+
+    @staticmethod
+    def __new__(cls, origin: _Origin, width: int, dtype: torch.dtype, make: Callable[[], Tensor]) -> Self:
+        """Logits of `width` classes and `dtype`, which `make` makes."""
+        shape = (*origin.hidden.shape[:-1], width)
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=origin.hidden.device)
+        self.origin, self.make, self.made = origin, make, None
+        return self
+
+    def materialise(self) -> Tensor:
+        """The logits."""
+        if self.made is None:
+            with torch.set_grad_enabled(self.origin.differentiated):  # a first look without gradients must not cost a later one its own
+                self.made = self.make()
+        return self.made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Facts are known, a few operations are put off, and all others make the logits."""
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is not None and args and isinstance(args[0], Unmade) and args[0].made is None:
+            result = rule(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map_only(Unmade, Unmade.materialise, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Only what goes round torch's Python comes here, too late to record a gradient."""
+        raise RuntimeError(f"{func} wants logits that were not made; call petune.kernels.head.unfuse_head(model) ahead of the forward pass")
+
+
+def _put_off(func: Any, logits: Unmade, *args: Any, **kwargs: Any) -> Any:
+    """A change of shape or dtype that keeps rows whole."""
+    ghost = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
+    if ghost.shape[-1:] != logits.shape[-1:]:
+        return NotImplemented
+    hidden = logits.origin.hidden
+    origin = replace(logits.origin, hidden=hidden.reshape(*ghost.shape[:-1], hidden.shape[-1]))
+    return Unmade(origin, logits.shape[-1], ghost.dtype, lambda: func(logits.materialise(), *args, **kwargs))
+
+
+def _put_off_bias(func: Any, logits: Unmade, other: Any, **kwargs: Any) -> Any:
+    """A bias of the vocabulary, such as BART's `final_logits_bias`."""
+    if kwargs or not isinstance(other, Tensor) or isinstance(other, Unmade):
+        return NotImplemented
+    if other.numel() != logits.shape[-1] or other.shape[-1:] != logits.shape[-1:] or other.dim() > logits.dim():
+        return NotImplemented
+    bias = other.flatten() if logits.origin.bias is None else logits.origin.bias + other.flatten()
+    dtype = torch.promote_types(logits.dtype, other.dtype)
+    return Unmade(replace(logits.origin, bias=bias), logits.shape[-1], dtype, lambda: func(logits.materialise(), other))
+
+
+def _fused(
+    func: Any,
+    logits: Unmade,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = IGNORED,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its own dtype, alike."""
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    if not plain or logits.dim() != 2 or target.dim() != 1 or (label_smoothing and logits.origin.fusion.part is not None):
+        return NotImplemented
+    labels = target.masked_fill(target == ignore_index, IGNORED) if ignore_index >= 0 else target
+    count = (labels >= 0).sum() if reduction == "mean" else None
+    return logits.origin.fusion.loss(logits.origin, labels, label_smoothing, count)
+
+
+_FACTS = {
+    *(cast("Any", fact).__get__ for fact in (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
+}
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((Tensor.float, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.contiguous), _put_off),
+    **dict.fromkeys((Tensor.__add__, Tensor.add, torch.add), _put_off_bias),
+    F.cross_entropy: _fused,
+}
+
+# ------------------------------------------------------------------ Hugging Face's models
+
+_FUSION = "petune_fused_head"  # attribute of a model
+
+
+def _counting(labels: Tensor) -> Callable[[], int]:
+    """How many labels on a CUDA device count.
+
+    Asked for before the blocks run, the number has come to the host when the head does: reading it waits, at most, for what the device had
+    been given before this forward pass.
+    """
+    number = torch.empty((), dtype=torch.int64, pin_memory=True).copy_((labels >= 0).sum(), non_blocking=True)
+    arrived = torch.cuda.current_stream(labels.device).record_event()
+
+    def read() -> int:
+        arrived.synchronize()
+        return int(number)
+
+    return read
+
+
+class _Fusion:
+    """The hooks of one model, and whether its head is to leave the logits of the running forward pass unmade."""
+
+    def __init__(self, model: nn.Module, head: nn.Module, ops: Ops, part: VocabularySlice | None) -> None:
+        self.head, self.ops, self.part = head, ops, part
+        self.signature = inspect.signature(model.forward)
+        self.asked = self.armed = False  # asked: by `head_loss`, whatever the arguments
+        self.hidden: Tensor | None = None  # between the hooks of the head
+        self.trained: Callable[[], int] | None = None  # how many labels of the running forward pass count, where that is known
+        self.said: set[str] = set()
+        self.handles = (
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            model.register_forward_hook(self.after_model, always_call=True),
+            head.register_forward_pre_hook(self.before_head),
+            head.register_forward_hook(self.after_head),
+        )
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Logits stay unmade in training with labels, unless the call or the head forbids it."""
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        labels, kept = given.get("labels"), given.get("logits_to_keep")
+        whole = kept is None or (isinstance(kept, int) and kept == 0)
+        if not self.asked and not (model.training and isinstance(labels, Tensor) and whole):
+            return
+        if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):  # nn.DataParallel runs its replicas in threads
+            return
+        if (reason := self.refusal()) is not None:
+            if reason not in self.said:
+                self.said.add(reason)
+                say(f"the head and its loss are not fused: {reason}")
+            return
+        self.armed = True
+        if not self.asked and labels is not None and labels.is_cuda and kwargs.get("shift_labels") is None:
+            self.trained = _counting(labels)
+
+    def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The end of the forward pass, after an error too."""
+        self.armed, self.hidden = False, None
+        if not self.asked:
+            self.trained = None
+
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+        """The head itself sees no row: what it gives then is the dtype and the width of its logits."""
+        if not self.armed:
+            return None
+        (self.hidden,) = args
+        return (args[0].flatten(0, -2)[:0],)
+
+    def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> Unmade | None:
+        """Unmade logits instead of none."""
+        if self.hidden is None:
+            return None
+        hidden, self.hidden = self.hidden, None
+        kind = hidden.device.type
+        autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+        def make() -> Tensor:
+            armed, self.armed = self.armed, False
+            try:
+                with autocast():
+                    logits: Tensor = head(hidden)
+            finally:
+                self.armed = armed
+            return logits
+
+        return Unmade(_Origin(self, hidden, autocast, torch.is_grad_enabled()), output.shape[-1], output.dtype, make)
+
+    @contextmanager
+    def asking(self, trained: int | None) -> Iterator[None]:
+        """Every forward pass of the block leaves its logits unmade."""
+        self.asked, self.trained = True, None if trained is None else lambda: trained
+        try:
+            yield
+        finally:
+            self.asked, self.trained = False, None
+
+    def refusal(self) -> str | None:
+        """Why the head as it is now must run by itself, or None."""
+        head: Any = self.head
+        low_rank = all(hasattr(head, name) for name in ("lora_A", "lora_B", "scale", "dropout", "active", "merged"))
+        if type(head) is not nn.Linear and not (isinstance(head, nn.Linear) and low_rank):
+            return f"{type(head).__name__} is neither torch.nn.Linear nor LoRA on one"
+        if type(head) is not nn.Linear and head.dropout and head.training and head.active and not head.merged:
+            return "there is dropout between it and its LoRA factors"
+        if self.part is None and len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
+            return "others have hooks on the head, and would see no logits"
+        return None
+
+    def loss(self, origin: _Origin, labels: Tensor, smoothing: float, count: Tensor | None) -> Tensor:
+        """The cross-entropy of unmade logits, by the head as it is now."""
+        head: Any = self.head
+        tuned = type(head) is not nn.Linear and head.active and not head.merged
+        biases = [bias for bias in (head.bias, origin.bias) if bias is not None]
+        with origin.autocast():
+            return linear_cross_entropy(
+                origin.hidden,
+                head.weight,
+                labels,
+                ops=self.ops,
+                bias=biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None),
+                low=(head.lora_A, head.lora_B, head.scale) if tuned else None,
+                smoothing=smoothing,
+                trained=None if self.trained is None else self.trained(),
+                count=count,
+                part=self.part,
+            )
+
+
+def fuse_head(model: nn.Module, ops: Ops, part: VocabularySlice | None = None) -> bool:
+    """Make `model(..., labels=...)` of a Hugging Face language model compute its loss without its logits, while it trains.
+
+    The loss is Hugging Face's own, its shift of labels, its mean and `num_items_in_batch` included, but always in float32 at least.
+    `output.logits` is then `Unmade`: it computes itself if it is looked at. In eval mode, without labels or with `logits_to_keep` nothing
+    changes, so `generate` does not either. The head may be a linear layer, tied or not, or LoRA on one; any other runs by itself, and a
+    line of the log says why. part: the head holds a slice of the vocabulary, and labels are of the whole.
+
+    Returns whether there was a head to fuse. Undone by `unfuse_head`. Tune the model first: a head that replaces another later is missed.
+    """
+    unfuse_head(model)
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    if not isinstance(head, nn.Module):
+        say(f"the head and its loss are not fused: {type(model).__name__} has no head over a vocabulary")
+        return False
+    setattr(model, _FUSION, _Fusion(model, head, ops, part))
+    return True
+
+
+def unfuse_head(model: nn.Module) -> None:
+    """Undo `fuse_head`; nothing where it was not called. Logits that were left unmade can still be made."""
+    fusion = model.__dict__.pop(_FUSION, None)
+    if fusion is not None:
+        for handle in fusion.handles:
+            handle.remove()
+
+
+Batch = Mapping[str, Tensor]
+
+
+def head_loss(
+    model: nn.Module, batch: Batch, ask: Callable[[nn.Module, Any], Tensor], *, shift: bool, trained: int | None = None
+) -> Tensor:
+    """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head` has seen; nothing is waited for.
+
+    ask: (model, batch) -> logits [b, s, v], labels not among what it hands to the model. batch: "labels" [b, s] and perhaps "rows" [b],
+    which are negative where a row only fills the batch up. shift: the logits of a token are about the next one. trained: how many labels
+    count at most, where the host knows; see `linear_cross_entropy`.
+    """
+    fusion: _Fusion = getattr(model, _FUSION)
+    with fusion.asking(trained):
+        logits = ask(model, batch)
+        labels = batch["labels"].to(logits.device)
+        if "rows" in batch:
+            labels = labels.masked_fill((batch["rows"] < 0).to(labels.device)[:, None], IGNORED)
+        if shift:
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Whether `fuse_head` has acted on this model."""
+    return _FUSION in model.__dict__
