@@ -53,6 +53,23 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Norms:
+    """The norms of a block, by path: `first` is attention's and `second` the MLP's, before them or, with `post`, behind the sum.
+
+    `q` and `k` norm each head of queries and keys, where a model does. `drops` are the dropouts of the two connections, `attention_drop`
+    the attention's own: a module, or a number that is an attribute of one.
+    """
+
+    first: str
+    second: str
+    post: bool = False
+    q: str | None = None
+    k: str | None = None
+    drops: tuple[str, str] | None = None
+    attention_drop: str | None = None
+
+
+@dataclass(frozen=True)
 class StackRule:
     """One stack of blocks. `blocks` is a path suffix below the base model; `carry` names what one block hands the next.
 
@@ -67,6 +84,7 @@ class StackRule:
     rotary: str | None = None
     bias: str | None = None
     causal: bool = False
+    norms: Norms | None = None  # None: its blocks have no fused form
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
+from petune.kernels.parts import Part
 from petune.methods.configs import LoraConfig
 from petune.methods.targets import select_layers
 from petune.sites import CutKind, Family, Split
@@ -90,6 +91,12 @@ class LoraLinear(LoraLayer, nn.Linear):
         """The base map plus the update."""
         y = F.linear(x, self.weight, self.bias)
         return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
+
+    def part(self) -> Part:
+        """Itself as fused blocks read it."""
+        if self.passes_by():
+            return Part(self.weight, self.bias)
+        return Part(self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dropout)
 
 
 class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says Parameter where torch says Tensor

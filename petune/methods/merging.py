@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from petune.errors import UsageError
+from petune.kernels.fuse import unfuse
 from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
 from petune.methods.lora import LoraLayer
 from petune.methods.tuned import tuned_layers, tuning
@@ -26,6 +27,7 @@ def merge(model: nn.Module) -> nn.Module:
     Its parameters all require gradients again, as those of a freshly loaded model do. Raises UsageError for adapter and side.
     """
     _refuse_unmergeable(model)
+    unfuse(model)
     for name, layer in list(tuned_layers(model)):
         lora = cast("LoraLayer", layer)
         if lora.merged:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from petune.errors import UsageError
+from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig, make_memory
+from petune.kernels.fuse import check_kernels, fuse
 from petune.log import say
 from petune.methods import adapter, full, lora, side
 from petune.methods.configs import CONFIGS, FullConfig, MethodConfig, make_config
@@ -38,15 +40,29 @@ METHODS: Mapping[str, Method] = {
 }
 
 
-def wrap(model: Model, method: str = "lora", **settings: Any) -> Model:
-    """Tune `model` with `method`: rewrite its layers in place, mark what trains, and log one line with the counts.
+def wrap(
+    model: Model,
+    method: str = "lora",
+    *,
+    kernels: KernelsName = "auto",
+    memory: MemoryConfig | Mapping[str, Any] | str = "auto",
+    base_dtype: BaseDtype | None = None,
+    **settings: Any,
+) -> Model:
+    """Tune `model` with `method`: rewrite its layers in place, mark what trains, fuse what can be, and log one line with the counts.
 
     `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from torch's global generator
-    and are float32 (float64 on a float64 base). Raises UsageError for an unknown method or setting, a value out of range, a target that
-    matches nothing, a model that is wrapped or merged already, or a family the method does not know.
+    and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and loss head where Triton can run, on the device the model is
+    on now; "reference" and "triton" insist, "off" leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "fp8" for
+    frozen weights of fused blocks, which is not exact. Raises UsageError for an unknown method or setting, a value out of range, a target
+    that matches nothing, a model that is wrapped or merged already, a family the method does not know, or what cannot be fused.
     """
-    tune(model, make_config(method, settings))
+    config = make_config(method, settings)
+    settings_of_memory = make_memory(memory)
+    check_kernels(model, kernels, base_dtype)
+    tune(model, config)
     say(describe(model))
+    fuse(model, family_of(model), kernels, settings_of_memory, base_dtype)
     return model
 
 

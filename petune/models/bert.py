@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackName, StackRule
+from petune.sites import Config, Family, Norms, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",
@@ -29,6 +29,14 @@ CROSS = Region(  # of a BERT used as a decoder
 )
 MLP = Region(kind="mlp", enter="intermediate", leave="output.dense", sites={"up": "intermediate.dense", "down": "output.dense"})
 
+NORMS = Norms(
+    first="attention.output.LayerNorm",
+    second="output.LayerNorm",
+    post=True,
+    drops=("attention.output.dropout", "output.dropout"),
+    attention_drop="attention.self.dropout",
+)
+
 
 def shape(config: Config) -> Shape:
     """Sizes of a BERT config; every head has its own keys and values."""
@@ -52,7 +60,7 @@ def depth(config: Config) -> dict[StackName, int]:
 FAMILY = Family(
     name="bert",
     kind="encoder",
-    stacks={"encoder": StackRule(blocks="encoder.layer", regions=(ATTENTION, CROSS, MLP))},
+    stacks={"encoder": StackRule(blocks="encoder.layer", regions=(ATTENTION, CROSS, MLP), norms=NORMS)},
     heads=("classifier",),
     shape=shape,
     narrow=narrow,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackName, StackRule
+from petune.sites import Config, Family, Norms, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",
@@ -13,6 +13,14 @@ ATTENTION = Region(
     sites={"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"},
 )
 MLP = Region(kind="mlp", enter="mlp", leave="mlp.down_proj", sites={"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"})
+
+NORMS = Norms(
+    first="input_layernorm",
+    second="post_attention_layernorm",
+    q="self_attn.q_norm",
+    k="self_attn.k_norm",
+    attention_drop="self_attn.attention_dropout",
+)
 
 
 def head_dim(config: Config) -> int:
@@ -43,7 +51,7 @@ def depth(config: Config) -> dict[StackName, int]:
 FAMILY = Family(
     name="llama",
     kind="decoder",
-    stacks={"decoder": StackRule(blocks="layers", regions=(ATTENTION, MLP), tail="norm", rotary="rotary_emb", causal=True)},
+    stacks={"decoder": StackRule(blocks="layers", regions=(ATTENTION, MLP), tail="norm", rotary="rotary_emb", causal=True, norms=NORMS)},
     heads=("score", "classifier", "qa_outputs"),
     shape=shape,
     narrow=narrow,

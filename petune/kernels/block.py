@@ -1,0 +1,242 @@
+"""A fused block: Hugging Face's own block, whose training forward is one autograd node with both passes written by hand.
+
+The class of a block is exchanged for a subclass of it, so names, hooks and state stay. A call that the node cannot do (a cache, attention
+probabilities asked for, dropout inside attention) goes to the block's own forward, and the reason is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from petune.dropout import draw, drawing, places
+from petune.errors import UsageError
+from petune.kernels import attending
+from petune.kernels.attending import How
+from petune.kernels.call import Call, Parts, Spec
+from petune.kernels.frame import Frame, Kept
+from petune.kernels.group import Sink
+from petune.kernels.offload import Parked
+from petune.kernels.parts import Part
+from petune.kernels.postnorm import PostNorm
+from petune.kernels.segments import Segments
+from petune.log import say
+from petune.running import running
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            groups = call.groups(tensors)
+            y, kept = call.run(groups, tensors).forward(_rows_of(x))
+        factors = [value for group in groups for value in group.factors]
+        ctx.call, ctx.shape, ctx.numbers = call, x.shape, (len(tensors), len(factors))
+        if any(ctx.needs_input_grad):
+            ctx.parked = _park(call, kept)
+            flat, ctx.names = _flattened(kept)
+            ctx.save_for_backward(*tensors, *factors, *flat)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call, (count, factors) = ctx.call, ctx.numbers
+        saved = ctx.saved_tensors
+        tensors = saved[:count]
+        kept = _unflattened(saved[count + factors :], ctx.names)
+        if ctx.parked is not None:
+            kept |= call.spec.store.fetch(ctx.parked)
+            ctx.parked = None  # its host memory is for the next step, though the graph may live on
+        elif "x" not in kept:
+            remedy = "set memory: {offload: none} to go back through a graph twice"
+            raise UsageError("what this block had parked in host memory is gone after the first backward pass", remedy=remedy)
+        sink = Sink(ctx.needs_input_grad[2:])
+        with torch.autocast(dy.device.type, enabled=False):
+            groups = call.groups(tensors, saved[count : count + factors])
+            run = call.run(groups, tensors)
+            dx = run.backward(_rows_of(dy), kept, ctx.needs_input_grad[1], sink)
+        return None, None if dx is None else dx.view(ctx.shape), *call.gradients(groups, tensors, sink)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """[..., width] as a matrix whose last dim is dense; the gradient of a sum is one number everywhere, and is not."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _park(call: Call, kept: Kept) -> Parked | None:
+    """What the rung sends to the host, taken out of `kept`."""
+    names = {"none": (), "input": ("x",), "attention": ("x", "a")}[call.frame.rung.offload]
+    sent = {name: kept.pop(name) for name in names if kept.get(name) is not None}
+    if not sent or call.spec.store is None:
+        kept |= sent
+        return None
+    return call.spec.store.park(sent)
+
+
+def _flattened(kept: Kept) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:
+    """Tensors to save, and for each value its name, its place in a tuple or None, and itself where it is no tensor."""
+    flat: list[Tensor | None] = []
+    names: list[tuple[str, int | None, Any]] = []
+    for name, value in kept.items():
+        for at, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
+            tensor = one if isinstance(one, Tensor) else None
+            flat.append(tensor)
+            names.append((name, at, None if tensor is not None else one))
+    return flat, names
+
+
+def _unflattened(flat: Sequence[Tensor | None], names: Sequence[tuple[str, int | None, Any]]) -> Kept:
+    kept: Kept = {}
+    for value, (name, at, other) in zip(flat, names, strict=True):
+        value = other if value is None else value
+        kept[name] = value if at is None else (*kept.get(name, ()), value)
+    return kept
+
+
+class FusedBlock(nn.Module):
+    """Mixed in before the class of a block; `spec` says what it computes."""
+
+    spec: Spec
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The block's own arguments and result."""
+        given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
+        reason = self.declines(hidden_states, given)
+        if reason is None:
+            return self._fused(hidden_states, given)
+        if reason not in self.spec.said and torch.is_grad_enabled():
+            self.spec.said.add(reason)
+            say(f"kernels: {type(self).__name__} runs unfused: {reason}")
+        return self._unfused(super().forward, hidden_states, *args, **kwargs)
+
+    def _unfused(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward, computed again in the backward pass where the block is not to keep everything."""
+        cached = kwargs.get("past_key_values") is not None  # which a second forward would fill a second time
+        if self.spec.rung.keep == "all" or cached or not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        here = replace(running())
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with drawing(replace(here)):
+                return own(*args, **kwargs)
+
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
+
+    def unready(self, device: torch.device) -> str | None:
+        """Why every call at this moment goes to the block's own forward, or None."""
+        dtype = cast("Tensor", self.spec.layers[0][0].weight).dtype
+        if self.training and self.spec.attention_dropout:
+            return f"attention has dropout {self.spec.attention_dropout:g}"
+        if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
+            return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
+        return None
+
+    def declines(self, hidden: Tensor, given: dict[str, Any]) -> str | None:
+        """Why this call goes to the block's own forward, or None."""
+        dtype = cast("Tensor", self.spec.layers[0][0].weight).dtype
+        if given.get("past_key_values") is not None:
+            return "a cache of keys and values is in use"
+        if given.get("encoder_hidden_states") is not None:
+            return "it attends to an encoder"
+        if given.get("output_attentions"):
+            return "attention probabilities are asked for"
+        if hidden.dtype != dtype:
+            return f"hidden states are {_short(hidden.dtype)}, weights {_short(dtype)}"
+        return self.unready(hidden.device)
+
+    def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+        parts, post = self.parts(), self.spec.kind is PostNorm
+        drops, connections = self._drops(parts, hidden, post)
+        call = self.call(parts, self._how(hidden, given), drops, connections if post else angles_of(given["position_embeddings"]))
+        out: Tensor = _Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
+        return out
+
+    def parts(self) -> Parts:
+        """The linears as they are at this moment."""
+        return tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+
+    def tensors(self, parts: Parts) -> list[Tensor | None]:
+        """What autograd must know of: the tensors of `parts`, then the norms'."""
+        norms = [None if norm is None else getattr(*norm) for norm in self.spec.norms]
+        return [tensor for group in parts for part in group for tensor in part.tensors] + norms
+
+    def call(self, parts: Parts, how: How, drops: tuple[tuple[Any, ...], ...], extra: Any) -> Call:
+        """A call of these parts; drops and extra as in `Call`."""
+        spec = self.spec
+        frame = Frame(spec.heads, spec.kv_heads, spec.head_dim, spec.act, spec.gated, spec.eps, spec.ops, how, spec.rung, spec.tile)
+        return Call(spec, frame, parts, drops, extra)
+
+    def _how(self, hidden: Tensor, given: dict[str, Any]) -> How:
+        spec, mask, segments = self.spec, given.get("attention_mask"), running().segments
+        batch, length = hidden.shape[:2]
+        choice = attending.choose(
+            hidden.device, hidden.dtype, spec.head_dim, length, segmented=segments is not None, masked=mask is not None
+        )
+        return How(spec.causal, spec.scale, batch, segments, mask, choice.backend)
+
+    def _drops(self, parts: Parts, hidden: Tensor, connected: bool) -> tuple[Any, Any]:
+        """What drops out where: for each part's update, and for the two connections; drawn in the order the block's own forward draws."""
+        if not self.training:
+            return tuple((None,) * len(group) for group in parts), (None, None)
+        found, connections = [], []
+        for at, group in enumerate(parts):
+            found.append(tuple(self._drop(hidden, part.dropout) for part in group))
+            if at % 2 == 1 and connected:  # behind o and behind down
+                connections.append(self._drop(hidden, self.spec.drops[at // 2]))
+        return tuple(found), tuple(connections)
+
+    def _drop(self, hidden: Tensor, p: float) -> Any:
+        if p == 0:
+            return None
+        how = draw(_numbers(hidden), p)
+
+        def drop(x: Tensor, rows: slice | None) -> Tensor:
+            dropped: Tensor = self.spec.ops.drop(x, how if rows is None else how._replace(numbers=how.numbers[rows]))
+            return dropped
+
+        return drop
+
+
+def _numbers(hidden: Tensor) -> Tensor:
+    """Where each row of [m, width] lies in the batch, for dropout by index."""
+    segments: Segments | None = running().segments
+    if segments is None:
+        return places(hidden.shape[0], hidden.shape[1], hidden.device)
+    numbers = places(*segments.shape, hidden.device)
+    return numbers if segments.places is None else numbers[segments.places]
+
+
+def _part(layer: nn.Module) -> Part:
+    """`part_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
+    if type(layer) is nn.Linear:
+        return Part(layer.weight, layer.bias)
+    part = getattr(layer, "part", None)
+    if part is None:
+        remedy = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
+        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=remedy)
+    return cast("Part", part())
+
+
+def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """cos and sin [p, d] of [1 or b, t, d]."""
+    cos, sin = angles
+    return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def fused_class(kind: Any) -> Any:
+    """The fused subclass of a block's class."""
+    return type(f"Fused{kind.__name__}", (FusedBlock, kind), {"__module__": kind.__module__})

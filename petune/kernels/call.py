@@ -1,0 +1,125 @@
+"""What a fused block is made of, and one call of it: what its autograd node needs beside tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.kernels.configs import Rung
+from petune.kernels.eight import Eight
+from petune.kernels.frame import Frame
+from petune.kernels.group import Group, Sink
+from petune.kernels.offload import Store
+from petune.kernels.ops import Ops
+from petune.kernels.parts import Bank, Base, Part
+from petune.kernels.postnorm import PostNorm
+from petune.kernels.prenorm import PreNorm
+from petune.kernels.reference import Act
+
+Parts = tuple[tuple[Part, ...], ...]  # of each group
+Where = tuple[nn.Module, str] | None  # an attribute of a module
+
+
+@dataclass
+class Spec:
+    """What a block is made of, and what it is to keep.
+
+    layers: of each group, in the order of petune.kernels.prenorm or .postnorm. norms: (module, name) of each norm tensor, None where the
+    block has none. rung and tile may be changed between steps.
+    """
+
+    kind: type[PreNorm] | type[PostNorm]
+    layers: Sequence[Sequence[nn.Module]]
+    norms: Sequence[tuple[nn.Module, str] | None]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    act: Act
+    gated: bool
+    eps: float
+    scale: float
+    causal: bool
+    ops: Ops
+    dropouts: tuple[Where, Where, Where] = (None, None, None)  # of attention and of the two connections, while training
+    rung: Rung = field(default_factory=Rung)
+    tile: int | None = None
+    store: Store | None = None
+    banks: list[Bank | None] = field(default_factory=list)
+    arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
+    said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
+
+    @property
+    def attention_dropout(self) -> float:
+        """The probability as it is now."""
+        return _probability(self.dropouts[0])
+
+    @property
+    def drops(self) -> tuple[float, float]:
+        """Those of the two connections."""
+        return _probability(self.dropouts[1]), _probability(self.dropouts[2])
+
+
+def _probability(where: Where) -> float:
+    """Of a dropout: a module, or a number."""
+    value = 0.0 if where is None else getattr(*where)
+    return float(value.p if isinstance(value, nn.Dropout) else value)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block: what the node needs beside tensors."""
+
+    spec: Spec
+    frame: Frame
+    parts: Parts
+    drops: tuple[tuple[Any, ...], ...]  # of each group's parts
+    extra: Any  # cos and sin, or the dropouts of the connections
+
+    def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
+        """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and B."""
+        found, first = [], 0
+        for at, (parts, drops) in enumerate(zip(self.parts, self.drops, strict=True)):
+            own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]) for k, part in enumerate(parts)]
+            base = _base(self.spec.banks[at], own)
+            a, b = factors[2 * at : 2 * at + 2] or (None, None)
+            made = None if a is None or b is None else (a, b)
+            found.append(Group(own, self.dtype, first, base, drops, made))
+            first += 4 * len(own)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation."""
+        return self.parts[0][0].weight.dtype
+
+    def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> PreNorm | PostNorm:
+        """The block of these groups."""
+        return self.spec.kind(self.frame, groups, tensors[4 * sum(map(len, self.parts)) :], self.extra)
+
+    def gradients(self, groups: Sequence[Group], tensors: Sequence[Tensor | None], sink: Sink) -> list[Tensor | None]:
+        """Those of `tensors` that a backward pass has left in `sink`, in their dtypes; None for what does not train."""
+        grads = [grad for group in groups for grad in group.gradients(sink)]
+        for at in range(len(grads), len(tensors)):
+            value, tensor = sink.found.get(at), tensors[at]
+            grads.append(value.to(tensor.dtype) if value is not None and tensor is not None and sink.needs[at] else None)
+        return grads
+
+
+def _base(bank: Bank | None, parts: Sequence[Part]) -> Base | None:
+    """The frozen weights of `parts` as one product, where they still lie in their bank."""
+    if bank is None:
+        return None
+    eight = bank.base if isinstance(bank.base, Eight) else None
+    if not bank.intact(parts):
+        if eight is not None:
+            remedy = "move the model before petune.wrap(..., base_dtype='fp8')"
+            raise UsageError("weights were moved or replaced after they were quantised", where="base_dtype", remedy=remedy)
+        return None
+    if eight is not None:
+        eight.refresh(tuple(part.weight._version for part in parts))
+    return bank.base

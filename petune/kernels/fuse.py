@@ -1,0 +1,233 @@
+"""The fuse pass: blocks of families that have a table of norms become fused blocks, the head makes its loss without logits.
+
+It acts last, on whole blocks of one device. What cannot be fused stays as it is and the reason is said; nothing is patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from petune.errors import UsageError
+from petune.kernels.around import InDtype, NoCache, Ready, dense
+from petune.kernels.block import FusedBlock, fused_class
+from petune.kernels.call import Spec
+from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
+from petune.kernels.eight import Eight, refuse_eight
+from petune.kernels.graphs import Graphs, ungraph
+from petune.kernels.memory import GIB, Governor
+from petune.kernels.offload import Store
+from petune.kernels.ops import Ops, refusal, select
+from petune.kernels.parts import Bank, Part, part_of
+from petune.kernels.region import fuse_sites, unfuse_sites
+from petune.kernels.segments import FindSegments, Unpadded
+from petune.kernels.specs import spec_of
+from petune.kernels.unmade import fuse_head, unfuse_head
+from petune.log import say
+from petune.sites import Family
+from petune.stack import Stack, own_stacks, unownable
+
+WIDE = 2  # times as many outputs as inputs, from which on room for b beside the weights pays
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What `fuse` has done: whether there are fused blocks, how many single modules were exchanged besides, and why it is not more."""
+
+    blocks: bool
+    sites: int
+    reasons: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Whether there are fused blocks."""
+        return self.blocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every stack is fused with."""
+
+    ops: Ops
+    memory: MemoryConfig
+    base_dtype: BaseDtype | None
+
+
+def fuse(
+    model: nn.Module,
+    family: Family | None,
+    kernels: KernelsName = "auto",
+    memory: MemoryConfig | None = None,
+    base_dtype: BaseDtype | None = None,
+) -> Fused:
+    """Fuse what can be fused on the device the model is on: blocks, else single modules, and the loss head. Idempotent.
+
+    memory: what blocks keep for the backward pass; None: chosen. base_dtype: "fp8" quantises frozen weights of the blocks (not exact).
+    Raises UsageError where what is asked for cannot be: kernels "triton" without a device for it, either by name where nothing can be
+    fused, base_dtype without fused blocks.
+    """
+    first = next(model.parameters())
+    ops = select(kernels, first.device, _dtype(model, first.dtype))
+    if ops is None:
+        reason = "kernels: off" if kernels == "off" else cast("str", refusal(first.device, first.dtype))
+        return _complain(model, kernels, base_dtype, Fused(False, 0, (reason,)))
+    blocks, reasons = _fuse_blocks(model, family, Plan(ops, memory or MemoryConfig(), base_dtype))
+    sites = fuse_sites(model, ops) if base_dtype is None or blocks else 0
+    heads = fuse_head(model, ops) if blocks or base_dtype is None else False
+    return _complain(model, kernels, base_dtype, Fused(blocks, sites + heads, reasons))
+
+
+def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[bool, tuple[str, ...]]:
+    """Whether any stack was fused, and why others were not."""
+    reasons = _refusals(model, family)
+    if reasons or family is None:
+        return False, tuple(reasons)
+    before, stacks = bool(_hooks_of(model)), own_stacks(model, family).values()
+    reasons = [f"{stack.name}: {reason}" for stack in stacks if (reason := _fuse_stack(model, stack, family, plan)) is not None]
+    if len(reasons) < len(stacks) and not before:
+        _hooks_of(model).append(NoCache().register(_owner(model)))
+    return len(reasons) < len(stacks), tuple(reasons)
+
+
+def _hooks_of(model: nn.Module) -> list[RemovableHandle]:
+    """The hooks that fusing has hung on a model and on its parts."""
+    hooks: list[RemovableHandle] = model.__dict__.setdefault("petune_fused_hooks", [])
+    return hooks
+
+
+def _owner(model: nn.Module) -> nn.Module:
+    """The model that makes masks and positions and holds the stacks."""
+    return cast("nn.Module", getattr(model, "base_model", model))
+
+
+def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | None) -> None:
+    """Raise UsageError for names that mean nothing and for kernels that cannot run where the model is, before anything is changed."""
+    if base_dtype not in (None, *get_args(BaseDtype)):
+        raise UsageError(f"base_dtype {base_dtype!r} is unknown", where="base_dtype", expected=", ".join(get_args(BaseDtype)))
+    first = next(model.parameters(), None)
+    select(kernels, torch.device("cpu") if first is None else first.device, torch.float32 if first is None else _dtype(model, first.dtype))
+
+
+def _complain(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused) -> Fused:
+    """`done`; raise UsageError if more was asked for by name, else say what is missing, but for a CPU, where nobody expects it."""
+    why = "; ".join(done.reasons)
+    if base_dtype is not None and not done.blocks:
+        where, remedy = "base_dtype", "leave the setting out"
+        raise UsageError(f"no block of this {type(model).__name__} can be fused", where=where, found=why, remedy=remedy)
+    if kernels in ("triton", "reference") and not (done.blocks or done.sites):
+        raise UsageError(f"nothing of this {type(model).__name__} can be fused", where="kernels", found=why, remedy="use kernels: auto")
+    if why and kernels != "off" and (done.sites or next(model.parameters()).device.type != "cpu"):
+        say(f"kernels: the model's own blocks run, not fused ones: {why}" if not done.blocks else f"kernels: not all is fused: {why}")
+    return done
+
+
+def _dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
+    """What the blocks compute in: the dtype of the first linear."""
+    return next((module.weight.dtype for module in model.modules() if isinstance(module, nn.Linear)), otherwise)
+
+
+def _refusals(model: nn.Module, family: Family | None) -> list[str]:
+    """Why no stack of the model can be fused; nothing where one may."""
+    if family is None:
+        return [f"{type(model).__name__} is of no family with a table"]
+    if all(rule.norms is None for rule in family.stacks.values()):
+        return [f"blocks of {family.name} have no fused form"]
+    reason = unownable(model)
+    return [] if reason is None else [reason]
+
+
+def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
+    """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
+    if stack.rule.norms is None:
+        return "its blocks have no fused form"
+    if stack.ladder is not None:
+        return "a ladder climbs beside it"
+    if isinstance(stack.blocks[0], FusedBlock):
+        for hook in stack._forward_pre_hooks.values():
+            if isinstance(hook, Governor):
+                hook.become(plan.memory)
+        return None
+    config = cast("Any", model).config
+    specs: list[Spec] = []
+    for number, block in stack.numbered:
+        spec = spec_of(block, stack, family.shape(config), config, plan.ops)
+        if isinstance(spec, str):
+            return f"block {number}: {spec}"
+        specs.append(spec)
+    _check_eight(specs, plan)
+    limit = None if plan.memory.host is None else int(plan.memory.host * GIB)
+    store, said = Store(next(stack.parameters()).device, limit), specs[0].said
+    for (_, block), spec in zip(stack.numbered, specs, strict=True):
+        spec.store, spec.said = store, said
+        spec.banks = [_bank(layers, plan) for layers in spec.layers]
+        block.__dict__["spec"] = spec
+        block.__class__ = fused_class(cast("Any", type(block)))
+        _hooks_of(model).append(block.register_state_dict_post_hook(dense))
+    stack.recompute = False  # the blocks do it themselves, as their rungs say
+    _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
+    _leave_padding_out(model, stack)
+    if plan.ops.name == "triton":
+        stack.whole = Graphs()
+    return None
+
+
+def _leave_padding_out(model: nn.Module, stack: Stack) -> None:
+    """Compute on real tokens alone, unless something in the stack must see where padding was."""
+    if getattr(cast("Any", model).config, "sliding_window", None) or stack.edges is not None:
+        return
+    owner = _owner(model)
+    path = next(name for name, module in owner.named_modules() if module is stack)
+    _hooks_of(model).extend(FindSegments(owner, stack.rule.causal, Ready(path)).register(owner))
+    stack.edges = Unpadded()
+
+
+def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:
+    """Raise UsageError where weights cannot be quantised, before the first one is."""
+    for layers in (layers for spec in specs for layers in spec.layers) if plan.base_dtype is not None else ():
+        weights = [cast("torch.Tensor", layer.weight) for layer in layers]
+        if any(weight.requires_grad for weight in weights):
+            raise UsageError("base_dtype: fp8 needs weights that do not train", where="base_dtype", remedy="use method: lora")
+        refuse_eight(weights[0].device, weights[0].dtype, (sum(map(len, weights)), weights[0].shape[1]))
+
+
+def _bank(layers: Sequence[nn.Module], plan: Plan) -> Bank | None:
+    """One tensor for the frozen weights of several linears; None where they train, differ or are not whole."""
+    weights = [cast("torch.Tensor", layer.weight) for layer in layers]
+    biases = [getattr(layer, "bias", None) for layer in layers]
+    plain = all(type(weight.data) is torch.Tensor and not weight.requires_grad for weight in weights)
+    alike = len({weight.dtype for weight in weights}) == 1 and len({bias is None for bias in biases}) == 1
+    frozen = all(bias is None or not bias.requires_grad for bias in biases)
+    if not (plain and alike and frozen):
+        return None
+    if len(layers) == 1 and plan.base_dtype is None:
+        return None
+    parts = [cast("Part", part_of(layer)) for layer in layers]
+    rank, outputs = sum(0 if part.a is None else len(part.a) for part in parts), sum(map(len, weights))
+    bank = Bank(layers, rank if outputs > WIDE * weights[0].shape[1] and plan.base_dtype is None else 0)
+    if plan.base_dtype == "fp8":
+        bank.base = Eight(bank.weight, bank.bias, plan.ops, tuple(weight._version for weight in weights))
+    return bank
+
+
+def fused_blocks(model: nn.Module) -> list[nn.Module]:
+    """The fused blocks of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, FusedBlock)]
+
+
+def unfuse(model: nn.Module) -> None:
+    """The model's own blocks and head again; weights stay where they are."""
+    ungraph(model)
+    for handle in model.__dict__.pop("petune_fused_hooks", ()):
+        handle.remove()
+    for module in model.modules():
+        if isinstance(module, FusedBlock):
+            module.__class__ = type(module).__mro__[2]
+            del module.__dict__["spec"]
+        elif isinstance(module, Stack) and isinstance(module.edges, Unpadded):
+            module.edges = None
+    unfuse_sites(model)
+    unfuse_head(model)

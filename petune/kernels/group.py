@@ -1,0 +1,262 @@
+"""Linear layers that share one input computed as one, forward and backward, with their LoRA updates.
+
+LoRA's forward is y = x W^T + s b^T with s = x a^T, where a = scale * A and b = B in the dtype of the computation; q, k and v stack their
+factors: s is then [m, sum of ranks] and b block-diagonal. The backward pass needs x, s and the gradient of y:
+
+        ds = dy b        dx = dy W + ds a        dA = scale * ds^T x        dB = dy^T s        (dW = dy^T x where W trains)
+
+No intermediate is ever as large as W. What trains gets its gradient in float32, whatever the dtype of the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from petune.kernels.parts import Base, Dense, Part, matmul32
+from petune.kernels.reference import Low
+
+Drop = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
+FOLDED = 64  # the largest stacked rank that the element-wise kernels add on their way
+
+
+class Sink:
+    """Gradients of a block as its backward pass finds them, summed over tiles in float32."""
+
+    def __init__(self, needs: Sequence[bool]) -> None:
+        self.needs = needs
+        self.found: dict[object, Tensor] = {}
+
+    def add(self, key: object, value: Tensor | None) -> None:
+        """Add to what was found under `key`."""
+        if value is not None:
+            self.found[key] = self.found[key].add_(value) if key in self.found else value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix that entered a linear: at hand, or made again from what a norm read."""
+
+    matrix: Callable[[], Tensor]
+    times: Callable[[Tensor, float], Tensor]  # (ds [m, r], scale) -> scale * ds^T x [r, k] in float32
+
+    @staticmethod
+    def of(x: Tensor) -> Rows:
+        """The matrix itself."""
+        return Rows(lambda: x, lambda ds, scale: matmul32(ds.T, x, scale))
+
+    @staticmethod
+    def again(make: Callable[[], Tensor]) -> Rows:
+        """A matrix that is made when it is asked for, once."""
+        make = cache(make)
+        return Rows(make, lambda ds, scale: matmul32(ds.T, make(), scale))
+
+    @staticmethod
+    def rms(total: Tensor, weight: Tensor, rstd: Tensor, again: Callable[[], Tensor]) -> Rows:
+        """total * rstd * weight, which need not be made for ds^T x: scaling the few columns of ds does the same."""
+
+        again = cache(again)
+
+        def times(ds: Tensor, scale: float) -> Tensor:
+            scaled = torch.mul(ds, rstd[:, None], out=torch.empty_like(ds))
+            return matmul32(scaled.T, total, scale).mul_(weight)
+
+        return Rows(again, times)
+
+
+class Group:
+    """Linears of one input, as their parts are at this moment: [m, k] -> [m, sum of outputs].
+
+    `first` is the place of its first tensor among a block's; `base` its frozen part, where that is one product. With `drops`, one per
+    part, each update reads its own dropout of the input.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        first: int,
+        base: Base | None = None,
+        drops: Sequence[Drop | None] = (),
+        factors: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.parts, self.first = tuple(parts), first
+        self.widths = [len(part.weight) for part in parts]
+        self.ranks = [0 if part.a is None else len(part.a) for part in parts]
+        self.whole = base or (Dense(self.parts[0].weight, self.parts[0].bias) if len(parts) == 1 else None)
+        self.tuned = any(self.ranks)
+        self.drops = tuple(drops) if any(drops) else ()
+        self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
+        self.folds = self.tuned and sum(self.ranks) <= FOLDED
+        if self.tuned:
+            self.a, self.b = factors or (self._stacked(dtype), self._diagonal(dtype))
+
+    def _stacked(self, dtype: torch.dtype) -> Tensor:
+        """[sum of ranks, k]: the factors A, each times its scale."""
+        weight = self.parts[0].weight
+        out = torch.empty(sum(self.ranks), weight.shape[1], dtype=dtype, device=weight.device)
+        for part, ranks in zip(self.parts, spans(self.ranks), strict=True):
+            if part.a is not None:
+                torch.mul(part.a, part.scale, out=out[ranks])  # scaled and rounded in one pass
+        return out
+
+    def _diagonal(self, dtype: torch.dtype) -> Tensor:
+        """[sum of outputs, sum of ranks]: the factors B on the diagonal."""
+        if len(self.parts) == 1:
+            assert self.parts[0].b is not None
+            return self.parts[0].b.to(dtype)
+        out = self.parts[0].weight.new_zeros(sum(self.widths), sum(self.ranks), dtype=dtype)
+        for part, rows, columns in zip(self.parts, spans(self.widths), spans(self.ranks), strict=True):
+            if part.b is not None:
+                out[rows, columns] = part.b
+        return out
+
+    @property
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """a and b, to be handed to the same group later."""
+        return (self.a, self.b) if self.tuned else (None, None)
+
+    @property
+    def paired(self) -> bool:
+        """Whether these are two linears with updates of the same rank, so that each may read its half of s alone."""
+        return len(self.ranks) == 2 and self.ranks[0] == self.ranks[1] > 0
+
+    @property
+    def folds_input(self) -> bool:
+        """Whether a kernel that makes or reads this group's input may compute s and add ds a on its way."""
+        return self.folds and not self.drops
+
+    # ------------------------------------------------------------ forward
+
+    def low(self, x: Tensor) -> Tensor | None:
+        """s = x a^T, [m, sum of ranks]; None where nothing is tuned."""
+        if not self.tuned:
+            return None
+        if not self.drops:
+            return x @ self.a.T
+        return torch.cat([self._dropped(x, at) @ self.a[ranks].T for at, ranks in self._tuned_spans()], 1)
+
+    def _tuned_spans(self) -> list[tuple[int, slice]]:
+        return [(at, ranks) for at, ranks in enumerate(spans(self.ranks)) if self.ranks[at]]
+
+    def _dropped(self, x: Tensor, at: int) -> Tensor:
+        drop = self.drops[at] if self.drops else None
+        return x if drop is None else drop(x, self.rows)
+
+    def base(self, x: Tensor) -> Tensor:
+        """x W^T + bias, [m, sum of outputs]."""
+        if self.whole is not None:
+            return self.whole.linear(x)
+        y = x.new_empty(len(x), sum(self.widths))
+        for part, out in zip(self.parts, y.split(self.widths, 1), strict=True):
+            if part.bias is None:
+                torch.mm(x, part.weight.T, out=out)
+            else:
+                torch.addmm(part.bias, x, part.weight.T, out=out)
+        return y
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, s), the update in y."""
+        s = self.low(x)
+        return self.updated(self.base(x), s), s
+
+    def begun(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, s), the update in y only if it is too large for `late`."""
+        s = self.low(x)
+        return (self.base(x) if self.folds else self.updated(self.base(x), s)), s
+
+    def late(self, s: Tensor | None) -> Low | None:
+        """The update that `begun` has left out, for a kernel to add."""
+        return (s, self.b) if s is not None and self.folds else None
+
+    def updated(self, y: Tensor, s: Tensor | None) -> Tensor:
+        """y + s b^T, in place."""
+        return y if s is None else y.addmm_(s, self.b.T)
+
+    # ------------------------------------------------------------ backward
+
+    def dlow(self, dy: Tensor) -> Tensor | None:
+        """ds = dy b alone."""
+        return dy @ self.b if self.tuned else None
+
+    def dproducts(self, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(dy W [m, k], ds = dy b, None where nothing is tuned)."""
+        if self.whole is not None and self.tuned:
+            return self.whole.dlinear_with(dy, self.b)
+        return self._dbase(dy), self.dlow(dy)
+
+    def _dbase(self, dy: Tensor) -> Tensor:
+        if self.whole is not None:
+            return self.whole.dlinear(dy)
+        pieces = dy.split(self.widths, 1)
+        dx: Tensor = pieces[0] @ self.parts[0].weight
+        for piece, part in zip(pieces[1:], self.parts[1:], strict=True):
+            dx.addmm_(piece, part.weight)
+        return dx
+
+    def dupdated(self, dx: Tensor, ds: Tensor | None) -> Tensor:
+        """dx + ds a, in place."""
+        if ds is None:
+            return dx
+        if not self.drops:
+            return dx.addmm_(ds, self.a)
+        for at, ranks in self._tuned_spans():
+            dx.add_(self._dropped(ds[:, ranks] @ self.a[ranks], at))
+        return dx
+
+    def learn(
+        self, sink: Sink, dy: Tensor, x: Rows, s: Tensor | None, ds: Tensor | None, da: Tensor | None = None, db: Tensor | None = None
+    ) -> None:
+        """Add the gradients of what trains; da = ds^T x, not scaled, and db = dy^T s where a kernel has made them already."""
+        if s is not None and ds is not None:
+            sink.add((self.first, "a"), self._da(x, ds) if da is None else self._scaled_(da))
+            sink.add((self.first, "b"), matmul32(dy.T, s) if db is None else db)
+        for at, rows in enumerate(spans(self.widths)):
+            weight, bias = sink.needs[self.first + 4 * at : self.first + 4 * at + 2]
+            if weight:
+                sink.add(self.first + 4 * at, matmul32(dy[:, rows].T, x.matrix()))
+            if bias:
+                sink.add(self.first + 4 * at + 1, dy[:, rows].sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
+
+    def _da(self, x: Rows, ds: Tensor) -> Tensor:
+        """The gradients of the factors A, one below the other."""
+        scales = {self.parts[at].scale for at, _ in self._tuned_spans()}
+        if not self.drops and len(scales) == 1:
+            return x.times(ds, scales.pop())
+        matrix = x.matrix()
+        return torch.cat([matmul32(ds[:, ranks].T, self._dropped(matrix, at), self.parts[at].scale) for at, ranks in self._tuned_spans()])
+
+    def _scaled_(self, da: Tensor) -> Tensor:
+        """ds^T x as it is, times each part's scale, in place."""
+        for at, ranks in self._tuned_spans():
+            da[ranks].mul_(self.parts[at].scale)
+        return da
+
+    def gradients(self, sink: Sink) -> list[Tensor | None]:
+        """The gradients of the parts' tensors in order, each in its tensor's dtype; None for what does not train."""
+        da, db = sink.found.get((self.first, "a")), sink.found.get((self.first, "b"))
+        whole = db is not None and db.shape[1] == sum(self.ranks)  # else the blocks alone, one below the other
+        found: list[Tensor | None] = []
+        for at, (part, rows, ranks) in enumerate(zip(self.parts, spans(self.widths), spans(self.ranks), strict=True)):
+            own = self.first + 4 * at
+            values = [sink.found.get(own), sink.found.get(own + 1)]
+            values += [None, None] if part.a is None or da is None or db is None else [da[ranks], db[rows, ranks] if whole else db[rows]]
+            found += [
+                _like(value, tensor) if sink.needs[own + k] else None
+                for k, (value, tensor) in enumerate(zip(values, part.tensors, strict=True))
+            ]
+        return found
+
+
+def _like(value: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if value is None or tensor is None else value.to(tensor.dtype)
+
+
+def spans(sizes: Sequence[int]) -> list[slice]:
+    """Slices of the given sizes, one after the other."""
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]

@@ -1,0 +1,152 @@
+"""A linear layer as the fused blocks read it, and several frozen ones that share an input moved into one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Part:
+    """One linear: weight [n, k], bias [n] or None; A [r, k] and B [n, r] of a LoRA update or None, its scale and its dropout."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd must know of, in the order `with_tensors` takes them."""
+        return self.weight, self.bias, self.a, self.b
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Part:
+        """The same linear made of other tensors."""
+        weight, bias, a, b = tensors
+        assert weight is not None
+        return Part(weight, bias, a, b, self.scale, self.dropout)
+
+
+@runtime_checkable
+class HasPart(Protocol):
+    """A tuned linear that can be fused."""
+
+    def part(self) -> Part:
+        """Itself as a Part; without factors while its tuning is passed by."""
+        ...
+
+
+def part_of(layer: nn.Module) -> Part | None:
+    """`layer` as a Part, or None for a layer whose forward is not known here."""
+    if type(layer) is nn.Linear:
+        return Part(layer.weight, layer.bias)
+    return layer.part() if isinstance(layer, HasPart) else None
+
+
+def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * x y, summed and given in float32 (float64 for float64)."""
+    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
+        if scale == 1.0:
+            return torch.mm(x, y, out_dtype=torch.float32)
+        nothing = torch.empty(1, 1, dtype=torch.float32, device=x.device)  # beta = 0: not read
+        return torch.addmm(nothing, x, y, torch.float32, beta=0, alpha=scale)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type == "cpu":  # whose product would be rounded on its way
+        x, y = x.to(wide), y.to(wide)
+    product = (x @ y).to(wide)
+    return product if scale == 1.0 else product.mul_(scale)
+
+
+class Base(Protocol):
+    """The frozen part of a group as one product."""
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x W^T + bias, [m, k] -> [m, sum of outputs]."""
+        ...
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """dy W, [m, sum of outputs] -> [m, k]."""
+        ...
+
+    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """(dy W, dy b) with b [sum of outputs, r]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Weight [n, k] and bias [n] as they are."""
+
+    weight: Tensor
+    bias: Tensor | None
+    room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b, so that one product gives both
+
+    def linear(self, x: Tensor) -> Tensor:
+        """See Base."""
+        return F.linear(x, self.weight, self.bias)
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """See Base."""
+        return dy @ self.weight
+
+    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """See Base."""
+        k = self.weight.shape[1]
+        if self.room is None or self.room.shape[1] < k + b.shape[1]:
+            return dy @ self.weight, dy @ b
+        self.room[:, k : k + b.shape[1]].copy_(b)
+        both = dy @ self.room
+        return both[:, :k], both[:, k : k + b.shape[1]]
+
+
+class Bank:
+    """Weights that do not train, moved into one tensor so that linears of one input are one product; the layers keep views of it.
+
+    A layer whose weight is replaced later (moved, sharded, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
+    have so many columns more, for the factors b: where outputs are many, a product of its own with b costs as much as reading them.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], room: int = 0) -> None:
+        weights = [cast("nn.Parameter", layer.weight) for layer in layers]
+        biases = [value for layer in layers if (value := cast("nn.Parameter | None", layer.bias)) is not None]
+        self.weight, whole = _moved_together(weights, room)
+        self.bias = _moved_together(biases, 0)[0] if len(biases) == len(layers) else None
+        self.base: Base = Dense(self.weight, self.bias, whole if room else None)
+
+    def intact(self, parts: Sequence[Part]) -> bool:
+        """Whether these parts' weights and biases are still the views of the bank."""
+        biases = [part.bias for part in parts if part.bias is not None]
+        if self.bias is None:
+            return not biases and _lie_in(self.weight, [part.weight for part in parts])
+        return _lie_in(self.weight, [part.weight for part in parts]) and _lie_in(self.bias, biases)
+
+
+def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:
+    """Whether `values` are the rows of `whole`, one after the other, to the last."""
+    at, stride = whole.data_ptr(), whole.stride(0)
+    for value in values:
+        if value.data_ptr() != at or value.stride(0) != stride or value.dtype != whole.dtype:
+            return False
+        at += len(value) * stride * value.itemsize
+    return at == whole.data_ptr() + len(whole) * stride * whole.itemsize
+
+
+@torch.no_grad()
+def _moved_together(values: Sequence[nn.Parameter], room: int) -> tuple[Tensor, Tensor]:
+    """`values` [n, ...] as views of one tensor, one below the other, which is the first result; the second has `room` more columns."""
+    if len(values) == 1 and not room:
+        return values[0].detach(), values[0].detach()
+    rest = list(values[0].shape[1:])
+    room = -(-room // 8) * 8  # rows begin where loads of 16 bytes may
+    whole = values[0].new_zeros(sum(map(len, values)), *(rest if not room else [rest[0] + room]))
+    together = whole[:, : rest[0]] if room else whole
+    for value, piece in zip(values, together.split([len(value) for value in values]), strict=True):
+        value.data = piece.copy_(value.detach())
+    return together, whole

@@ -1,0 +1,282 @@
+"""Fused blocks compute what Hugging Face's own do, whatever is kept, recomputed, tiled or parked, for every method that can be fused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import petune
+from petune.dropout import drawing, step_key
+from petune.errors import UsageError
+from petune.kernels.block import FusedBlock
+from petune.kernels.configs import Rung
+from petune.kernels.fuse import fuse, unfuse
+from petune.models import family_of
+from petune.running import Running
+
+SIZES: dict[str, Any] = dict(vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
+GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=8)
+BERT = SIZES | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{**GROUPED, "head_dim": 8})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED)),
+    "bert": lambda: BertForSequenceClassification(BertConfig(**BERT)),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": dict(method="lora", r=4),
+    "lora of a rank too large to fold": dict(method="lora", r=40),
+    "lora on q and v": dict(method="lora", r=4, targets=["q", "v"]),
+    "lora on the mlp": dict(method="lora", r=3, targets=["gate", "up", "down"]),
+    "full": dict(method="full"),
+}
+RUNGS = [Rung(keep, offload) for keep in ("all", "projections", "attention", "input") for offload in ("none", "input")] + [
+    Rung("attention", "attention")
+]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """The same tuned model twice: fused, with updates that are not zero, and not."""
+    torch.manual_seed(0)
+    plain = MODELS[name]()
+    targets = settings.get("targets")
+    if name == "bert" and targets and "gate" in targets:
+        settings = settings | {"targets": [role for role in targets if role != "gate"]}
+    petune.wrap(plain, **settings, kernels="off")
+    with torch.no_grad():
+        for path, value in plain.named_parameters():
+            if "lora_B" in path:
+                value.normal_(std=0.1)
+    fused = copy.deepcopy(plain)
+    assert fuse(fused, family_of(fused), "reference")
+    return fused.train(), plain.train()
+
+
+def blocks(model: nn.Module) -> list[FusedBlock]:
+    return [module for module in model.modules() if isinstance(module, FusedBlock)]
+
+
+def stand_on(model: nn.Module, rung: Rung, tile: int | None = None) -> None:
+    """Let every block keep the same, whatever the governor says."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if type(hook).__name__ == "Governor":
+                del module._forward_pre_hooks[key]
+    for block in blocks(model):
+        block.spec.rung, block.spec.tile = rung, tile
+
+
+def batch(name: str, padded: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 50, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 6:] = 0
+    labels = torch.tensor([0, 2]) if name == "bert" else ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    extra = {} if isinstance(model, BertForSequenceClassification) else {"use_cache": False}
+    model.zero_grad()
+    loss = model(**inputs, **extra).loss
+    loss.backward()
+    return loss.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], tolerance: float) -> None:
+    (loss, found), (expected, wanted) = gradients(fused, inputs), gradients(plain, inputs)
+    torch.testing.assert_close(loss.float(), expected.float(), rtol=tolerance, atol=0)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        scale = float(value.abs().max())
+        assert float((found[name] - value).abs().max()) <= tolerance * max(scale, 1e-9), name
+
+
+# Hugging Face's RMS norms and rotary angles are float32 in a float64 model; BERT has neither
+TOLERANCE = {"bert": 1e-12}
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.keep}-{rung.offload}")
+@pytest.mark.parametrize("settings", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
+def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(name: str, settings: dict[str, Any], rung: Rung) -> None:
+    fused, plain = pair(name, settings)
+    stand_on(fused, rung)
+    assert_alike(fused, plain, batch(name), TOLERANCE.get(name, 2e-6))
+
+
+@pytest.mark.parametrize("tile", [1, 4, 100])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("keep", ["projections", "attention", "input"])
+def test_tiling_the_mlp_changes_nothing(name: str, keep: Any, tile: int) -> None:
+    fused, plain = pair(name, METHODS["lora"])
+    stand_on(fused, Rung(keep), tile)
+    assert_alike(fused, plain, batch(name), TOLERANCE.get(name, 2e-6))
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_kin_of_llama_are_fused_with_biases_and_without_padding(name: str, padded: bool) -> None:
+    fused, plain = pair(name, METHODS["lora"])
+    assert_alike(fused, plain, batch(name, padded), 2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_names_and_values_survive_fusing(name: str) -> None:
+    fused, plain = pair(name, METHODS["lora"])
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    for (key, value), other in zip(fused.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_dropout_of_updates_and_connections_draws_the_masks_of_the_unfused_model(name: str) -> None:
+    fused, plain = pair(name, METHODS["lora"] | {"dropout": 0.3})
+    if name == "bert":
+        for module in (*fused.modules(), *plain.modules()):
+            if type(module).__name__ in ("BertOutput", "BertSelfOutput"):
+                module.dropout.p = 0.2
+    from petune import attention
+    from petune.stack import own_stacks
+
+    attention.use(plain)
+    own_stacks(plain, family_of(plain))
+    stand_on(fused, Rung("attention"))
+    inputs = batch(name)
+    found = []
+    for model in (fused, plain):
+        with drawing(Running(rows=torch.arange(2), key=step_key(7, 3))):
+            found.append(gradients(model, inputs))
+    torch.testing.assert_close(found[0][0].float(), found[1][0].float(), rtol=2e-6, atol=0)
+    for key, value in found[1][1].items():
+        torch.testing.assert_close(found[0][1][key], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()) + 1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of what operations return, by the shape's first dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmuls: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.matmuls.append(tuple(args[-1].shape if func is torch.ops.aten.mm.default else args[2].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_recomputing_never_runs_the_product_with_the_down_projection_again() -> None:
+    fused, _ = pair("llama", METHODS["lora"])
+    stand_on(fused, Rung("input"))
+    with Largest() as seen:
+        gradients(fused, batch("llama"))
+    forward = [shape for shape in seen.matmuls if shape == (56, 32)]  # W_down^T, the right factor of the forward product
+    assert len(forward) == 3  # once per block
+
+
+def test_a_weight_that_is_replaced_leaves_the_bank_and_counts() -> None:
+    fused, plain = pair("llama", METHODS["lora"])
+    for model in (fused, plain):
+        for name, module in model.named_modules():
+            if name.endswith("k_proj"):
+                module.weight = nn.Parameter(module.weight.detach() * 2, requires_grad=False)
+    assert_alike(fused, plain, batch("llama"), 2e-6)
+
+
+def test_layers_of_one_input_are_one_product() -> None:
+    fused, _ = pair("llama", METHODS["lora"])
+    block = blocks(fused)[0]
+    q, k = block.self_attn.q_proj.weight, block.self_attn.k_proj.weight
+    assert k.data_ptr() == q.data_ptr() + q.nbytes
+
+
+def test_evaluation_generation_and_unfusing_give_what_the_model_gave() -> None:
+    fused, plain = pair("llama", METHODS["lora"])
+    inputs = batch("llama", padded=False)
+    fused.eval(), plain.eval()
+    ask = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    with torch.no_grad():
+        torch.testing.assert_close(fused(**ask).logits, plain(**ask).logits, rtol=1e-5, atol=1e-6)
+    answers = [model.generate(**ask, max_new_tokens=4, do_sample=False, pad_token_id=0) for model in (fused, plain)]
+    assert torch.equal(*answers)
+    unfuse(fused)
+    assert not blocks(fused)
+    assert_alike(fused.train(), plain.train(), inputs, 1e-6)
+
+
+def test_a_tuning_that_is_passed_by_is_not_computed() -> None:
+    fused, plain = pair("llama", METHODS["lora"])
+    inputs = {name: value for name, value in batch("llama").items() if name != "labels"}
+    with petune.methods.without_tuning(fused), petune.methods.without_tuning(plain), torch.no_grad():
+        torch.testing.assert_close(
+            fused(**inputs).logits[inputs["attention_mask"].bool()],
+            plain(**inputs).logits[inputs["attention_mask"].bool()],
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize(("method", "words"), [("adapter", "AdapterLinear"), ("side", "ladder")])
+def test_blocks_that_cannot_be_fused_keep_their_norms_and_loss_fused_and_the_log_says_why(
+    method: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    said: list[str] = []
+    monkeypatch.setattr("petune.kernels.fuse.say", said.append)
+    model = petune.wrap(MODELS["llama"](), method=method, kernels="reference", reduction=2)
+    assert not blocks(model) and any(words in line for line in said)
+    assert type(model.model.norm).__name__ != "LlamaRMSNorm"
+    with pytest.raises(UsageError, match="no block"):
+        petune.wrap(MODELS["llama"](), method=method, kernels="reference", base_dtype="fp8", reduction=2)
+
+
+def test_nothing_is_fused_on_a_cpu_unless_it_is_asked_for() -> None:
+    assert not blocks(petune.wrap(MODELS["llama"](), kernels="auto"))
+
+
+def test_a_model_in_which_nothing_can_be_fused_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="nothing of this Sequential"):
+        petune.wrap(nn.Sequential(nn.Linear(4, 4)), method="full", kernels="reference")
+
+
+def test_triton_without_a_device_is_an_error_that_names_the_remedy() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with pytest.raises(UsageError, match="kernels: auto"):
+        petune.wrap(MODELS["llama"](), kernels="triton")
+
+
+def test_attention_dropout_goes_to_the_blocks_own_forward() -> None:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.1}))
+    petune.wrap(model, kernels="reference")
+    loss = model.train()(**batch("bert", padded=False)).loss
+    loss.backward()
+    assert "attention has dropout" in next(iter(blocks(model)[0].spec.said))

@@ -1,0 +1,634 @@
+"""A stack that is replayed from recordings trains as one that runs block by block; what cannot be replayed is not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForSequenceClassification
+
+import petune
+from petune.errors import UsageError
+from petune.kernels import graphs
+from petune.kernels.block import FusedBlock
+from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.graphs import Bucket, CudaRecorder, Graphs, Run, ungraph
+from petune.kernels.segments import Segments
+from petune.models import family_of
+from petune.stack import Stack
+from tests.kernels.test_block import BERT, METHODS, MODELS
+
+Batch = dict[str, Tensor]
+LORA = METHODS["lora"]
+
+
+class Again:
+    """Runs both passes anew on the same buffers: what a device's recorder has to be equal to."""
+
+    refused: str | None = None
+    error: RuntimeError | None = None
+
+    def __init__(self) -> None:
+        self.recorded = self.forwards = self.backwards = 0
+
+    def refusal(self) -> str | None:
+        return self.refused
+
+    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
+        if self.error is not None:
+            raise self.error
+        self.recorded += 1
+
+        def replay_forward() -> None:
+            self.forwards += 1
+            forward()
+
+        def replay_backward() -> None:
+            self.backwards += 1
+            backward()
+
+        return replay_forward, replay_backward
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that tiny batches can tell apart, none served by a larger one."""
+    monkeypatch.setattr(graphs, "QUANTUM", 16)
+    monkeypatch.setattr(graphs, "WASTE", 0.0)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(graphs, "say", said.append)
+    return said
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    return [module for module in model.modules() if isinstance(module, Stack)]
+
+
+def tuned(name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """A fused model in training whose updates are not zero."""
+    torch.manual_seed(0)
+    model = (make or MODELS[name])()
+    petune.wrap(model, **settings, kernels="off")
+    with torch.no_grad():
+        for path, value in model.named_parameters():
+            if "lora_B" in path:
+                value.normal_(std=0.1)
+    assert fuse(model, family_of(model), "reference")
+    return model.train()
+
+
+def replayed(model: nn.Module) -> Again:
+    """The recorder of a model that is replayed from now on."""
+    recorder = Again()
+    for stack in stacks(model):
+        stack.whole = Graphs(lambda device: recorder)
+    return recorder
+
+
+def pair(name: str, settings: dict[str, Any] = LORA) -> tuple[nn.Module, nn.Module, Again]:
+    """The same model, replayed and not."""
+    model = tuned(name, settings)
+    plain = copy.deepcopy(model)
+    return model, plain, replayed(model)
+
+
+def batch(name: str, lengths: Sequence[int], seed: int = 0) -> Batch:
+    """Texts of these lengths, padded to the longest."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 50, (len(lengths), max(lengths)), generator=draw)
+    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
+    labels = torch.randint(0, 3, (len(lengths),), generator=draw) if name == "bert" else ids.masked_fill(mask == 0, -100)
+    found = {"input_ids": ids, "labels": labels}
+    return found if len(set(lengths)) == 1 else found | {"attention_mask": mask}
+
+
+def loss_of(model: nn.Module, inputs: Batch) -> Tensor:
+    extra = {} if isinstance(model, BertForSequenceClassification) else {"use_cache": False}
+    loss: Tensor = model(**inputs, **extra).loss
+    return loss
+
+
+def assert_same_step(model: nn.Module, plain: nn.Module, inputs: Batch) -> None:
+    """Losses and gradients, which add up to those that are there."""
+    losses = [loss_of(one, inputs) for one in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=1e-6, atol=0)
+    assert_same_gradients(model, plain)
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    wanted = dict(plain.named_parameters())
+    for name, value in model.named_parameters():
+        other = wanted[name].grad
+        assert (value.grad is None) == (other is None), name
+        if value.grad is not None and other is not None:
+            torch.testing.assert_close(value.grad, other, rtol=1e-9, atol=1e-12 + 1e-10 * float(other.abs().max()), msg=name)
+
+
+# ------------------------------------------------------------------ the same numbers
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("settings", [LORA, METHODS["lora on q and v"], METHODS["full"]], ids=["lora", "q and v", "full"])
+@pytest.mark.parametrize("name", ["bert", "llama", "qwen3"])
+def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: dict[str, Any]) -> None:
+    model, plain, recorder = pair(name, settings)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain)]
+    sizes = [(9, 4, 7), (9, 4, 7), (6, 9, 3), (8, 2), (30, 11, 9), (9, 9, 8), (1, 20, 28), (7, 6, 4), (30, 5, 9), (2, 8, 9)]
+    for step, lengths in enumerate(sizes):
+        assert_same_step(model, plain, batch(name, lengths, step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recorder.recorded == 2
+    assert recorder.forwards == recorder.backwards == 7
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_rows_of_equal_length_are_replayed_for_their_very_shape(name: str) -> None:
+    model, plain, recorder = pair(name)
+    for step, lengths in enumerate([(8, 8), (8, 8), (8, 8), (5, 5), (4, 4, 4, 4), (8, 8)]):
+        assert_same_step(model, plain, batch(name, lengths, step))
+        model.zero_grad(), plain.zero_grad()
+    assert (recorder.recorded, recorder.forwards) == (1, 3)
+
+
+def test_packed_samples_are_replayed_whatever_their_number() -> None:
+    model, plain, recorder = pair("llama")
+    for step, lengths in enumerate([(9, 4, 11), (9, 4, 11), (3, 21), (24,), (1, 22, 1)]):
+        inputs = batch("llama", (24, 24), step) | {"position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)}
+        assert_same_step(model, plain, inputs)
+        model.zero_grad(), plain.zero_grad()
+    assert recorder.forwards == 3  # a row of one sample is no packed row
+
+
+def test_gradients_of_micro_batches_add_up() -> None:
+    model, plain, recorder = pair("llama")
+    for step, lengths in enumerate([(9, 4), (9, 4), (5, 7), (3, 9)]):
+        assert_same_step(model, plain, batch("llama", lengths, step))
+    assert recorder.backwards == 3
+
+
+def test_what_a_backward_pass_gave_away_is_not_written_again() -> None:
+    model, _, recorder = pair("llama")
+    inputs = batch("llama", (9, 4))
+    loss_of(model, inputs).backward()
+    held = []
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, inputs).backward()
+        held.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    kept = {name: value.clone() for name, value in held[0].items()}
+    model.zero_grad()
+    loss_of(model, batch("llama", (8, 3), 5)).backward()
+    assert recorder.forwards == 3
+    for name, value in kept.items():
+        assert torch.equal(value, held[0][name]) and torch.equal(value, held[1][name])
+
+
+def test_hidden_states_that_are_held_are_not_written_again() -> None:
+    model, _, recorder = pair("llama")
+    decoder: Any = model.get_submodule("model")
+    held: list[tuple[Tensor, Tensor]] = []
+    decoder.norm.register_forward_pre_hook(lambda _, args: held.append((args[0].detach(), args[0].detach().clone())))
+    for step in range(3):  # without padding nothing is copied behind the blocks
+        ids = batch("llama", (24, 24), step)["input_ids"]
+        decoder(input_ids=ids, position_ids=torch.arange(12).repeat(4).view(2, 24), use_cache=False)[0].sum().backward()
+    assert recorder.forwards == 2
+    assert all(torch.equal(*states) for states in held)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_the_input_gets_its_gradient_where_it_needs_one(name: str) -> None:
+    model, plain, recorder = pair(name)
+    for one in (model, plain):
+        one.get_input_embeddings().weight.requires_grad_()
+    for step in range(3):
+        assert_same_step(model, plain, batch(name, (9, 4), step))
+    assert recorder.backwards == 2
+
+
+def test_blocks_below_the_lowest_that_trains_are_passed_by() -> None:
+    model, plain, recorder = pair("llama")
+    for one in (model, plain):
+        for path, value in one.named_parameters():
+            if "layers.2." not in path:
+                value.requires_grad_(False)
+    for step in range(3):
+        assert_same_step(model, plain, batch("llama", (9, 4), step))
+    assert recorder.backwards == 2
+
+
+@pytest.mark.usefixtures("small")
+def test_a_batch_that_lacks_tokens_sees_none_of_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WASTE", 1.0)
+    model, plain, recorder = pair("bert")
+    for step, lengths in enumerate([(30, 11, 9), (30, 11, 9), (25, 4), (9, 8, 9), (30, 2, 1)]):
+        assert_same_step(model, plain, batch("bert", lengths, step))
+        model.zero_grad(), plain.zero_grad()
+    assert (recorder.recorded, recorder.forwards) == (1, 4)
+
+
+# ------------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize("lengths", [(1,), (500,), (64,) * 40, (7, 255, 3), (1,) * 300, tuple(range(1, 60)), (1, 4000)])
+def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(lengths: tuple[int, ...]) -> None:
+    segments = Segments(torch.empty(0), lengths, None, (1, sum(lengths)))
+    bucket = Bucket.of((1, sum(lengths), 8), segments)
+    assert bucket.holds(segments)
+    assert bucket.tokens % graphs.QUANTUM == 0 and bucket.tokens - sum(lengths) <= graphs.QUANTUM + graphs.SLOTS
+    starts = bucket.starts(segments)
+    slots = [end - start for start, end in pairwise(starts)]
+    assert tuple(slots[: len(lengths)]) == lengths
+    assert len(slots) == bucket.rows and starts[-1] == bucket.tokens
+    assert min(slots) >= 1 and max(slots) <= bucket.longest
+
+
+def test_a_bucket_holds_neither_more_tokens_nor_segments_nor_longer_ones() -> None:
+    bucket = Bucket(512, 8, 128, True, ())
+
+    def holds(*lengths: int) -> bool:
+        return bucket.holds(Segments(torch.empty(0), lengths, None, (1, sum(lengths))))
+
+    assert holds(*[100] * 5) and holds(*[71] * 7)
+    assert not holds(129, 100, 100, 100)
+    assert not holds(*[1] * 8)  # no slot left for what is lacking
+    assert not holds(*[128] * 4)  # nor anything lacking for the slots that are
+    assert not holds(*[1] * 7)  # too much is lacking for the slot that is left
+
+
+def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LAUNCH_BOUND", 0.0)
+    model, plain, recorder = pair("bert")
+    for step in range(3):
+        assert_same_step(model, plain, batch("bert", (9, 4), step))
+    assert recorder.recorded == 0
+
+
+@pytest.mark.parametrize(("width", "tokens", "replays"), [(1024, 5120, True), (4096, 8192, False), (4096, 512, True)])
+def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
+    monkeypatch: pytest.MonkeyPatch, width: int, tokens: int, replays: bool
+) -> None:
+    from petune.kernels import cost
+
+    gated = width == 4096
+    ranks = cost.Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
+    heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
+    shape = cost.BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
+    monkeypatch.setattr(graphs, "shape_of", lambda spec: shape)
+    monkeypatch.setattr(cost, "rates_of", lambda name: cost.H200)
+    hidden = torch.empty(1, tokens, 1)
+    arrival = graphs.Arrival(hidden, None, None, "sdpa")
+    assert Graphs()._worthwhile(arrival, None) is replays  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ when weights change
+
+
+def test_weights_that_are_replaced_or_moved_are_recorded_anew() -> None:
+    model, plain, recorder = pair("llama")
+
+    def replace(one: nn.Module) -> None:
+        layer: Any = one.get_submodule("model.layers.1.mlp.up_proj")
+        layer.lora_A = nn.Parameter(layer.lora_A.detach() * 2)
+
+    def move(one: nn.Module) -> None:
+        layer: Any = one.get_submodule("model.layers.0.self_attn.k_proj")
+        layer.weight.data = layer.weight.data * 3
+
+    def freeze(one: nn.Module) -> None:
+        one.get_submodule("model.layers.0.self_attn.k_proj").lora_B.requires_grad_(False)  # type: ignore[union-attr, operator]
+
+    def scale(one: nn.Module) -> None:
+        one.get_submodule("model.layers.0.self_attn.k_proj").scale = 7.0
+
+    for count, change in enumerate((None, replace, move, freeze, scale), 1):
+        for one in (model, plain) if change else ():
+            change(one)
+        for step in range(3):
+            model.zero_grad(), plain.zero_grad()
+            assert_same_step(model, plain, batch("llama", (9, 4), step))
+        assert (recorder.recorded, recorder.forwards) == (count, 2 * count)
+
+
+def test_weights_that_move_between_the_passes_are_an_error() -> None:
+    model, _, _ = pair("llama")
+    loss_of(model, batch("llama", (9, 4))).backward()
+    loss = loss_of(model, batch("llama", (9, 4)))
+    weight = model.get_submodule("model.layers.0.self_attn.k_proj").weight
+    weight.data = weight.data.clone()  # type: ignore[union-attr, operator]
+    with pytest.raises(UsageError, match="moved"):
+        loss.backward()
+
+
+def test_a_weight_that_is_stepped_between_the_passes_is_autograds_error() -> None:
+    model, _, _ = pair("llama")
+    loss_of(model, batch("llama", (9, 4))).backward()
+    loss = loss_of(model, batch("llama", (9, 4)))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ------------------------------------------------------------------ one at a time
+
+
+def test_a_second_forward_pass_before_the_backward_pass_runs_block_by_block() -> None:
+    model, plain, recorder = pair("llama")
+    inputs = [batch("llama", (9, 4), seed) for seed in range(3)]
+    assert_same_step(model, plain, inputs[0])
+    losses = [[loss_of(one, given) for given in inputs] for one in (model, plain)]
+    assert recorder.forwards == 1
+    for own in losses:
+        for loss in (own[1], own[0], own[2]):
+            loss.backward()
+    assert_same_gradients(model, plain)
+    assert_same_step(model, plain, inputs[0])
+    assert recorder.forwards == recorder.backwards == 2
+
+
+def test_a_forward_pass_that_is_given_up_is_in_nobodys_way() -> None:
+    model, plain, recorder = pair("bert")
+    assert_same_step(model, plain, batch("bert", (9, 4)))
+    with pytest.raises(ZeroDivisionError):
+        _ = loss_of(model, batch("bert", (9, 4), 1)) * (1 / 0)
+    gc.collect()
+    assert_same_step(model, plain, batch("bert", (9, 4), 2))
+    assert (recorder.forwards, recorder.backwards) == (2, 1)
+
+
+def test_a_second_backward_pass_is_an_error_that_names_the_remedy() -> None:
+    model, _, _ = pair("bert")
+    loss_of(model, batch("bert", (9, 4))).backward()
+    loss = loss_of(model, batch("bert", (9, 4)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="ungraph"):
+        loss.backward()
+
+
+def test_a_gradient_of_the_gradient_is_refused_by_autograd() -> None:
+    model, _, _ = pair("bert")
+    loss_of(model, batch("bert", (9, 4))).backward()
+    trained = [value for value in model.parameters() if value.requires_grad]
+    first = torch.autograd.grad(loss_of(model, batch("bert", (9, 4))), trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(value.sum() for value in first).backward()  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------ what is not replayed
+
+
+def assert_not_replayed(model: nn.Module, recorder: Again, name: str = "llama") -> None:
+    for step in range(3):
+        loss = loss_of(model, batch(name, (9, 4), step))
+        if loss.requires_grad:
+            loss.backward()
+    assert recorder.forwards == 0
+
+
+def test_dropout_keeps_blocks_out_and_says_so_once(lines: list[str]) -> None:
+    model = tuned("llama", LORA | {"dropout": 0.3})
+    assert_not_replayed(model, replayed(model))
+    assert lines == ["kernels: decoder runs block by block, not as CUDA graphs: dropout draws a new mask at each call"]
+
+
+def test_dropout_of_connections_keeps_blocks_out(lines: list[str]) -> None:
+    model = tuned("bert", make=lambda: BertForSequenceClassification(BertConfig(**{**BERT, "hidden_dropout_prob": 0.1})))
+    assert_not_replayed(model, replayed(model), "bert")
+    assert len(lines) == 1 and "dropout" in lines[0]
+
+
+def test_evaluation_and_forward_passes_without_gradients_are_not_replayed() -> None:
+    model, _, recorder = pair("llama")
+    assert_not_replayed(model.eval(), recorder)
+    with torch.no_grad():
+        assert_not_replayed(model.train(), recorder)
+
+
+def test_what_is_not_kept_is_not_replayed() -> None:
+    model = tuned("llama")
+    unfuse(model)
+    fuse(model, family_of(model), "reference", MemoryConfig(keep="input"))
+    assert_not_replayed(model, replayed(model))
+    assert {module.spec.rung for module in model.modules() if isinstance(module, FusedBlock)} == {Rung("input")}
+
+
+def test_hooks_on_blocks_are_called(lines: list[str]) -> None:
+    model, _, recorder = pair("llama")
+    seen: list[int] = []
+    stacks(model)[0].blocks[1].register_forward_hook(lambda *_: seen.append(1))
+    assert_not_replayed(model, recorder)
+    assert len(seen) == 3 and "hooks" in lines[0]
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_operations_sees_them() -> None:
+    model, _, recorder = pair("llama")
+    with Watched():
+        assert_not_replayed(model, recorder)
+
+
+def test_an_attention_mask_is_not_replayed() -> None:
+    model, _, recorder = pair("llama")
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    for _ in range(3):
+        model(input_ids=ids, attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(), labels=ids, use_cache=False).loss.backward()
+    assert recorder.forwards == 0
+
+
+def test_a_recorder_may_refuse_and_says_why(lines: list[str]) -> None:
+    model, _, recorder = pair("llama")
+    recorder.refused = "the moon is full"
+    assert_not_replayed(model, recorder)
+    assert lines == ["kernels: decoder runs block by block, not as CUDA graphs: the moon is full"]
+
+
+def test_a_recording_that_fails_is_not_tried_again(lines: list[str]) -> None:
+    model, plain, recorder = pair("bert")
+    recorder.error = RuntimeError("out of room\nand a trace")
+    for step in range(3):
+        assert_same_step(model, plain, batch("bert", (9, 4), step))
+        recorder.error = None if step else recorder.error
+    assert recorder.recorded == 0
+    assert len(lines) == 1 and lines[0].endswith("could not be recorded as CUDA graphs: out of room")
+
+
+def test_the_log_tells_when_graphs_begin(lines: list[str]) -> None:
+    model, _, _ = pair("bert")
+    for step in range(4):
+        loss_of(model, batch("bert", (9, 4), step)).backward()
+    assert lines == ["kernels: encoder runs as CUDA graphs, 256 tokens a bucket"]
+
+
+@pytest.mark.usefixtures("small")
+def test_only_a_recording_that_was_not_used_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LIMIT", 2)
+    monkeypatch.setattr(graphs, "PATIENCE", 6)
+    model, plain, recorder = pair("llama")
+    first, second, third = (3, 4), (12, 9), (30, 20)
+
+    def steps(*sizes: tuple[int, int]) -> tuple[int, int]:
+        for step, lengths in enumerate(sizes):
+            model.zero_grad(), plain.zero_grad()
+            assert_same_step(model, plain, batch("llama", lengths, step))
+        return recorder.recorded, recorder.forwards
+
+    assert steps(first, first, second, second) == (2, 2)
+    assert steps(third, third) == (2, 2)  # both have been used a short while ago
+    assert steps(second, third) == (3, 4)  # first was used six calls before
+    assert steps(second, third) == (3, 6)
+    assert steps(first) == (3, 6)  # it has to come twice again
+
+
+# ------------------------------------------------------------------ copies
+
+
+def test_a_copy_makes_its_own_recordings() -> None:
+    model, plain, recorder = pair("llama")
+    for step in range(2):
+        assert_same_step(model, plain, batch("llama", (9, 4), step))
+    other = copy.deepcopy(model)
+    model.zero_grad(), plain.zero_grad(), other.zero_grad()
+    (own,) = [stack.whole for stack in stacks(other)]
+    assert isinstance(own, Graphs) and not own.graphs
+    for step in range(2):
+        assert_same_step(other, plain, batch("llama", (9, 4), step))
+    assert recorder.recorded == 2
+
+
+@pytest.mark.parametrize("leave", [ungraph, unfuse])
+def test_a_model_that_leaves_its_graphs_runs_block_by_block(leave: Callable[[nn.Module], None]) -> None:
+    model, _, recorder = pair("bert")
+    leave(model)
+    for step in range(3):
+        loss_of(model, batch("bert", (8, 8), step)).backward()
+    assert recorder.forwards == 0
+
+
+# ------------------------------------------------------------------ on a device
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WIDE: dict[str, Any] = dict(
+    vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_labels=3
+) | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def on_gpu(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """A model that is replayed, and the same that is not."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    base = BertForSequenceClassification(BertConfig(**WIDE)).to("cuda", dtype)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = petune.wrap(copy.deepcopy(base), method="lora", r=16, targets=("q", "k", "v", "o", "up", "down"), kernels="auto").train()
+        with torch.no_grad():
+            for path, value in model.named_parameters():
+                if "lora_B" in path:
+                    value.normal_(std=0.02)
+        found.append(model)
+    ungraph(found[1])
+    return found[0], found[1]
+
+
+def on_device(lengths: Sequence[int], seed: int) -> Batch:
+    return {name: value.cuda() for name, value in batch("bert", lengths, seed).items()}
+
+
+def drawn(seed: int, rows: int = 16) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, generator=draw) * 0.9 + 4.0).exp().long().clamp(4, 400).tolist()
+
+
+def whole(model: nn.Module) -> Graphs:
+    (found,) = [stack.whole for stack in stacks(model)]
+    assert isinstance(found, Graphs)
+    return found
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_device_replays_train_as_block_by_block(dtype: torch.dtype) -> None:
+    model, plain = on_gpu(dtype)
+    optimizers = [torch.optim.AdamW([v for v in one.parameters() if v.requires_grad], lr=1e-4, fused=True) for one in (model, plain)]
+    for step in range(12):
+        inputs = on_device(drawn(step) if dtype == torch.bfloat16 else (64,) * 8, step)  # float32 has no kernel for segments
+        losses = []
+        for one in (model, plain):
+            one.zero_grad()
+            losses.append(loss_of(one, inputs))
+            losses[-1].backward()
+        close, near = (2e-2, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-3)
+        torch.testing.assert_close(losses[0].float(), losses[1].float(), rtol=close, atol=close)
+        wanted = dict(plain.named_parameters())
+        for name, value in model.named_parameters():
+            if value.grad is not None:
+                other = wanted[name].grad
+                assert other is not None
+                assert float((value.grad - other).norm()) <= near * float(other.norm()) + 1e-6, (step, name)
+        with torch.no_grad():  # the same weights again, so that rounding does not grow from step to step
+            optimizers[0].step()
+            for name, value in model.named_parameters():
+                wanted[name].copy_(value)
+    assert whole(model).graphs
+
+
+@pytest.mark.gpu
+@GPU
+def test_on_a_device_rounding_up_costs_no_finite_number() -> None:
+    model, _ = on_gpu(torch.bfloat16)
+    for step in range(20):
+        loss = loss_of(model, on_device(drawn(step, 3 + step % 7), step))
+        loss.backward()
+        assert bool(torch.isfinite(loss))
+        for value in model.parameters():
+            assert value.grad is None or bool(torch.isfinite(value.grad).all())
+        model.zero_grad()
+
+
+@pytest.mark.gpu
+@GPU
+def test_on_a_device_memory_does_not_grow() -> None:
+    model, _ = on_gpu(torch.bfloat16)
+    sizes = []
+    for step in range(150):
+        loss_of(model, on_device(drawn(step), step)).backward()
+        model.zero_grad()
+        sizes.append(torch.cuda.memory_allocated())
+    assert whole(model).graphs
+    assert max(sizes[100:]) <= 1.02 * max(sizes[60:100])
+
+
+@pytest.mark.gpu
+@GPU
+def test_on_a_device_another_stream_is_refused() -> None:
+    recorder = CudaRecorder(torch.device("cuda"))
+    assert recorder.refusal() is None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert recorder.refusal() is not None

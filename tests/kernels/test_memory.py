@@ -1,0 +1,358 @@
+"""The governor: which policy it asks for and with what, when it asks again, what it says, and what each block is told."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+import petune
+from petune.errors import UsageError
+from petune.kernels import memory
+from petune.kernels.block import Spec
+from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.memory import STATES, Governor, fixed_bytes, shape_of
+from petune.kernels.policy import Policy, choose
+from petune.running import bound
+from petune.stack import Stack
+from tests.kernels.test_block import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
+
+GIB = 2**30
+CUDA = torch.device("cuda")
+WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+
+
+class Device:
+    """A card of 80 GiB that says what a test wants of it."""
+
+    total, free, reserved, allocated, fraction = 80 * GIB, 60 * GIB, 20 * GIB, 10 * GIB, 1.0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (made.free, made.total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: made.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: made.allocated)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: made.fraction)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    return made
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What policies were asked for, by argument."""
+    names = ("shape", "depth", "tokens", "sequence", "fixed", "vocabulary", "budget", "host", "rates", "config")
+    seen: list[dict[str, Any]] = []
+
+    def record(*args: Any, **settings: Any) -> Policy:
+        seen.append(dict(zip(names, args, strict=True)) | settings)
+        return choose(*args, **settings)
+
+    monkeypatch.setattr(memory, "choose", record)
+    return seen
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    lines: list[str] = []
+    monkeypatch.setattr(memory, "say", lines.append)
+    yield lines
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**GROUPED | changes))
+
+
+@dataclass
+class Planned:
+    """A governor and what it plans for; it does not keep its model alive itself."""
+
+    governor: Governor
+    model: nn.Module
+    specs: list[Spec]
+
+    def kept(self, device: torch.device, tokens: int, longest: int) -> list[tuple[Rung, int | None]]:
+        stack = next(module for module in self.model.modules() if isinstance(module, Stack))
+        return self.governor._kept(stack, device, tokens, longest)
+
+    def under(self, config: MemoryConfig) -> Planned:
+        """The same model under another governor."""
+        made = Governor(config)
+        made.meet(self.model, ())
+        return Planned(made, self.model, self.specs)
+
+
+def governor(make: Callable[[], Any] = llama, host: float | None = 100, tuned: dict[str, Any] | None = None, **settings: Any) -> Planned:
+    """That of a fused model without memory, on the device "meta"; `tuned` says by what, `settings` are memory's."""
+    with torch.device("meta"):
+        model = petune.wrap(make(), kernels="reference", **(tuned or {}))
+    found = Planned(Governor(MemoryConfig()), model, [block.spec for block in blocks(model)])
+    return found.under(MemoryConfig(host=host, **settings))
+
+
+# ------------------------------------------------------------------ what is asked for
+
+
+def test_a_policy_is_asked_for_once_for_batches_of_nearly_one_size(device: Device, asked: list[Any]) -> None:
+    made = governor()
+    for tokens in (5000, 5100, 4097, 5120):
+        made.kept(CUDA, tokens, 512)
+    assert [(one["tokens"], one["sequence"]) for one in asked] == [(5120, 512)]
+    made.kept(CUDA, 5121, 512)
+    assert [one["tokens"] for one in asked] == [5120, 6144]
+    assert made.kept(CUDA, 5000, 512) == made.kept(CUDA, 5120, 512)
+    assert len(asked) == 2
+
+
+def test_the_same_rungs_are_spoken_of_once(device: Device, asked: list[Any], said: list[str]) -> None:
+    made = governor()
+    for tokens in range(1024, 9 * 1024, 1024):
+        made.kept(CUDA, tokens, 512)
+    policies = list(made.governor.policies.values())
+    assert len(policies) == 8 and len({policy.rungs for policy in policies}) == 1
+    assert said == list(policies[0].lines())
+
+
+def test_other_rungs_are_spoken_of(device: Device, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, policies = governor(), [Policy((rung,) * 3, None, 1, 2, 3, 1.0, 0.1, 1.0) for rung in (Rung("all"), Rung("input"), Rung("all"))]
+    left = iter(policies)
+    monkeypatch.setattr(memory, "choose", lambda *args, **settings: next(left))
+    for tokens in (1024, 2048, 3072):
+        made.kept(CUDA, tokens, 512)
+    assert said == [line for policy in policies for line in policy.lines()]
+
+
+def test_short_rows_are_not_priced_as_long_ones(device: Device, asked: list[Any]) -> None:
+    governor().kept(CUDA, 8192, 128)
+    assert asked[0]["sequence"] <= 256
+
+
+def test_all_that_is_free_is_the_budget_but_for_a_twentieth(device: Device, asked: list[Any]) -> None:
+    governor().kept(CUDA, 2048, 512)
+    assert asked[0]["budget"] == int((60 + 20 - 10) * 0.95 * GIB) + 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "fraction", "expected"),
+    [({"budget": 12.5}, 1.0, 12.5), ({}, 0.25, 20), ({"budget": 30}, 0.25, 20), ({"budget": 500}, 1.0, 76.5)],
+)
+def test_the_budget_is_never_more_than_was_allowed(
+    settings: dict[str, Any], fraction: float, expected: float, device: Device, asked: list[Any]
+) -> None:
+    device.fraction = fraction
+    governor(**settings).kept(CUDA, 2048, 512)
+    assert asked[0]["budget"] == int(expected * GIB)
+
+
+def test_a_budget_that_is_too_small_is_an_error_in_words(device: Device) -> None:
+    with pytest.raises(UsageError, match="does not fit"):
+        governor(budget=0.01).kept(CUDA, 8192, 512)
+
+
+def test_host_memory_is_what_the_config_says_or_four_fifths_of_what_is_free(
+    device: Device, asked: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    governor(host=1.5).kept(CUDA, 2048, 512)
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal: 100 kB\nMemFree: 2 kB\nMemAvailable:   50000 kB\n")
+    monkeypatch.setattr(memory, "open", lambda path: file.open(), raising=False)
+    governor(host=None).kept(CUDA, 2048, 512)
+    assert [one["host"] for one in asked] == [int(1.5 * GIB), int(50000 * 1024 * 0.8)]
+
+
+def test_a_system_without_proc_offloads_nothing_unasked(device: Device, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(memory, "open", none, raising=False)
+    governor(host=None).kept(CUDA, 2048, 512)
+    assert asked[0]["host"] == 0
+
+
+# ------------------------------------------------------------------ what is fixed
+
+
+def test_fixed_are_weights_buffers_gradients_and_states() -> None:
+    model = governor().model
+    weights = sum(value.nbytes for value in model.parameters()) + sum(value.nbytes for value in model.buffers())
+    assert fixed_bytes(model) == weights + STATES * sum(value.numel() for value in model.parameters() if value.requires_grad)
+
+
+def test_tied_embeddings_are_there_once() -> None:
+    tied, untied = (fixed_bytes(governor(lambda tied=tied: llama(tie_word_embeddings=tied)).model) for tied in (True, False))
+    assert untied - tied == 50 * 32 * 4
+
+
+def test_other_tensors_on_the_device_are_no_room(device: Device, asked: list[Any]) -> None:
+    device.allocated = 10 * GIB
+    governor().kept(CUDA, 2048, 512)
+    device.free, device.reserved, device.allocated = 30 * GIB, 50 * GIB, 40 * GIB  # another model of 30 GiB has come
+    governor().kept(CUDA, 2048, 512)
+    rooms = [one["budget"] - one["fixed"] for one in asked]
+    assert rooms[0] - rooms[1] > 25 * GIB
+
+
+def test_a_head_over_a_vocabulary_counts_and_a_classifier_does_not(device: Device, asked: list[Any]) -> None:
+    governor().kept(CUDA, 2048, 512)
+    governor(lambda: LlamaForSequenceClassification(LlamaConfig(**GROUPED, num_labels=3, pad_token_id=0))).kept(CUDA, 2048, 512)
+    assert [one["vocabulary"] for one in asked] == [50, 0]
+
+
+def test_a_head_of_another_name_counts(device: Device, asked: list[Any]) -> None:
+    governor(lambda: BertForMaskedLM(BertConfig(**BERT))).kept(CUDA, 2048, 512)
+    assert asked[0]["vocabulary"] == 50
+
+
+def test_the_cost_models_block_has_the_sizes_and_ranks_of_the_fused_one() -> None:
+    llama = shape_of(governor(tuned={"r": 3, "targets": ["q", "gate", "down"]}).specs[0])
+    assert (llama.width, llama.heads, llama.kv_heads, llama.head_dim, llama.columns, llama.gated) == (32, 4, 2, 8, 56, True)
+    assert (llama.norm, llama.causal, llama.trained, llama.itemsize, llama.fp8) == ("rms", True, False, 4, False)
+    ranks = llama.ranks
+    assert (ranks.q, ranks.k, ranks.v, ranks.o, ranks.gate, ranks.up, ranks.down) == (3, 0, 0, 0, 3, 0, 3)
+    bert = shape_of(governor(MODELS["bert"], tuned={"method": "full"}).specs[0])
+    assert (bert.width, bert.heads, bert.kv_heads, bert.columns, bert.gated) == (32, 4, 4, 56, False)
+    assert (bert.norm, bert.causal, bert.trained) == ("layer", False, True)
+
+
+# ------------------------------------------------------------------ what blocks are told
+
+
+def test_each_block_gets_its_own_rung_and_tiles_only_where_it_recomputes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = governor()
+    rungs = (Rung("input", "input"), Rung("attention"), Rung("all"))
+    monkeypatch.setattr(memory, "choose", lambda *args, **settings: Policy(rungs, 2048, 1, 2, 3, 1.0, 0.1, 1.0))
+    assert made.kept(CUDA, 2048, 512) == [(rungs[0], 2048), (rungs[1], 2048), (rungs[2], None)]
+
+
+@pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
+@pytest.mark.parametrize("offload", ["none", "input"])
+def test_what_the_config_says_holds(keep: Any, offload: Any, device: Device) -> None:
+    found = governor(keep=keep, offload=offload).kept(CUDA, 4096, 512)
+    assert {rung.keep for rung, _ in found} == {keep}
+    assert [rung.offload for rung, _ in found] == [offload, offload, "none"]  # the last block's backward pass comes at once
+
+
+def test_a_step_that_fits_keeps_all(device: Device) -> None:
+    assert governor().kept(CUDA, 2048, 512) == [(Rung("all"), None)] * 3
+
+
+def test_a_step_that_hardly_fits_keeps_less(device: Device) -> None:
+    device.allocated = device.reserved = 0
+    roomy = governor(lambda: llama(**WIDE))
+    tight = roomy.under(MemoryConfig(host=0.001, budget=5))
+    assert {rung.keep for rung, _ in roomy.kept(CUDA, 65536, 4096)} == {"all"}
+    assert {rung.keep for rung, _ in tight.kept(CUDA, 65536, 4096)} != {"all"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": 1e-6}, {"host": 1e-6}])
+def test_a_cpu_keeps_all_and_plans_nothing(settings: dict[str, Any], asked: list[Any]) -> None:
+    made = governor(**{"host": None, **settings})
+    assert made.kept(torch.device("cpu"), 10**9, 10**9) == [(Rung("all"), None)] * 3
+    assert not asked
+
+
+def test_a_cpu_does_what_is_said() -> None:
+    made = governor(keep="attention", offload="attention", tile=256)
+    assert made.kept(torch.device("cpu"), 10, 10) == [(Rung("attention", "attention"), 256)] * 3
+
+
+@pytest.mark.parametrize("settings", [{"keep": "input", "offload": "attention"}, {"keep": "all", "tile": 2048}])
+def test_settings_that_contradict_each_other_are_refused_when_the_model_is_wrapped(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="memory"):
+        petune.wrap(MODELS["llama"](), kernels="reference", memory=settings)
+
+
+def called(model: Any, whole: bool = True) -> None:
+    """A call of a model, or of its stack alone, in which nothing acts but hooks."""
+    stack: Any = next(module for module in model.modules() if isinstance(module, Stack))
+    stack.forward = lambda hidden: hidden
+    model.forward = stack.__call__
+    (model if whole else stack)(torch.zeros(2, 9, 32, device="meta"))
+
+
+def test_a_copy_of_a_model_is_planned_for_when_the_first_is_gone(device: Device, asked: list[Any]) -> None:
+    made = governor()
+    again: Any = copy.deepcopy(made.model)
+    again.lm_head = nn.Linear(32, 70, device="meta")
+    del made
+    gc.collect()
+    called(again)
+    assert [one["vocabulary"] for one in asked] == [70]
+
+
+def test_a_body_that_is_called_without_its_head_is_planned_for(device: Device, asked: list[Any]) -> None:
+    called(governor().model, whole=False)
+    assert len(asked) == 1
+
+
+# ------------------------------------------------------------------ when it acts
+
+
+def sizes_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens, longest) of every call from now on."""
+    seen: list[tuple[int, int]] = []
+
+    def kept(self: Governor, specs: list[Spec], device: torch.device, tokens: int, longest: int) -> list[Any]:
+        seen.append((tokens, longest))
+        return [(Rung(), None)] * len(specs)
+
+    monkeypatch.setattr(Governor, "_kept", kept)
+    return seen
+
+
+def test_padding_is_no_token_and_the_longest_row_is_that_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = pair("llama", METHODS["lora"])
+    seen = sizes_of(fused, monkeypatch)
+    inputs = {name: value.float() if value.is_floating_point() else value for name, value in batch("llama").items()}
+    gradients(fused, inputs)
+    gradients(fused, batch("llama", padded=False))
+    packed = {"input_ids": inputs["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
+    fused(**packed, use_cache=False)
+    assert seen == [(15, 9), (18, 9), (18, 5)]
+
+
+def test_a_pass_without_gradients_is_not_planned_and_leaves_rungs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = pair("llama", METHODS["lora"])
+    for block in blocks(fused):
+        block.spec.rung = Rung("attention")
+    seen = sizes_of(fused, monkeypatch)
+    with torch.no_grad():
+        fused(**batch("llama"))
+    assert not seen and {block.spec.rung for block in blocks(fused)} == {Rung("attention")}
+
+
+def test_hidden_states_are_found_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _ = pair("llama", METHODS["lora"])
+    seen = sizes_of(fused, monkeypatch)
+    stack: Any = next(module for module in fused.modules() if isinstance(module, Stack))
+    x = torch.randn(2, 5, 32, dtype=next(fused.parameters()).dtype)
+    angles: tuple[Tensor, Tensor] = fused.model.rotary_emb(x, torch.arange(5)[None])
+    with bound(segments=None):
+        stack(hidden_states=x, attention_mask=None, position_embeddings=angles)
+    assert seen == [(10, 5)]
+
+
+def test_rungs_change_with_the_size_of_a_batch() -> None:
+    """What was kept by one policy is read by it, though another has come between the passes."""
+    fused, plain = pair("llama", METHODS["lora"])
+    made: list[Governor] = [hook for module in fused.modules() for hook in module._forward_pre_hooks.values() if isinstance(hook, Governor)]
+    found = []
+    for model in (fused, plain):
+        losses = []
+        for length, rung in ((9, Rung("all")), (7, Rung("input", "input"))):
+            made[0].become(MemoryConfig(keep=rung.keep, offload=rung.offload))
+            losses.append(model(**{name: value[:, :length] for name, value in batch("llama").items()}, use_cache=False).loss)
+        losses[0].backward()
+        losses[1].backward()
+        found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    for name, value in found[1].items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
