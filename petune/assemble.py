@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from petune import export
 from petune.errors import FileError, MachineError, UsageError
 from petune.evaluate import forward, real_rows
+from petune.kernels.fuse import fuse
+from petune.kernels.unmade import has_fused_head, head_loss
 from petune.log import say
 from petune.methods import tune, tuned_parameters, tuning
 from petune.methods.configs import FullConfig
@@ -174,9 +176,6 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the mesh's device."""
     recipe, task, family = prepared.recipe, prepared.task.name, family_of(model)
 
-    def ask(model: nn.Module, batch: Batch) -> Tensor:
-        return forward(model, batch)
-
     def loss(logits: Tensor, batch: Batch) -> Tensor:
         return loss_sum(*real_rows(logits, batch), task, weights)[0]
 
@@ -184,8 +183,14 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         kept, rows = real_rows(logits, batch)
         return trained_positions(kept, rows["labels"], task)
 
-    work = Work(ask, loss, select, tuned_parameters, choose_place(recipe).autocast)
+    def summed(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
+        if task == "classify" or not has_fused_head(model):
+            return None
+        return head_loss(model, batch, forward, shift=task in ("causal", "chat"), trained=trained)
+
+    work = Work(forward, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
     runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing)
+    _fuse(runner, recipe)
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
         remedy = "set gradient_checkpointing: false, or parallel: none"
         raise UsageError("replicas of this model cannot recompute: its blocks are not ours", where="gradient_checkpointing", remedy=remedy)
@@ -194,6 +199,15 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     if recipe.compile:
         runner.model.compile()
     return runner
+
+
+def _fuse(runner: Runner, recipe: Recipe) -> None:
+    """Fused blocks and a loss without logits, where blocks are whole; they recompute by themselves what `memory` says."""
+    plan = runner.plan
+    if recipe.kernels == "off" or recipe.compile or plan.tp > 1 or plan.pp > 1 or plan.sharding is not None or not runner.owned:
+        return
+    memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
+    fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype)
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petune.errors import RecipeError
+from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import CONFIGS, AdapterConfig, FullConfig, LoraConfig, SideConfig
 from petune.parallel.configs import BACKENDS, ROWS
 from petune.recipe import (
@@ -229,7 +230,8 @@ def test_any_value_survives_being_written(value: object) -> None:
 def test_resume_compares_what_changes_the_numbers(tmp_path: Path) -> None:
     old = load_recipe(write(tmp_path, GOOD)).resolved()
     new = load_recipe(
-        write(tmp_path, GOOD), ["lr=1e-3", "method.r=8", "out=x", "keep=5", "trackers=[wandb]", "device=cpu", "parallel.tp=2"]
+        write(tmp_path, GOOD),
+        ["lr=1e-3", "method.r=8", "out=x", "keep=5", "trackers=[wandb]", "device=cpu", "parallel.tp=2", "kernels=off"],
     ).resolved()
     assert differences(old, new) == [("method.r", 16, 8), ("lr", 2e-4, 1e-3)]
     assert differences(old, new, allow=["method"]) == [("lr", 2e-4, 1e-3)]
@@ -252,6 +254,8 @@ def test_the_json_schema_names_every_setting() -> None:
     short, *methods = schema["properties"]["method"]["anyOf"]
     assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "adapter", "side"]
     assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
+    keeps, memory = schema["properties"]["memory"]["anyOf"]
+    assert keeps["enum"] == [*KEEPS, None] and set(memory["properties"]) == {entry.name for entry in dataclasses.fields(MemoryConfig)}
     names, axes = schema["properties"]["parallel"]["anyOf"]
     assert names["enum"] == ["none", *BACKENDS, None] and set(axes["properties"]) == set(BACKENDS)
     for name, config in BACKENDS.items():
@@ -285,6 +289,7 @@ def test_the_metric_table_is_that_of_the_tasks() -> None:
 
 def _every_key() -> set[str]:
     inner = {f"data.{entry.name}" for entry in dataclasses.fields(DataConfig)}
+    inner |= {f"memory.{entry.name}" for entry in dataclasses.fields(MemoryConfig)}
     for config in CONFIGS.values():
         inner |= {f"method.{entry.name}" for entry in dataclasses.fields(config)}
     for name, axis in BACKENDS.items():

@@ -171,12 +171,16 @@ class Runner:
         return loss
 
     def _forward_backward(self, batch: Batch, total: float, key: int | None) -> Tensor:
+        trained = int((batch["labels"] >= 0).sum())  # counted where nothing has to wait for it
         batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
         with drawing(Running(rows=batch.get("rows"), key=key)), self.work.autocast():
-            logits = self.work.forward(self.model, batch)
-        loss = self._loss(logits, batch) / total
-        loss.backward()
-        return loss.detach()
+            loss = None if self.vocabulary else self.work.summed(self.model, batch, trained)
+            logits = self.work.forward(self.model, batch) if loss is None else None
+        if logits is not None:
+            loss = self._loss(logits, batch)
+        assert loss is not None
+        (loss / total).backward()
+        return loss.detach() / total
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
         if not self.vocabulary or not has_cut_head(self.modules[-1]):

@@ -20,16 +20,22 @@ def _no_select(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("a vocabulary cut across ranks needs Work.select")
 
 
+def _no_sum(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Work:
     """forward: (model, batch) -> logits [b, s, V] or [b, classes]. loss: (logits, batch) -> the summed loss of all rows, a scalar.
 
     select: (logits [b, s, any width], batch) -> the logits [n, width] of the positions that count and their labels [n], for a vocabulary
-    cut across ranks. tuned: what trains in a model, by name. autocast: entered around every forward.
+    cut across ranks. summed: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it without logits,
+    or None for one that does not. tuned: what trains in a model, by name. autocast: entered around every forward.
     """
 
     forward: Callable[[nn.Module, Batch], Tensor]
     loss: Callable[[Tensor, Batch], Tensor]
     select: Callable[[Tensor, Batch], tuple[Tensor, Tensor]] = _no_select
+    summed: Callable[[nn.Module, Batch, int], Tensor | None] = _no_sum
     tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = _trainable
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from petune.errors import Problem
+from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import CONFIGS
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
 from petune.recipe.suggest import meant_value, suggest
-from petune.recipe.written import PARALLEL, SECTIONS, Found, Written, as_mapping, show
+from petune.recipe.written import MEMORY, PARALLEL, SECTIONS, Found, Written, as_mapping, show
 from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, short, write_scalar
 from petune.tasks.configs import DataConfig
 
@@ -37,6 +38,8 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
         values["method"] = None
         problems.append(_no_method(written, method_name))
     values["data"] = data
+    values[MEMORY], more = _section(written, MEMORY, MemoryConfig, "", method_name)
+    problems += more
     values["parallel"], more = _parallel(written)
     problems += more
     problems = _check(Recipe, values, written, (), method_name) + problems
@@ -51,15 +54,12 @@ def _upwards(path: KeyPath) -> Iterator[KeyPath]:
 
 def _section(written: Written, key: str, config: type, name: str, method_name: str | None) -> tuple[Any, list[Found]]:
     """The config dataclass written under `key`, None when it cannot be made."""
-    given = written.tree.get(key)
-    if isinstance(given, str):
-        given = {SECTIONS[key]: given}
-    if not isinstance(given, dict):
+    given = as_mapping((key,), written.tree.get(key))
+    if given is None:
         missing = key not in written.tree
         what = f"{key} is missing" if missing else f"{key} does not take this value"
-        expected = "a file, folder, glob, demo:NAME or hub id, or a mapping with path"
-        found = None if missing else show(given)
-        return None, [((key,), Problem(what, written.where((key,)), expected, found, f"for example  {_EXAMPLES[key]}"))]
+        found = None if missing else show(written.tree[key])
+        return None, [((key,), Problem(what, written.where((key,)), _FORMS[key], found, f"for example  {_EXAMPLES[key]}"))]
     problems = _check(section_model(config, name), given, written, (key,), method_name)
     if problems:
         return None, problems
@@ -102,7 +102,11 @@ def _no_backend(written: Written, name: str, before: int) -> Found:
     return path, Problem(what, written.where(path), f"one of none, {', '.join(BACKENDS)}", show(name) if alone else None, meant)
 
 
-_EXAMPLES = {"model": "model: demo:minilm", "data": "data: demo:docstrings", "method": "method: lora"}
+_EXAMPLES = {"model": "model: demo:minilm", "data": "data: demo:docstrings", "method": "method: lora", "memory": "memory: input"}
+_FORMS = {
+    "data": "a file, folder, glob, demo:NAME or hub id, or a mapping with path",
+    "memory": f"one of {', '.join(KEEPS)}, or a mapping of settings",
+}
 
 
 def _no_method(written: Written, name: str | None) -> Found:
@@ -143,7 +147,7 @@ def _problem(model: type[BaseModel], key: str, faults: list[Any], written: Writt
     path = (*at, key)
     kind = faults[0]["type"]
     if kind == "extra_forbidden":
-        of = {"method": f" of {method_name}", "data": " of data", PARALLEL: f" of {at[-1]}"}.get(at[0], "") if at else ""
+        of = f" of {method_name if at[0] == 'method' else at[-1]}" if at else ""
         return path, Problem(f"{dotted(path)} is not a setting{of}", written.where(path), remedy=suggest(path, method_name))
     if kind == "missing":
         example = _EXAMPLES.get(key if not at else at[0])

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from petune.errors import Problem
-from petune.parallel.configs import ParallelConfig, axis_contradictions, too_many_cuts
+from petune.kernels.configs import MemoryConfig
+from petune.parallel.configs import DpConfig, ParallelConfig, axis_contradictions, size_of, too_many_cuts
 from petune.recipe.schema import Recipe
 from petune.recipe.written import PARALLEL, Found, Written, as_mapping
 from petune.recipe.yaml_lines import KeyPath
@@ -37,6 +38,32 @@ def _metrics(recipe: Recipe) -> Mapping[str, str]:
 
 def _task_is(recipe: Recipe, *tasks: str) -> bool:
     return recipe.task is None or recipe.task in tasks
+
+
+def _cuts_blocks(recipe: Recipe) -> bool:
+    """Whether a process holds less than whole blocks of the whole model."""
+    return any(axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in recipe.parallel.axes.values())
+
+
+# Key -> whether the recipe asks for fused blocks with it, and how to ask no more.
+_ASKS_FOR_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
+    "kernels": (lambda recipe: recipe.kernels in ("reference", "triton"), "set kernels: off"),
+    "memory": (lambda recipe: recipe.memory != MemoryConfig(), "remove memory"),
+    "base_dtype": (lambda recipe: recipe.base_dtype is not None, "remove base_dtype"),
+}
+# Key -> whether it leaves the recipe without fused blocks, why, and what would not.
+_LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
+    "kernels": (lambda recipe: recipe.kernels == "off", "it is about fused blocks, and kernels: off leaves none", "set kernels: auto"),
+    "compile": (lambda recipe: recipe.compile, "fused blocks do not go with compile", "set compile: false"),
+    "parallel": (_cuts_blocks, "fused blocks are for whole blocks, and the parallel plan cuts them", "use dp alone, without shard"),
+}
+
+
+def _fused(asking: str, leaving_none: str) -> Rule:
+    """No recipe asks for fused blocks with one key and leaves none with another: a setting without effect is an error."""
+    asks, no_more = _ASKS_FOR_FUSED[asking]
+    leaves_none, why, instead = _LEAVES_NONE_FUSED[leaving_none]
+    return Rule((asking, leaving_none), lambda recipe: not (asks(recipe) and leaves_none(recipe)), why, f"{no_more}, or {instead}")
 
 
 RULES = (
@@ -96,6 +123,32 @@ RULES = (
         ),
         "it counts evaluations, and eval_every is beyond max_steps",
         "make eval_every smaller than max_steps",
+    ),
+    *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if asking != other),
+    Rule(
+        ("base_dtype", "method"),
+        lambda recipe: recipe.base_dtype is None or recipe.method_name == "lora",
+        "it quantises linears that do not train, beside the factors of lora",
+        "remove base_dtype, or set method: lora",
+    ),
+    Rule(
+        ("gradient_checkpointing", "memory"),
+        lambda recipe: not recipe.gradient_checkpointing or recipe.memory.keep in ("auto", "input"),
+        "it keeps the input of a block alone, and memory.keep says more",
+        "remove gradient_checkpointing, or memory.keep",
+    ),
+    # The two of memory alone are said again, in the same words, where a config made in Python meets them (kernels/policy.py).
+    Rule(
+        ("memory.offload",),
+        lambda recipe: recipe.memory.keep != "input" or recipe.memory.offload != "attention",
+        "a block that keeps its input alone has no attention output to offload",
+        "use offload: input, none or auto, or keep: attention",
+    ),
+    Rule(
+        ("memory.tile",),
+        lambda recipe: recipe.memory.keep != "all" or recipe.memory.tile is None,
+        "the MLP of a block that keeps all is not tiled",
+        "remove tile, or keep: projections, or less",
     ),
 )
 

@@ -1,7 +1,7 @@
 """The keys of a recipe and the frozen object they become.
 
-Top-level keys are declared here; the settings of data and of a method are read from their config dataclasses (type, default, range,
-doc), so a new setting there is a new key here.
+Top-level keys are declared here; the settings of data, of a method, of memory and of an axis of parallel are read from their config
+dataclasses (type, default, range, doc), so a new setting there is a new key here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
 
+from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import CONFIGS, MethodConfig
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.written import PARALLEL, SECTIONS, Written
+from petune.recipe.written import MEMORY, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, write_scalar
 from petune.tasks.configs import DataConfig
 
@@ -65,6 +66,11 @@ class Recipe(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
     compile: bool = Field(False, description="torch.compile the model")
+    kernels: KernelsName = Field("auto", description="fused blocks and loss; auto: where Triton can run; off: the model's own")
+    memory: SkipValidation[MemoryConfig] = Field(
+        MemoryConfig(), description=f"what fused blocks keep for the backward pass: {', '.join(KEEPS)}; or a mapping with keep and more"
+    )
+    base_dtype: BaseDtype | None = Field(None, description="fp8: quantise frozen weights of fused blocks, lora only; not exact")
     parallel: SkipValidation[ParallelConfig] = Field(
         ParallelConfig(), description="none; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a mapping of backends to size or settings"
     )
@@ -139,6 +145,7 @@ class Recipe(BaseModel):
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
+        values["memory"] = _as_dict(self.memory)
         values["parallel"] = {name: _as_dict(axis) for name, axis in self.parallel.axes.items()} or "none"
         values["lr"] = self.learning_rate
         for path in INPUTS:
@@ -229,17 +236,18 @@ def _line(key: str, value: Any, doc: str | None) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors; data, method and parallel may be a text or a mapping. No classic keys."""
+    """The JSON schema of a recipe file, for editors; data, method, memory and parallel may be a text or a mapping. No classic keys."""
     schema = Recipe.model_json_schema()
     schema.pop("$defs", None)
     sections = {
         "data": [{"type": "string"}, _section_schema(DataConfig)],
         "method": [{"enum": list(CONFIGS)}, *(_section_schema(config, name) for name, config in CONFIGS.items())],
+        MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
         PARALLEL: [{"enum": ["none", *BACKENDS, None]}, _parallel_schema()],
     }
     for key, forms in sections.items():
         schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}
-    schema["properties"][PARALLEL]["default"] = "none"
+    schema["properties"][MEMORY]["default"], schema["properties"][PARALLEL]["default"] = "auto", "none"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "petune recipe"}
 
 

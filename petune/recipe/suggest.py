@@ -11,11 +11,12 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from petune.errors import nearest
+from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import CONFIGS
 from petune.parallel.configs import BACKENDS
 from petune.recipe.aliases import CLASSIC
 from petune.recipe.schema import Recipe
-from petune.recipe.written import PARALLEL, SECTIONS
+from petune.recipe.written import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import DataConfig
 
@@ -58,6 +59,13 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("precision", "torch_dtype", "bf16", "mixed_precision"), "dtype"),
     "activation_checkpointing": "gradient_checkpointing",
     "torch_compile": "compile",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel", "liger", "fused_kernels", "use_triton", "triton"), "kernels"),
+    **dict.fromkeys(("recompute_granularity", "selective_checkpointing", "save_activations"), "memory.keep"),
+    **dict.fromkeys(("activation_offloading", "offload_activations", "enable_activation_offloading"), "memory.offload"),
+    **dict.fromkeys(("tiled_mlp", "mlp_tile", "tile_size"), "memory.tile"),
+    **dict.fromkeys(("gpu_memory", "max_memory", "gpu_memory_limit"), "memory.budget"),
+    **dict.fromkeys(("pinned_memory", "cpu_memory", "host_memory"), "memory.host"),
+    **dict.fromkeys(("load_in_8bit", "fp8", "base_quantization"), "base_dtype"),
     **dict.fromkeys(("data_parallel_size", "data_parallel", "dp_size", "ddp", "num_processes", "nproc_per_node"), "parallel.dp"),
     **dict.fromkeys(("tensor_parallel_size", "tensor_parallel", "tp_size", "tensor_model_parallel_size"), "parallel.tp"),
     **dict.fromkeys(("sequence_parallel_size", "sequence_parallel", "sp_size", "context_parallel_size", "cp_size"), "parallel.sp"),
@@ -73,7 +81,7 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("resume_from_checkpoint", "resume"), "to resume:  petune train RECIPE --resume"),
     **dict.fromkeys(("overwrite_output_dir", "overwrite"), "to start afresh:  petune train RECIPE --overwrite"),
     **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_bit"), "not supported: petune trains on unquantised weights"
+        ("load_in_4bit", "quantization", "quantization_bit"), "not supported: frozen weights are whole, or of 8 bits with base_dtype: fp8"
     ),
     "fp16": "not supported: use dtype: bf16 or dtype: fp32",
     **dict.fromkeys(("optim", "optimizer"), "the optimizer is AdamW (weight_decay, beta1, beta2)"),
@@ -104,6 +112,11 @@ _VALUE_ALIASES: Mapping[str, str] = {
     "interleaved1f1b": "interleaved",
     "tokens": "sequence",
     **dict.fromkeys(("replicate", "replicated", "full"), "whole"),
+    **dict.fromkeys(("eager", "disabled"), "off"),
+    **dict.fromkeys(("torch", "pytorch"), "reference"),
+    **dict.fromkeys(("liger", "fused"), "triton"),
+    **dict.fromkeys(("checkpoint", "checkpointing", "recompute", "minimal"), "input"),
+    **dict.fromkeys(("float8", "e4m3", "8bit", "int8"), "fp8"),
 }
 
 _ALL = "   (all settings: petune check --full)"
@@ -115,6 +128,8 @@ def _settings() -> dict[str, dict[str, tuple[str, ...]]]:
     table: dict[str, dict[str, tuple[str, ...]]] = {key: {key: ()} for key in Recipe.model_fields}
     for entry in dataclasses.fields(DataConfig):
         table.setdefault(entry.name, {})[f"data.{entry.name}"] = ()
+    for entry in dataclasses.fields(MemoryConfig):
+        table.setdefault(entry.name, {})[f"{MEMORY}.{entry.name}"] = ()
     for method, config in CONFIGS.items():
         for entry in dataclasses.fields(config):
             paths = table.setdefault(entry.name, {})

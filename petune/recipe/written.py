@@ -11,14 +11,15 @@ from typing import Any
 from petune.errors import Problem
 from petune.recipe.yaml_lines import KeyPath, short, write_scalar
 
-SECTIONS = {"data": "path", "method": "name"}  # a bare text there means this setting
+SECTIONS = {"data": "path", "method": "name", "memory": "keep"}  # a bare text there means this setting
+MEMORY = "memory"  # the section that may be left out or empty
 PARALLEL = "parallel"  # holds an axis per backend, which holds settings
 
 Found = tuple[KeyPath, Problem]  # a problem and the key path it is about; () when it is about the file
 
 
 def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
-    """The mapping that the short form of a section stands for: `method: lora`, `parallel: pp`, `parallel: {tp: 2}`.
+    """The mapping that the short form of a section stands for: `method: lora`, `memory: input`, `parallel: pp`, `parallel: {tp: 2}`.
 
     A mapping stands for itself; None where `value` is no form of the section `path`.
     """
@@ -32,6 +33,8 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
         if value is None:
             return {}
         return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else None
+    if path == (MEMORY,) and value is None:
+        return {}
     return {SECTIONS[path[0]]: value} if len(path) == 1 and path[0] in SECTIONS and isinstance(value, str) else None
 
 

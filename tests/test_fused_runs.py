@@ -1,0 +1,199 @@
+"""Runs with fused blocks end as runs without: losses, scores and tuned weights, whatever is kept, accumulated, packed or resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petune.audit import Audit
+from petune.errors import Stopped
+from petune.kernels.block import FusedBlock
+from petune.kernels.configs import Rung
+from petune.recipe import shipped_recipes
+from tests.small_runs import Listener, assert_same_run, newest, run, settings, state_of, terminate_at, training, write_model
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+NEAR = 1e-5
+LORA = {"name": "lora", "r": 2}
+DROPPED = {"name": "lora", "r": 2, "dropout": 0.2}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, lora": ("llama", {}),
+    "llama, lora with dropout": ("llama", {"method": DROPPED}),
+    "llama, full": ("llama", {"method": "full"}),
+    "llama, lora on some": ("llama", {"method": {"name": "lora", "r": 3, "targets": ["q", "v", "down"]}}),
+    "llama, row by row": ("llama", {"batch_size": 1, "accumulate": 5}),
+    "llama, recomputed": ("llama", {"gradient_checkpointing": True}),
+    "llama, recomputed, with dropout": ("llama", {"gradient_checkpointing": True, "method": DROPPED}),
+    "llama, projections": ("llama", {"memory": "projections"}),
+    "llama, attention offloaded": ("llama", {"memory": {"keep": "attention", "offload": "attention"}}),
+    "llama, input offloaded, accumulated": ("llama", {"memory": {"keep": "input", "offload": "input"}, "accumulate": 4}),
+    "llama, tiled": ("llama", {"memory": {"keep": "input", "tile": 128}, "batch_size": 24, "accumulate": 1, "max_steps": 3}),
+    "llama, packed": ("llama", {"packing": True}),
+    "llama, packed, with dropout": ("llama", {"packing": True, "method": DROPPED}),
+    "llama, chat": ("llama", {"task": "chat"}),
+    "bert, lora": ("bert", {}),
+    "bert, lora with dropout": ("bert", {"method": DROPPED}),
+    "bert, full": ("bert", {"method": "full"}),
+    "bert, full, recomputed": ("bert", {"method": "full", "gradient_checkpointing": True}),
+    "bert, balanced": ("bert", {"class_weights": "balanced", "accumulate": 3}),
+    "bert, input offloaded": ("bert", {"memory": {"keep": "input", "offload": "input"}}),
+    "llama, adapter": ("llama", {"method": {"name": "adapter", "reduction": 4}}),
+    "llama, side": ("llama", {"method": {"name": "side", "reduction": 4}}),
+    "t5, lora": ("t5", {"method": DROPPED}),
+    "bart, lora": ("bart", {"method": DROPPED}),
+}
+
+
+def recipe(place: Path, family: str, out: str, **changes: Any) -> dict[str, Any]:
+    """Three steps of four rows on a model whose attention has no dropout; BERT's connections have some."""
+    if not (place / family).exists():
+        connections = {"hidden_dropout_prob": 0.1} if family == "bert" else {}
+        write_model(place / family, family, **connections)
+    packing = changes.pop("packing", False)
+    made = settings(place, family, changes.pop("method", LORA), out=out, **{"max_steps": 3, "warmup": 0, "lr": 3e-3, **changes})
+    if packing:
+        made["data"] |= {"packing": True, "max_length": 32}
+    return made
+
+
+def tuned(folder: Path) -> dict[str, Tensor]:
+    """The tuned tensors of a run's last checkpoint."""
+    return {name: value for name, value in state_of(newest(folder))[0].items() if name.startswith("tuned/")}
+
+
+def assert_alike(found: Path, expected: Path, told: Listener, other: Listener, near: float = NEAR) -> None:
+    assert len(told.steps) == len(other.steps) > 0
+    for one, two in zip(told.steps, other.steps, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=near)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=20 * near)
+    assert len(told.scores) == len(other.scores) > 0
+    for one, two in zip(told.scores, other.scores, strict=True):
+        assert one == pytest.approx(two, rel=20 * near, nan_ok=True)
+    ours, theirs = tuned(found), tuned(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        # all but one in a hundred: AdamW's first steps make a whole lr of the sign of a gradient that is nearly nothing
+        far = (ours[name] - value).abs() > 20 * near * max(1.0, float(value.abs().max()))
+        assert float(far.float().mean()) <= 0.01, name
+
+
+def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, Listener]:
+    """The recipe run with fused blocks and without."""
+    told, other = Listener(), Listener()
+    fused = run(recipe(place, family, "fused", kernels="reference", **changes), told)
+    changes = {name: value for name, value in changes.items() if name != "memory"}  # which kernels: off has no use for
+    plain = run(recipe(place, family, "plain", kernels="off", **changes), other)
+    return fused, plain, told, other
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_fused_blocks_ends_as_one_without(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    fused, plain, told, other = both(tmp_path, family, **changes)
+    assert_alike(fused.folder, plain.folder, told, other)
+
+
+@pytest.mark.parametrize("name", ["llama_lora", "llama_full"])
+def test_a_shipped_recipe_ends_alike_with_and_without_fused_blocks(name: str, tmp_path: Path) -> None:
+    file = next(file for file in shipped_recipes() if file.stem == name)
+    small = ("max_steps=2", "warmup=0", "data.max_rows=16", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=4")
+    told, other = Listener(), Listener()
+    fused = run(file, told, overrides=[*small, "kernels=reference", f"out={tmp_path / 'fused'}"])
+    plain = run(file, other, overrides=[*small, "kernels=off", f"out={tmp_path / 'plain'}"])
+    assert_alike(fused.folder, plain.folder, told, other)
+
+
+# The comparisons above say nothing if nothing is fused, or if what is asked of memory does not arrive.
+@pytest.mark.parametrize(
+    ("changes", "rung"),
+    [
+        ({}, Rung("all")),
+        ({"gradient_checkpointing": True}, Rung("input")),
+        ({"memory": {"keep": "attention", "offload": "attention"}}, Rung("attention", "attention")),
+    ],
+    ids=["auto", "gradient_checkpointing", "memory"],
+)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_blocks_of_a_run_are_fused_and_keep_what_the_recipe_says(family: str, changes: dict[str, Any], rung: Rung, tmp_path: Path) -> None:
+    made = training(recipe(tmp_path, family, "run", kernels="reference", **changes))
+    blocks = [module for module in made.model.modules() if isinstance(module, FusedBlock)]
+    assert len(blocks) == 2
+    made.audit = Audit(made.tuned, {})
+    made.step()
+    assert {block.spec.rung for block in blocks} == {rung}
+    assert not any(block.spec.said for block in blocks)
+
+
+def test_auto_fuses_nothing_on_a_cpu(tmp_path: Path) -> None:
+    made = training(recipe(tmp_path, "llama", "run", device="cpu"))
+    assert not any(isinstance(module, FusedBlock) for module in made.model.modules())
+
+
+# ------------------------------------------------------------------ stopped and gone on with
+
+
+@pytest.mark.parametrize(
+    "changes", [{"method": DROPPED}, {"memory": {"keep": "input", "offload": "input"}, "method": DROPPED}], ids=["all", "offloaded"]
+)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_stopped_run_with_fused_blocks_goes_on_bit_by_bit(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    straight = run(recipe(tmp_path, family, "straight", kernels="reference", **changes))
+    stopped = recipe(tmp_path, family, "stopped", kernels="reference", **changes)
+    with pytest.raises(Stopped):
+        run(stopped, terminate_at(1))
+    assert_same_run(run(stopped, resume=True).folder, straight.folder)
+
+
+@pytest.mark.parametrize(("first", "then"), [("off", "reference"), ("reference", "off")])
+def test_a_run_may_go_on_with_other_kernels(first: str, then: str, tmp_path: Path) -> None:
+    _, plain, _, _ = both(tmp_path, "llama", method=DROPPED)
+    with pytest.raises(Stopped):
+        run(recipe(tmp_path, "llama", "mixed", kernels=first, method=DROPPED), terminate_at(2))
+    mixed = run(recipe(tmp_path, "llama", "mixed", kernels=then, method=DROPPED), resume=True)
+    for name, value in tuned(plain.folder).items():
+        assert float((tuned(mixed.folder)[name] - value).abs().max()) <= 20 * NEAR, name
+
+
+def test_files_of_a_run_with_fused_blocks_are_read_and_merged_as_any(tmp_path: Path) -> None:
+    fused, plain, _, _ = both(tmp_path, "llama")
+    ids = {"input_ids": torch.arange(9, 16)[None]}
+    with torch.no_grad():
+        found, expected = (one.speaker.model(**ids).logits for one in (fused, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert (fused.merge() / "model.safetensors").stat().st_size == (plain.merge() / "model.safetensors").stat().st_size
+
+
+# ------------------------------------------------------------------ what cannot be
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_model_with_dropout_in_attention_trains_as_it_did(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path / family, family, dropout=0.1)
+    fused, plain, told, other = both(tmp_path, family)
+    assert_alike(fused.folder, plain.folder, told, other)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "adapter"), ("llama", "side"), ("t5", "lora"), ("bart", "lora"), ("bart", "full")]
+)
+def test_what_has_no_fused_blocks_ends_the_same_bit_by_bit_under_auto_on_a_cpu(family: str, method: str, tmp_path: Path) -> None:
+    own = {"adapter": {"name": method, "reduction": 4}, "side": {"name": method, "reduction": 4}, "lora": LORA, "full": {"name": "full"}}[
+        method
+    ]
+    found, expected = (run(recipe(tmp_path, family, name, kernels=name, method=own)).folder for name in ("auto", "off"))
+    for name, value in tuned(expected).items():
+        assert torch.equal(tuned(found)[name], value), name
+
+
+def test_a_base_in_eight_bits_trains_to_nearly_the_same_losses(tmp_path: Path) -> None:
+    told, other = Listener(), Listener()
+    run(recipe(tmp_path, "llama", "eight", kernels="reference", base_dtype="fp8"), told)
+    run(recipe(tmp_path, "llama", "plain", kernels="off"), other)
+    for one, two in zip(told.steps, other.steps, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=0.02) and one["loss"] != two["loss"]
