@@ -2,8 +2,9 @@
 
 Only the model's config is read (and the data's first rows where the recipe leaves the task open). The model is built and tuned on the meta
 device and cut as a run would cut it, so weights, gradients and optimizer state are exact; activations are an estimate for rows of the
-greatest length, see petune.parallel.activations, and a run's peak lies above it by temporary tensors and what the allocator wastes. The
-file is over 300 lines long because the price, what would lower it and shares for unequal devices read one sketch.
+greatest length, see petune.parallel.activations, and a run's peak lies above it by temporary tensors and what the allocator wastes. They
+are those of the model's own blocks; petune.outlook puts in what fused ones keep. The file is over 300 lines long because the price, what
+would lower it and shares for unequal devices read one sketch.
 """
 
 from __future__ import annotations
@@ -82,8 +83,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan with its price. knobs: what would lower the memory of the fullest rank, with the bytes saved, best first."""
+    """A plan with its price. drawn: what it is the price of. knobs: what would lower the memory of the fullest rank, with the bytes saved,
+    best first."""
 
+    drawn: Sketch
     facts: tuple[str, ...]
     plan: ParallelPlan
     ranks: tuple[Rank, ...]
@@ -202,7 +205,7 @@ def _forecast(drawn: Sketch, parallel: ParallelConfig, world: int | None, memory
         f"{'bf16' if work.itemsize == 2 else 'fp32'} on {drawn.device}",
     )
     sent = _transitions(drawn, plan, held[0, 0])
-    return Forecast(facts, plan, tuple(ranks), sent, bubble(plan, trained / total), _knobs(drawn, plan, held, ranks))
+    return Forecast(drawn, facts, plan, tuple(ranks), sent, bubble(plan, trained / total), _knobs(drawn, plan, held, ranks))
 
 
 def _rank(rank: int, at: Coordinate, held: Held, drawn: Sketch, plan: ParallelPlan, limit: int | None) -> Rank:

@@ -28,10 +28,12 @@ TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*
 # From the top down. A room imports rooms of later groups; rooms of one group know nothing of each other, but for the pairs below.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("petune_cli", "__main__", "__init__"),
+    ("bench", "profiling"),
     ("train",),
     ("ranks",),
     ("wording", "runs", "state"),
     ("run_folder",),
+    ("outlook",),
     ("reporting", "inference", "forecast", "audit", "schedule", "stopping"),
     ("assemble",),
     ("checkpoint", "export"),

@@ -9,14 +9,14 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from petune import __version__
 from petune.errors import MachineError, PetuneError
-from petune_cli import asking, checking, doctor, plan, shelf, shipping, training
+from petune_cli import asking, bench, checking, doctor, plan, profile, shelf, shipping, training
 
 commands = typer.Typer(
     name="petune",
@@ -26,9 +26,9 @@ commands = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_PANELS = {
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start": (training.train, asking.chat, shelf.ls, shelf.cp, doctor.doctor),
-    "Check": (checking.check, plan.plan, checking.data, checking.evaluate),
+    "Check": (checking.check, plan.plan, profile.profile, bench.bench, checking.data, checking.evaluate),
     "Ship": (shipping.merge, shipping.export, asking.generate),
 }
 for _panel, _verbs in _PANELS.items():

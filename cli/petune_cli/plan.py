@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +13,7 @@ from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
     from petune.forecast import Advice, Forecast, Rank
+    from petune.outlook import Outlook
     from petune.parallel import ParallelConfig
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
@@ -24,25 +25,31 @@ def plan(
     world: Annotated[int | None, typer.Option("--world", min=1, help="Processes to plan for; else as many as the recipe asks for.")] = None,
     memory: Annotated[str | None, typer.Option("--memory", help="Memory of each device: 24GiB, or one for each rank: 8,24.")] = None,
     speeds: Annotated[str | None, typer.Option("--speeds", help="Speeds of unequal devices, 3,1: print shares that suit them.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="CUDA devices to plan for: H200, H100, A100-80, A100-40; others with --memory.")
+    ] = None,
 ) -> None:
-    """Plan: layout, memory and traffic, no weights read."""
+    """Plan: layout, memory, traffic and speed, no weights read."""
     recipe = Given.of(words).recipe()
-    sizes = _sizes(memory) if memory is not None else None
+    sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
     from petune import forecast
+    from petune.outlook import on_device, outlook
 
+    if device is not None:
+        recipe, sizes = on_device(recipe, device, sizes)
     if speeds is None:
-        found = forecast.forecast(recipe, world, sizes)
-        _show(found)
+        seen = outlook(forecast.forecast(recipe, world, sizes), device)
+        _show(seen)
     else:
         rates = _rates(speeds)
         if world not in (None, len(rates)):
             raise UsageError("one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates)))
         advice = forecast.advise(recipe, rates, sizes)
-        found = advice.forecast
-        _show(found)
+        seen = outlook(advice.forecast, device)
+        _show(seen)
         for line in _advice(advice):
             typer.echo(line)
-    found.check()
+    seen.forecast.check()
 
 
 def _sizes(text: str) -> list[int]:
@@ -65,10 +72,11 @@ def _rates(text: str) -> list[float]:
         raise UsageError("speeds are numbers", where="--speeds", expected="for example 3,1", found=text) from None
 
 
-def _show(found: Forecast) -> None:
+def _show(seen: Outlook) -> None:
     from petune_cli.display import show_table
 
-    for line in found.facts:
+    found = seen.forecast
+    for line in (*found.facts, *seen.lines):
         typer.echo(line)
     typer.echo("")
     gathers = any(rank.memory.gathered for rank in found.ranks)
@@ -83,7 +91,7 @@ def _show(found: Forecast) -> None:
         ]
         show_table(("sent by a rank", "forward / backward", "times", "forward", "backward"), rows)
     typer.echo("")
-    for line in _closing(found):
+    for line in _closing(found, fused=bool(seen.policies)):
         typer.echo(line)
 
 
@@ -107,7 +115,7 @@ def _row(rank: Rank, gathers: bool) -> tuple[str, ...]:
     )
 
 
-def _closing(found: Forecast) -> Iterator[str]:
+def _closing(found: Forecast, fused: bool) -> Iterator[str]:
     from petune.log import human
 
     resting = max(rank.memory.at_rest for rank in found.ranks)
@@ -116,7 +124,8 @@ def _closing(found: Forecast) -> Iterator[str]:
     if found.plan.pp > 1:
         yield f"bubble   {found.bubble:.0%} of a step a rank waits for others, if all stages take as long"
     process = found.ranks[0].process
-    yield f"memory   {human(process)} a process for itself is in the sums; activations are an estimate for the longest rows"
+    activations = "what the peak above has besides the rest" if fused else "an estimate for the longest rows"
+    yield f"memory   {human(process)} a process for itself is in the sums; activations are {activations}"
     if all(rank.fits for rank in found.ranks):
         unknown = any(rank.limit is None for rank in found.ranks)
         yield "fits     not known: these devices are not here, give --memory" if unknown else "fits     yes"

@@ -64,6 +64,27 @@ def test_speeds_give_lists_to_write_into_a_recipe(type_: Type) -> None:
     assert again.parallel.galaxy is not None and again.parallel.galaxy.heads == (6, 2)
 
 
+def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(type_: Type, no_network: None) -> None:
+    lines = type_("plan", "llama_lora", "--device", "H200").out.splitlines()
+    assert lines[3] == "pass     16 rows of up to 128 tokens, bf16 on cuda"
+    assert lines[4:6] == ["blocks   fused on H200, whose rates are measured", "memory: blocks 0-7 keep all"]
+    assert lines[6].startswith("memory: peak 0.2 GiB of 131.9; step ") and "tokens/s predicted" in lines[7]
+    assert next(line for line in lines if line.startswith("0 ")).endswith("150 GB")
+    assert "activations are what the peak above has besides the rest" in lines[-2]
+    assert "--memory 24GiB" in type_("plan", "llama_lora", "--device", "RTX 4090").err
+    assert type_("plan", "llama_lora", "--device", "RTX 4090", "--memory", "24").code == 0
+
+
+def test_plan_says_why_blocks_are_not_fused(type_: Type) -> None:
+    shown = type_("plan", "llama_side", "--device", "H200").out
+    assert "blocks   unfused: decoder: a ladder climbs beside it" in shown and "activations are an estimate" in shown
+
+
+def test_a_memory_setting_that_does_not_fit_is_exit_2(type_: Type) -> None:
+    shown = type_("plan", "llama_lora", "memory.budget=0.01", "--device", "H200")
+    assert shown.code == 2 and shown.err.startswith("command line  memory: a step of 2,048 tokens does not fit its memory")
+
+
 def test_there_is_a_speed_for_each_rank(type_: Type) -> None:
     assert type_("plan", "llama_lora", "parallel=pp", "--speeds", "3,1", "--world", "3").code == 2
     assert type_("plan", "llama_lora", "parallel=pp", "--speeds", "fast").code == 2

@@ -1,0 +1,69 @@
+"""The verb that measures: how fast a recipe trains on this machine, and in how much memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from petune_cli.given import Given, Words
+
+if TYPE_CHECKING:
+    from petune.bench import Measured
+
+HEADS = ("method", "memory", "blocks kept", "tokens/s", "quartiles", "step, ms", "MFU", "HFU", "peak GiB", "host GiB", "loss")
+_BELOW = """
+MFU, HFU  against {:.3g} TFLOP/s of large matmuls, measured here for a second
+          MFU counts what the model asks for: 4 FLOP a token for each frozen weight the gradient passes, 6 for one that trains
+          HFU counts what was computed, the method and recomputation included"""
+
+
+def bench(
+    words: Words = None,
+    methods: Annotated[str | None, typer.Option("--methods", metavar="LIST", help="Methods: lora,full; else the recipe's.")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="LIST", help="Memory policies, KEEP or KEEP/OFFLOAD: all,attention/input.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that count.")] = 20,
+    warm: Annotated[float | None, typer.Option("--warm", min=0, help="Seconds of steps before them; else 3 on a GPU.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed over memory as a PNG.")] = None,
+) -> None:
+    """Measure the training step: speed, use of the device, memory."""
+    recipe = Given.of(words).recipe()
+    from petune import bench as room
+    from petune_cli.display import show_table
+
+    wanted = room.cases(recipe, _listed(methods), _listed(memory))
+    rate = room.probe(recipe)
+    found = []
+    for case in wanted:
+        typer.echo(f"measuring {' '.join(filter(None, (case.method, case.memory)))}", err=True)
+        found.append(room.measure(case, steps, warm))
+    show_table(HEADS, [_row(one, rate) for one in found])
+    typer.echo(_BELOW.format(rate / 1e12))
+    if plot is not None:
+        room.draw(found, rate, plot)
+        typer.echo(f"drawn    {plot}")
+
+
+def _listed(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def _row(one: Measured, rate: float) -> tuple[str, ...]:
+    names = (one.case.method, one.case.memory or "-")
+    if one.error is not None:
+        return (*names, one.error, *[""] * (len(HEADS) - 3))
+    low, median, high = one.quartiles
+    used = (one.utilisation(rate), one.hardware_utilisation(rate))
+    return (
+        *names,
+        one.kept or "-",
+        f"{median:,.0f}",
+        f"{low:,.0f} to {high:,.0f}",
+        f"{1e3 * sum(one.seconds) / len(one.seconds):.1f}",
+        *("-" if share is None else f"{share:.1%}" for share in used),
+        *("-" if size is None else f"{size / 2**30:.2f}" for size in (one.peak, one.host)),
+        f"{one.loss:.4f}",
+    )

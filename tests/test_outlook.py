@@ -1,0 +1,221 @@
+"""What fused blocks would keep on a device that is not here: measured plans of Llama-3.1-8B on an H200, and who is not fused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petune import outlook as room
+from petune.errors import UsageError
+from petune.forecast import PROCESS, Forecast, forecast, sketch
+from petune.kernels.configs import Rung
+from petune.kernels.policy import GIB, Policy
+from petune.outlook import CARDS, on_device, outlook, policy_for
+from petune.parallel.plan import ALONE
+from petune.recipe import Recipe, load_recipe
+from tests.methods.zoo import ZOO
+from tests.test_forecast import recipe_of
+
+H200 = int(CARDS["H200"] * GIB)
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def large(folder: Path, rows: int, tokens: int, **settings: Any) -> Recipe:
+    """Llama-3.1-8B with LoRA of rank 16 on a CUDA device; data that nobody reads."""
+    place = folder / "8b.json"
+    place.write_text(json.dumps(ZOO["llama-causal"][1](**LLAMA_8B).to_dict()))
+    data = {"path": "nowhere.jsonl", "max_length": tokens}
+    base = {"model": f"config:{place}", "data": data, "task": "causal", "method": "lora", "batch_size": rows, "device": "cuda"}
+    return load_recipe({**base, **settings})
+
+
+def chosen(recipe: Recipe, device: str = "H200", memory: int = H200) -> Policy:
+    found = policy_for(sketch(recipe), ALONE, recipe.batch_size, device, memory)
+    assert isinstance(found, Policy), found
+    return found
+
+
+def seen(recipe: Recipe, memory: int = H200, device: str | None = "H200", **options: Any) -> room.Outlook:
+    return outlook(forecast(recipe, memory=[memory], **options), device)
+
+
+# ------------------------------------------------------------------ what is chosen
+
+
+def test_a_short_batch_of_a_large_model_keeps_all(tmp_path: Path) -> None:
+    found = chosen(large(tmp_path, 4, 2048))
+    assert found.rungs == (Rung("all"),) * 32
+    assert found.peak / GIB == pytest.approx(40.0, rel=0.02)  # as measured
+    assert found.seconds == pytest.approx(0.470, rel=0.08)  # as measured
+    assert 130 * GIB < found.budget < H200 - PROCESS["cuda"]
+
+
+def test_a_long_row_rests_in_host_memory(tmp_path: Path) -> None:
+    found = chosen(large(tmp_path, 1, 131072, memory={"budget": 80}))
+    assert found.rungs[0] == Rung("attention", "attention")
+    assert found.budget == 80 * GIB and found.peak < 40 * GIB and found.host == 62 * GIB
+    with pytest.raises(UsageError, match="does not fit its memory"):
+        chosen(large(tmp_path, 1, 131072, memory={"budget": 24, "host": 1}))
+
+
+def test_settings_of_memory_are_honoured(tmp_path: Path) -> None:
+    assert chosen(large(tmp_path, 4, 2048, memory="attention")).rungs == (Rung("attention"),) * 32
+    assert {rung.keep for rung in chosen(large(tmp_path, 4, 2048, gradient_checkpointing=True)).rungs} == {"input"}
+    tiled = chosen(large(tmp_path, 4, 2048, memory={"keep": "input", "tile": 2048, "budget": 30}))
+    assert tiled.tile == 2048 and tiled.budget == 30 * GIB
+
+
+def test_eight_bits_are_faster_and_hold_more(tmp_path: Path) -> None:
+    plain, eight = chosen(large(tmp_path, 4, 2048)), chosen(large(tmp_path, 4, 2048, base_dtype="fp8"))
+    assert eight.seconds < 0.8 * plain.seconds and eight.peak > plain.peak + 12 * GIB
+
+
+def test_a_smaller_device_is_slower_and_rests_more_in_its_host(tmp_path: Path) -> None:
+    recipe, memory = large(tmp_path, 4, 2048), int(CARDS["A100-40"] * GIB)
+    small, great = chosen(recipe, "A100-40", memory), chosen(recipe)
+    assert small.host > great.host == 0 and small.seconds > great.seconds
+    assert small.peak <= small.budget < memory - PROCESS["cuda"]
+
+
+def test_an_encoder_is_fused_without_a_vocabulary(tmp_path: Path) -> None:
+    recipe = recipe_of("bert-classify", tmp_path, device="cuda", batch_size=64)
+    assert chosen(recipe).rungs == (Rung("all"),) * 2
+
+
+def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> None:
+    large(tmp_path, 4, 2048)
+    file = tmp_path / "mine.yaml"
+    rows = ["model: config:8b.json", "data: {path: nowhere.jsonl, max_length: 2048}", "task: causal", "method: lora"]
+    file.write_text("\n".join([*rows, "device: cuda", "memory: {keep: all, budget: 20}"]) + "\n")
+    with pytest.raises(UsageError) as caught:
+        seen(load_recipe(file))
+    (problem,) = caught.value.problems
+    assert problem.where == f"{file}:6" and problem.what.startswith("memory: ")
+    assert "at most 20.0 GiB" in str(problem.expected) and "memory: auto fits" in str(problem.remedy)
+
+
+# ------------------------------------------------------------------ who is not fused
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("llama-causal", {"method": "adapter"}, "block 0: self_attn.o_proj is a AdapterLinear"),
+        ("llama-causal", {"method": {"name": "side", "reduction": 4}}, "a ladder climbs beside it"),
+        ("llama-causal", {"kernels": "off"}, "kernels: off"),
+        ("llama-causal", {"compile": True}, "compile: true"),
+        ("llama-causal", {"method": "full"}, "weights have 4 bytes, and autocast computes in 2"),
+        ("llama-causal", {"parallel": {"tp": 2}}, "the parallel plan cuts them"),
+        ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts them"),
+        ("llama-causal", {"parallel": {"dp": {"size": 2, "shard": True}}}, "the parallel plan cuts them"),
+        ("t5-gated", {}, "blocks of t5 have no fused form"),
+    ],
+    ids=str,
+)
+def test_blocks_that_are_not_fused_have_a_reason(name: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    found = forecast(recipe_of(name, tmp_path, **{"device": "cuda", **settings}), memory=[H200])
+    told = outlook(found, "H200")
+    assert told.policies == () and told.forecast is found
+    (line,) = told.lines
+    assert line.startswith("blocks   unfused: ") and line.endswith(reason)
+
+
+def test_dropout_inside_attention_is_a_reason(tmp_path: Path) -> None:
+    place = tmp_path / "dropping.json"
+    place.write_text(json.dumps({**ZOO["bert-classify"][1]().to_dict(), "attention_probs_dropout_prob": 0.1, "num_hidden_layers": 1}))
+    recipe = recipe_of("bert-classify", tmp_path, device="cuda", model=f"config:{place}")
+    assert policy_for(sketch(recipe), ALONE, 8, "H200", H200) == "unfused: attention has dropout 0.1"
+
+
+def test_what_is_asked_for_by_name_and_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="argument  base_dtype: no block"):
+        seen(recipe_of("t5-gated", tmp_path, device="cuda", base_dtype="fp8"))
+
+
+@pytest.mark.parametrize(("kernels", "word"), [("auto", "unfused"), ("reference", "fused"), ("triton", "refused")])
+def test_without_a_device_the_way_to_name_one_is_told(kernels: str, word: str, tmp_path: Path) -> None:
+    (line,) = seen(recipe_of("llama-causal", tmp_path, kernels=kernels), device=None).lines
+    assert line.startswith(f"blocks   {word}") and "on a CPU" in line and "--device H200" in line
+
+
+def test_a_device_that_cannot_run_them_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = forecast(recipe_of("llama-causal", tmp_path, device="cuda"), memory=[16 * GIB])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(room, "refusal", lambda *_: "they need compute capability 8.0")
+    assert outlook(found).lines == ("blocks   unfused: they need compute capability 8.0",)
+
+
+# ------------------------------------------------------------------ the forecast with it
+
+
+def test_the_peak_takes_the_place_of_the_estimate(tmp_path: Path) -> None:
+    recipe = large(tmp_path, 4, 2048)
+    before, told = forecast(recipe, memory=[H200]).ranks[0], seen(recipe)
+    (rank,), (policy,) = told.forecast.ranks, told.policies
+    assert rank.total == policy.peak + PROCESS["cuda"]
+    assert replace(rank.memory, activations=before.memory.activations) == before.memory
+    assert told.lines[1:3] == policy.lines()
+    assert told.lines[0] == "blocks   fused on H200, whose rates are measured"
+    predicted, roofline = (f"{8192 / seconds:,.0f}" for seconds in (policy.seconds, policy.roofline))
+    assert told.lines[3].startswith(f"speed    {predicted} tokens/s predicted, {roofline} at the roofline")
+    told.forecast.check()
+
+
+def test_replicas_have_policies_of_their_rows(tmp_path: Path) -> None:
+    even = seen(large(tmp_path, 4, 2048, parallel={"dp": 2}))
+    assert len(even.lines) == 4 and len(set(even.policies)) == 1
+    told = seen(large(tmp_path, 4, 2048, parallel={"dp": {"shares": [3, 1]}}))
+    assert [policy.peak for policy in told.policies] == [rank.total - PROCESS["cuda"] for rank in told.forecast.ranks]
+    assert told.policies[0].peak > even.policies[0].peak > told.policies[1].peak
+    assert [line for line in told.lines if line.startswith("ranks")] == ["ranks    0", "ranks    1"]
+
+
+def test_devices_of_unknown_memory_have_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found: Forecast = forecast(recipe_of("llama-causal", tmp_path, device="cuda"))
+    assert outlook(found, "H200").lines == ("blocks   fused, but the memory of the devices is not known: give --memory",)
+
+
+def test_nothing_is_changed_in_the_model_that_is_looked_at(tmp_path: Path) -> None:
+    drawn = sketch(recipe_of("llama-causal", tmp_path, device="cuda"))
+    before = str(drawn.model)
+    policy_for(drawn, ALONE, 8, "H200", H200)
+    assert str(drawn.model) == before
+
+
+# ------------------------------------------------------------------ devices by name
+
+
+def test_a_named_device_makes_the_recipe_one_for_cuda(tmp_path: Path) -> None:
+    recipe, memory = on_device(recipe_of("llama-causal", tmp_path, device="auto"), "h200", None)
+    assert recipe.device == "cuda" and memory == [H200]
+    assert sketch(recipe).work.itemsize == 2
+    assert on_device(recipe, "H200", [80 * GIB])[1] == [80 * GIB]
+
+
+def test_a_device_that_nobody_knows_needs_its_memory(tmp_path: Path) -> None:
+    recipe = recipe_of("llama-causal", tmp_path, device="auto")
+    with pytest.raises(UsageError, match="--memory 24GiB"):
+        on_device(recipe, "RTX 4090", None)
+    told = seen(on_device(recipe, "RTX 4090", [24 * GIB])[0], 24 * GIB, "RTX 4090")
+    assert told.lines[0] == "blocks   fused on RTX 4090, whose rates are assumed"
+
+
+def test_a_recipe_for_the_cpu_has_no_cuda_device(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="set device=cuda"):
+        on_device(recipe_of("llama-causal", tmp_path, device="cpu"), "H200", None)
