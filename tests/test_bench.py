@@ -315,7 +315,7 @@ def run_script(name: str, *words: str, out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_petune_and_peft_learn_alike_in_processes_of_their_own(tmp_path: Path) -> None:
     words = ("--tiny", "petune:2x16:kernels=reference:keep=input", "peft:2x16:ckpt")
     ours, theirs = run_script("peers.py", *words, out=tmp_path)
@@ -325,7 +325,7 @@ def test_petune_and_peft_learn_alike_in_processes_of_their_own(tmp_path: Path) -
     assert len((tmp_path / "peers.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bert_is_measured_beside_peft(tmp_path: Path) -> None:
     ours, theirs = run_script("bert_peers.py", "--tiny", "petune", "peft", out=tmp_path)
     assert ours["trained"] == theirs["trained"] and ours["fill"] == theirs["fill"]
