@@ -176,6 +176,9 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the mesh's device."""
     recipe, task, family = prepared.recipe, prepared.task.name, family_of(model)
 
+    def ask(model: nn.Module, batch: Batch) -> Tensor:
+        return forward(model, batch)
+
     def loss(logits: Tensor, batch: Batch) -> Tensor:
         return loss_sum(*real_rows(logits, batch), task, weights)[0]
 
@@ -186,9 +189,9 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     def summed(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
         if task == "classify" or not has_fused_head(model):
             return None
-        return head_loss(model, batch, forward, shift=task in ("causal", "chat"), trained=trained)
+        return head_loss(model, batch, ask, shift=task in ("causal", "chat"), trained=trained)
 
-    work = Work(forward, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
+    work = Work(ask, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
     runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing)
     _fuse(runner, recipe)
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
