@@ -18,6 +18,7 @@ from petune.kernels.eight import Eight
 from petune.kernels.parts import part_of
 from petune.kernels.policy import Policy, choose
 from petune.kernels.prenorm import PreNorm
+from petune.kernels.specs import GROUPS
 from petune.log import say
 from petune.running import running
 from petune.sites import Role
@@ -27,7 +28,6 @@ GIB = 2**30
 STATES = 12  # bytes beside a trained number: its gradient and AdamW's two states, in float32
 SPARE = 0.95  # of the memory that is free; the rest is lost between blocks of unequal size
 ROUND = 1024
-_ROLES: tuple[tuple[Role, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 
 class Governor:
@@ -151,7 +151,7 @@ def pinnable(config: MemoryConfig) -> int:
 
 def shape_of(spec: Spec) -> BlockShape:
     """A fused block as the cost model sees it."""
-    parts = {role: part_of(layer) for roles, layers in zip(_ROLES, spec.layers, strict=True) for role, layer in _named(roles, layers)}
+    parts = {role: part_of(layer) for roles, layers in zip(GROUPS, spec.layers, strict=True) for role, layer in _named(roles, layers)}
     down, q = parts["down"], parts["q"]
     assert down is not None and q is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}

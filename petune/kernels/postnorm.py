@@ -9,7 +9,7 @@ keep what they keep in petune/kernels/prenorm.py: `all` everything but h and m, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from petune.kernels import attending
 from petune.kernels.frame import Frame, Kept, joined
 from petune.kernels.group import Drop, Group, Rows, Sink
+from petune.kernels.mlp import WithMlp
 
 
 class Normed(NamedTuple):
@@ -28,18 +29,16 @@ class Normed(NamedTuple):
     rstd: Tensor
 
 
-class PostNorm:
+class PostNorm(WithMlp):
     """One call of a block, or its backward pass. groups: q|k|v, o, up, down. norms: weight and bias of norm1, then of norm2.
 
     drops: the dropouts of the two connections, None where there is none.
     """
 
-    rows: slice | None = None  # of the tile in work
-
     def __init__(
         self, frame: Frame, groups: Sequence[Group], norms: Sequence[Tensor | None], drops: tuple[Drop | None, Drop | None]
     ) -> None:
-        self.frame, self.ops, self.groups = frame, frame.ops, groups
+        self.frame, self.ops = frame, frame.ops
         self.qkv, self.o, self.up, self.down = groups
         self.norms, self.drops = cast("Sequence[Tensor]", norms), drops
         self.norms_at = groups[-1].first + 4
@@ -83,17 +82,6 @@ class PostNorm:
         y, mean, rstd, total = self.ops.layer_norm(dropped, weight, bias, self.frame.eps, residual=residual)
         return y, Normed(total, mean, rstd)
 
-    def _activate(self, u: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        m, s_down = self.ops.activate(u, self.frame.act, False, self.up.late(s), self.down.a if self.down.folds_input else None)
-        return m, self.down.low(m) if s_down is None else s_down
-
-    def _tiles(self, m: int) -> Iterator[slice]:
-        """The rows of each tile, which the groups and connections behind attention are told."""
-        for rows in self.frame.tiles(m):
-            self.rows = self.o.rows = self.up.rows = self.down.rows = rows
-            yield rows
-        self.rows = self.o.rows = self.up.rows = self.down.rows = None
-
     # ------------------------------------------------------------ backward
 
     def backward(self, dy: Tensor, kept: Kept, needs_x: bool, sink: Sink) -> Tensor | None:
@@ -117,11 +105,11 @@ class PostNorm:
     def _half_backward(self, dy: Tensor, x: Tensor, a: Tensor, kept: Kept, sink: Sink) -> tuple[Tensor, Tensor]:
         """The gradients of a, and of x by way of the connection, for some rows."""
         first, last, h, u, s_up = self._middle(x, a, kept)
-        dz, dd = self._norm_backward(1, dy, last, None, sink)
+        dz, dd = self._norm_backward(1, dy, last, sink)
         du, db = self._down_backward(dd, u, s_up, kept["s_down"], sink)
         dh, ds = self.up.dproducts(du)
         self.up.learn(sink, du, Rows.of(h), s_up, ds, db=db)
-        dt, do = self._norm_backward(0, self.up.dupdated(dh, ds).add_(dz), first, None, sink)
+        dt, do = self._norm_backward(0, self.up.dupdated(dh, ds).add_(dz), first, sink)
         da, ds = self.o.dproducts(do)
         self.o.learn(sink, do, Rows.of(a), kept["s_o"], ds)
         return self.o.dupdated(da, ds), dt
@@ -140,28 +128,15 @@ class PostNorm:
         last = self._norm(1, self.down.updated(self.down.base(m), s_down), h)[1]
         return first, last, h, u, s_up
 
-    def _norm_backward(self, at: int, dy: Tensor, read: Normed, residual: Tensor | None, sink: Sink) -> tuple[Tensor, Tensor]:
+    def _norm_backward(self, at: int, dy: Tensor, read: Normed, sink: Sink) -> tuple[Tensor, Tensor]:
         """The gradient of the residual, and that of what was added to it."""
         own = self.norms_at + 2 * at
         trains = sink.needs[own] or sink.needs[own + 1]
-        total, dweight, dbias = self.ops.layer_norm_backward(dy, read.total, self.norms[2 * at], read.mean, read.rstd, residual, trains)
+        total, dweight, dbias = self.ops.layer_norm_backward(dy, read.total, self.norms[2 * at], read.mean, read.rstd, None, trains)
         sink.add(own, dweight)
         sink.add(own + 1, dbias)
         drop = self.drops[at]
         return total, total if drop is None else drop(total, self.rows)
-
-    def _down_backward(self, dd: Tensor, u: Tensor, s_up: Tensor | None, s: Tensor | None, sink: Sink) -> tuple[Tensor, Tensor | None]:
-        """du, and the gradient of up's B where the kernel makes it."""
-        down, act = self.down, self.frame.act
-        dm, ds = down.dproducts(dd)
-        below = (ds, down.a) if ds is not None and down.folds_input else None
-        if below is None:
-            down.dupdated(dm, ds)
-        late = self.up.late(s_up)
-        entered = Rows.again(lambda: self.ops.activate(u, act, False, late, None)[0])
-        du, db, da = self.ops.activate_backward(dm, u, act, False, late, below)
-        down.learn(sink, dd, entered, s, ds, da=da)
-        return du, db
 
     def _attention_backward(
         self, da: Tensor, dt: Tensor, x: Tensor, first: tuple[Tensor, Tensor | None], a: Tensor, lse: Any, needs_x: bool, sink: Sink

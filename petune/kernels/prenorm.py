@@ -10,7 +10,7 @@ of a group is the low-rank input of its update (petune/kernels/parts.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from petune.kernels import attending
 from petune.kernels.frame import Frame, Kept, joined
 from petune.kernels.group import Group, Rows, Sink
+from petune.kernels.mlp import WithMlp
 
 
 class Projected(NamedTuple):
@@ -29,18 +30,16 @@ class Projected(NamedTuple):
     rstd: Tensor
 
 
-class PreNorm:
+class PreNorm(WithMlp):
     """One call of a block, or its backward pass: groups and norms as they are at this moment.
 
     groups: q|k|v, o, gate|up (or up alone), down. norms: weights of norm1 and norm2, and of the norms of query and key heads or None.
     angles: cos, sin [p, head_dim] of the rotary positions, p dividing m.
     """
 
-    rows: slice | None = None  # of the tile in work
-
     def __init__(self, frame: Frame, groups: Sequence[Group], norms: Sequence[Tensor | None], angles: tuple[Tensor, Tensor]) -> None:
         assert norms[0] is not None and norms[1] is not None
-        self.frame, self.ops, self.groups = frame, frame.ops, groups
+        self.frame, self.ops = frame, frame.ops
         self.qkv, self.o, self.up, self.down = groups
         self.norm1, self.norm2, self.head_norms = norms[0], norms[1], (norms[2], norms[3])
         self.norms_at = groups[-1].first + 4  # where the norms' tensors begin among the block's
@@ -113,24 +112,10 @@ class PreNorm:
         y: Tensor = kept.pop("y")
         return y
 
-    def _activate(self, u: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(m, s of the down projection)."""
-        m, s_down = self.ops.activate(
-            u, self.frame.act, self.frame.gated, self.up.late(s), self.down.a if self.down.folds_input else None, self.up.paired
-        )
-        return m, self.down.low(m) if s_down is None else s_down
-
     def _out(self, r: Tensor, m: Tensor, s: Tensor | None) -> Tensor:
         d, late = self.down.base(m), self.down.late(s)
         y: Tensor = self.ops.add_low(r, d if late else self.down.updated(d, s), late)
         return y
-
-    def _tiles(self, m: int) -> Iterator[slice]:
-        """The rows of each tile, which the groups and connections behind attention are told."""
-        for rows in self.frame.tiles(m):
-            self.rows = self.o.rows = self.up.rows = self.down.rows = rows
-            yield rows
-        self.rows = self.o.rows = self.up.rows = self.down.rows = None
 
     # ------------------------------------------------------------ backward
 
@@ -184,19 +169,6 @@ class PreNorm:
             h, rstd, _ = self.ops.rms_norm(r, self.norm2, self.frame.eps)
         u, s_up = self.up.begun(h)
         return r, rstd, u, s_up, h
-
-    def _down_backward(self, dy: Tensor, u: Tensor, s_up: Tensor | None, s: Tensor | None, sink: Sink) -> tuple[Tensor, Tensor | None]:
-        """du, and the gradient of gate | up's stacked B where the kernel makes it."""
-        frame, down = self.frame, self.down
-        dm, ds = down.dproducts(dy)
-        below = (ds, down.a) if ds is not None and down.folds_input else None
-        if below is None:
-            down.dupdated(dm, ds)
-        late = self.up.late(s_up)
-        entered = Rows.again(lambda: self.ops.activate(u, frame.act, frame.gated, late, None, self.up.paired)[0])
-        du, db, da = self.ops.activate_backward(dm, u, frame.act, frame.gated, late, below, self.up.paired)
-        down.learn(sink, dy, entered, s, ds, da=da)
-        return du, db
 
     def _through_attention(self, dr: Tensor, a: Tensor, lse: Any, qkv: Tensor, s: Tensor | None, sink: Sink) -> Tensor:
         """The gradient of q | k | v as the projection gave it."""

@@ -25,7 +25,7 @@ _ACTS: dict[str, Act] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_GROUPS: tuple[tuple[Role, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+GROUPS: tuple[tuple[Role, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
@@ -73,7 +73,7 @@ def _linears(block: nn.Module, regions: Sequence[Region]) -> list[list[nn.Module
                 by_role[role] = hit[1]
                 if part_of(hit[1]) is None:
                     return f"{hit[0]} is a {type(hit[1]).__name__}"
-    return [[by_role[role] for role in group if role in by_role] for group in _GROUPS]
+    return [[by_role[role] for role in group if role in by_role] for group in GROUPS]
 
 
 def _norm_tensors(block: nn.Module, norms: Norms) -> list[tuple[nn.Module, str] | None]:
