@@ -27,6 +27,7 @@ from torch import Tensor
 
 _FORK = multiprocessing.get_context("fork")
 _END = 5.0  # seconds a rank has to die once it is told to
+_NOTICED = 0.3  # seconds in which the system tells of a death
 
 
 class RankError(RuntimeError):
@@ -69,7 +70,9 @@ def _gather(ends: list[Connection], ranks: list[Any], timeout: float, folder: st
             raise RankError("\n".join([late, *(_whereabouts(rank, ranks[rank], folder) for rank in waiting)]))
         reports = [(rank, *_report(end, ranks[rank])) for rank, end in waiting.items() if end in ready]
         if failed := [report for report in reports if report[2] != "returned"]:
-            _raise(min(failed, key=lambda report: report[1]))
+            late = wait([end for end in waiting.values() if end not in ready], _NOTICED)  # a rank's death is seen by its peers first
+            failed += [(rank, *_report(end, ranks[rank])) for rank, end in waiting.items() if end in late]
+            _raise(min(failed, key=lambda report: (report[2] != "died", report[2] == "returned", report[1])))
         for rank, _, _, value in reports:
             results[rank] = _unpacked(value)
             del waiting[rank]

@@ -167,7 +167,7 @@ def test_names_state_hooks_and_generation_survive_and_unfusing_restores_the_clas
     unfuse_sites(fused)
     assert [type(module) for module in fused.modules()] == [type(module) for module in plain.modules()]
     assert of(again, FusedLora), "a copy is fused on its own"
-    assert_alike(again, fused, zoo.batch(name), 1e-4)
+    assert_alike(again, fused, zoo.batch(name), 1e-3)
 
 
 def test_merging_and_passing_by_see_a_tuned_layer() -> None:
