@@ -26,6 +26,7 @@ from petune.log import say
 from petune.methods import tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LAYERS, LoraEmbedding, LoraLayer
+from petune.methods.targets import within
 from petune.methods.tuned import tuned_layers
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -119,7 +120,7 @@ def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | Non
     sizes = {name: (layer.lora_A.shape[0], _alpha(layer, record.config)) for name, layer in layers.items()}
     (r, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     names = [name for name, _ in model.named_modules() if name]
-    task = _task(model, [name for name in map(plain_name, names) if not _within(name, heads)])
+    task = _task(model, [name for name in map(plain_name, names) if not within(name, heads)])
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
     config = (
         dict(_NEUTRAL)
@@ -134,7 +135,7 @@ def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | Non
             "r": r,
             "rank_pattern": {name: rank for name, (rank, _) in sizes.items() if rank != r},
             "alpha_pattern": {name: _number(own) for name, (_, own) in sizes.items() if own != alpha},
-            "target_modules": _shortest(tuple(layers), (plain_name(name) for name in names if not _within(plain_name(name), heads))),
+            "target_modules": _shortest(tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))),
             "task_type": task,
         }
     )
@@ -179,15 +180,11 @@ def _refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
     if not inside:
         return
     for name, value in model.named_parameters(remove_duplicate=False):
-        if id(value) in inside and not _within(name, heads):
+        if id(value) in inside and not within(name, heads):
             raise UsageError(
                 f"{inside[id(value)]} is trained whole and tied to {name}, which is not: peft files cannot say so",
                 remedy=f"name both in also_train: [{inside[id(value)]}, {name.rpartition('.')[0]}]",
             )
-
-
-def _within(name: str, parents: Iterable[str]) -> bool:
-    return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 
 # ---------------------------------------------------------------- reading
@@ -202,7 +199,7 @@ def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, 
     modules = {plain_name(name): module for name, module in base.named_modules() if name}
     given = _strip(tensors, modules, folder)
     heads = tuple(name for name in modules if _is_saved_whole(name, config))
-    heads = tuple(name for name in heads if not _within(name, [other for other in heads if other != name]))
+    heads = tuple(name for name in heads if not within(name, [other for other in heads if other != name]))
     ends = tuple(f".{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B"))
     present = {key.rpartition(".lora_")[0] for key in given if key.endswith(ends)}
     layers = {name: _own_config(name, config) for name in modules if name in present or _is_target(name, config, heads)}
@@ -263,7 +260,7 @@ def check_tensors(
     problems = [Problem("is missing", name, found=", ".join(nearest(name, surplus, 1)) or None) for name in missing]
     problems += [Problem("is unexpected: it belongs to nothing in this model", name) for name in surplus]
     for name in wrong:
-        remedy = "load the base with the same number of labels (num_labels)" if _within(name, heads) else None
+        remedy = "load the base with the same number of labels (num_labels)" if within(name, heads) else None
         problems.append(Problem("has another shape", name, str(list(expected[name])), str(list(found[name])), remedy))
     if problems:
         summary = f"{len(missing)} missing, {len(surplus)} unexpected, {len(wrong)} mis-shaped, of {len(expected)}"
@@ -304,7 +301,7 @@ def _is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
 
 def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:
     """Whether peft would tune the module `name`: its own rules for target_modules, exclude_modules and layers_to_transform."""
-    if _within(name, heads) or _is_named(name, config.get("exclude_modules")):
+    if within(name, heads) or _is_named(name, config.get("exclude_modules")):
         return False
     targets = config["target_modules"]
     if not _is_named(name, targets):

@@ -1,169 +1,46 @@
-"""What the operations of petune.kernels cost: floating-point operations, bytes moved, seconds on a device, and bytes alive at once.
+"""The seconds of a transformer block on a device: its passes as lists of operations, and the rates that a device sustains.
 
-Three layers, each made of the one before: the cost of an operation; a block's passes as lists of operations, which `Rates` turn into
-seconds; and tables of the tensors alive in each phase, from which the peak of memory follows. A multiply-add is two FLOP. An operation is
-as slow as its arithmetic, its traffic or its launch (Williams et al. 2009, the roofline). The file is over 300 lines long because work
-and memory describe one engine, petune/kernels/prenorm.py and postnorm.py, and have to be read beside each other.
-
-Tensors have the engine's names, with the two norms told apart. Pre-norm: x -> h1 -> qkv -> a, lse -> o -> r = x + o -> h2 -> u -> m -> d ->
-y = r + d. Post-norm: no h1; t = x + o -> h2 -> u -> m -> d -> z = h2 + d -> y. s, s_o, s_up and s_down are low-rank inputs; a d before
-a name is its gradient.
+An operation is as slow as its arithmetic, its traffic or its launch (Williams et al. 2009, the roofline). Stages have the names of the
+tensors that they make; petune.kernels.buffers says which those are, and what they come to in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, log
 from typing import Literal
 
+from petune.kernels.group import FOLDED
+from petune.kernels.head import chunk_rows
+from petune.kernels.operations import (
+    Cost,
+    Operation,
+    Work,
+    activate,
+    activate_backward,
+    adamw,
+    add_low,
+    attention,
+    attention_backward,
+    costing,
+    cross_entropy_,
+    layer_norm,
+    layer_norm_backward,
+    low_rank,
+    low_rank_update,
+    matmul,
+    quantise,
+    rms_norm,
+    rms_norm_backward,
+    rope_,
+    rope_backward,
+)
+
 Keep = Literal["all", "projections", "attention", "input"]
-Kind = Literal["matmul", "matmul_fp8", "attention", "attention_backward", "memory"]  # of operation: which rate bounds it
-
-HEAD_ROWS, HEAD_BYTES = (1024, 4096), 2**30  # tokens whose logits exist at once, and the bytes aimed at between the two
-FOLDED = 64  # the largest rank that element-wise kernels add and differentiate on their way
-STREAMED_BLOCKS = 3  # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
-ADAMW_STATES = 2  # numbers AdamW keeps for each one that trains
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Floating-point operations, and bytes read from and written to device memory."""
-
-    flop: float = 0.0
-    bytes: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flop + other.flop, self.bytes + other.bytes)
-
-    def __mul__(self, times: float) -> Cost:
-        return Cost(self.flop * times, self.bytes * times)
-
-    __rmul__ = __mul__
-
-
-# ------------------------------------------------------------------ operations
-# Named after petune.kernels.reference. Matrices are [rows, columns]; itemsize is bytes per element; ranks may be 0: no low-rank part.
-
-
-def matmul(rows: float, inner: float, columns: float, itemsize: int = 2) -> Cost:
-    """[rows, inner] times [inner, columns]."""
-    return Cost(2 * rows * inner * columns, itemsize * (rows * inner + inner * columns + rows * columns))
-
-
-def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
-    """A product that reads a matrix once and gives rank-sized results: s = x a^T, ds = dy b, db = dy^T s. Nothing for rank 0."""
-    return Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank)) if rank else Cost()
-
-
-def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
-    """y += s b^T, y read and written. Nothing for rank 0."""
-    return Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank)) if rank else Cost()
-
-
-def rms_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
-    """x read, its norm written; with a residual that is read and the total written too."""
-    return Cost((4 + residual) * rows * columns, (2 + 2 * residual) * itemsize * rows * columns + 4 * rows)
-
-
-def rms_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidual: bool = False) -> Cost:
-    """dy and the total read, the total's gradient written; dresidual read too."""
-    return Cost((8 + dresidual) * rows * columns, (3 + dresidual) * itemsize * rows * columns + 4 * rows)
-
-
-def layer_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
-    """As `rms_norm`, with a mean and a bias."""
-    return rms_norm(rows, columns, itemsize, residual) + Cost(3 * rows * columns, 4 * rows)
-
-
-def layer_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidual: bool = False) -> Cost:
-    """As `rms_norm_backward`, with a mean."""
-    return rms_norm_backward(rows, columns, itemsize, dresidual) + Cost(3 * rows * columns, 4 * rows)
-
-
-def rope_(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
-    """qkv read and written in place, its low-rank part added on the way."""
-    return Cost((3 + 2 * rank) * rows * columns, itemsize * (2 * rows * columns + (rows + columns) * rank))
-
-
-def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """dq, dk and dv read, dqkv written."""
-    return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
-
-
-def activate(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
-    """u read, h written. columns: of h; rank: of u's low-rank part (all of its columns); below: of the next one, whose s is made."""
-    wide = columns * (1 + gated)
-    flop = rows * (5 * columns + 2 * wide * rank + 2 * columns * below)
-    return Cost(flop, itemsize * (rows * (wide + columns + rank + below) + wide * rank + columns * below))
-
-
-def activate_backward(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
-    """dh and u read, du written; both low-rank parts are added, and their gradients made, on the way."""
-    wide = columns * (1 + gated)
-    flop = rows * (12 * columns + 4 * wide * rank + 4 * columns * below)
-    return Cost(flop, itemsize * (rows * (2 * wide + columns + rank + below) + 3 * (wide * rank + columns * below)))
-
-
-def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
-    """x and y read, their sum written."""
-    return Cost((1 + 2 * rank) * rows * columns, itemsize * (3 * rows * columns + (rows + columns) * rank))
-
-
-def cross_entropy_(rows: float, vocabulary: int, itemsize: int = 2) -> Cost:
-    """Logits read twice, for the partition sum and for the gradient that takes their place."""
-    return Cost(6 * rows * vocabulary, 3 * itemsize * rows * vocabulary)
-
-
-def drop(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """A matrix read and written, a random number made for every element."""
-    return Cost(20 * rows * columns, 2 * itemsize * rows * columns)
-
-
-def quantise(rows: float, columns: float, itemsize: int = 2) -> Cost:
-    """A matrix read, its eight-bit form and one scale per row written."""
-    return Cost(3 * rows * columns, (itemsize + 1) * rows * columns + 4 * rows)
-
-
-def attention(tokens: float, sequence: float, heads: int, kv_heads: int, head_dim: int, causal: bool = True, itemsize: int = 2) -> Cost:
-    """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022, arXiv:2205.14135)."""
-    flop = 4 * heads * head_dim * tokens * sequence * (0.5 if causal else 1)
-    return Cost(flop, tokens * (2 * (heads + kv_heads) * head_dim * itemsize + 4 * heads))
-
-
-def attention_backward(
-    tokens: float, sequence: float, heads: int, kv_heads: int, head_dim: int, causal: bool = True, itemsize: int = 2
-) -> Cost:
-    """Its backward: scores made again and four more products; dq is summed in float32."""
-    flop = 2.5 * attention(tokens, sequence, heads, kv_heads, head_dim, causal).flop
-    return Cost(flop, tokens * (4 * (heads + kv_heads) * head_dim * itemsize + 8 * heads * head_dim + 8 * heads))
-
-
-def adamw(parameters: float, itemsize: int = 4) -> Cost:
-    """One step of AdamW: parameter, gradient and two states read, all but the gradient written."""
-    return Cost(14 * parameters, 7 * itemsize * parameters)
-
-
-# ------------------------------------------------------------------ devices
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One kernel, launched `times` times: the stage of the block it belongs to, the rate that bounds it, the cost of one launch."""
-
-    stage: str
-    kind: Kind
-    cost: Cost
-    times: int = 1
-
-
-Work = tuple[Operation, ...]
 Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
 
-
-def total(work: Iterable[Operation]) -> Cost:
-    """The cost of all of `work`."""
-    return sum((one.cost * one.times for one in work), Cost())
+# ------------------------------------------------------------------ devices
 
 
 @dataclass(frozen=True)
@@ -311,7 +188,7 @@ def forward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = No
     turned = rope_(tokens, shape.qkv, size, ranks.qkv) if rms else low_rank_update(tokens, shape.qkv, ranks.qkv, size)
     summed = add_low(rows, width, size, ranks.down) if rms else low_rank_update(rows, width, ranks.down, size)
     normed = rms_norm if rms else layer_norm
-    return _work(
+    return costing(
         Operation("h1", "memory", rms_norm(tokens, width, size) if rms else Cost()),
         Operation("qkv", "memory", low_rank(tokens, width, ranks.qkv, size)),
         *_weighted("qkv", shape, tokens, width, shape.qkv),
@@ -337,7 +214,7 @@ def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = N
     rms = shape.norm == "rms"
     last = rms_norm_backward(tokens, width, size, dresidual=True) if rms else add_low(tokens, width, size)
     middle = rms_norm_backward if rms else layer_norm_backward
-    return _work(
+    return costing(
         Operation("dz", "memory", Cost() if rms else layer_norm_backward(rows, width, size), times),
         *_low_backward("dm", rows, width, 0, ranks.down, size, times),
         *_weighted("dm", shape, rows, width, shape.columns, times),
@@ -374,9 +251,9 @@ def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: 
 
 def linear_cross_entropy(tokens: int, width: int, vocabulary: int, trained: bool = False, itemsize: int = 2) -> Work:
     """The loss head in chunks, its gradients made in the forward pass: two matmuls, three where the head trains."""
-    times, rows = _tiles(tokens, head_rows(vocabulary, itemsize))
+    times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))
     product = matmul(rows, width, vocabulary, itemsize)
-    return _work(
+    return costing(
         Operation("logits", "matmul", product, times),
         Operation("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
         Operation("dhidden", "matmul", product, times),
@@ -384,20 +261,10 @@ def linear_cross_entropy(tokens: int, width: int, vocabulary: int, trained: bool
     )
 
 
-def head_rows(vocabulary: int, itemsize: int = 2) -> int:
-    """Rows of a chunk of logits at most, as petune.kernels.head cuts them."""
-    fewest, most = HEAD_ROWS
-    return max(fewest, min(most, HEAD_BYTES // max(1, vocabulary * itemsize) // 128 * 128))
-
-
 def update(shape: BlockShape) -> Work:
     """AdamW on what trains in a block: weights in their own dtype, low-rank factors in float32."""
     of_weights = adamw(shape.parameters, shape.itemsize) if shape.trained else Cost()
-    return _work(Operation("update", "memory", of_weights + adamw(shape.adapters)))
-
-
-def _work(*operations: Operation) -> Work:
-    return tuple(one for one in operations if one.cost.flop or one.cost.bytes)
+    return costing(Operation("update", "memory", of_weights + adamw(shape.adapters)))
 
 
 def _tiles(tokens: int, tile: int | None) -> tuple[int, float]:
@@ -430,202 +297,3 @@ def _low_backward(stage: str, rows: float, outputs: int, inputs: int, rank: int,
 def _attention(shape: BlockShape, tokens: int, sequence: int, back: bool = False) -> Cost:
     cost = attention_backward if back else attention
     return cost(tokens, sequence, shape.heads, shape.kv_heads, shape.head_dim, shape.causal, shape.itemsize)
-
-
-# ------------------------------------------------------------------ the memory of a block
-
-
-def tensors(shape: BlockShape) -> dict[str, int]:
-    """Bytes per token of every tensor that the tables below name."""
-    size, ranks = shape.itemsize, shape.ranks
-    sizes = {
-        "x h1 o r t h2 d z y dy dz dh2 dr dt dh1 dx": shape.width * size,
-        "qkv dq_dk_dv dqkv": shape.qkv * size,
-        "a da": shape.queries * size,
-        "u du": shape.gu * size,
-        "m dm": shape.columns * size,
-        "s": ranks.qkv * size,
-        "s_o": ranks.o * size,
-        "s_up": ranks.gu * size,
-        "s_down": ranks.down * size,
-        "dq_sum": shape.queries * 4,
-        "lse delta": shape.heads * 4,
-        "statistics": 8 if shape.norm == "rms" else 16,  # of both norms, in float32
-        "m_fp8": shape.columns * shape.fp8,
-        "du_fp8": shape.gu * shape.fp8,
-    }
-    return {name: size for names, size in sizes.items() for name in names.split()}
-
-
-# What a rung keeps. A rung keeps what the one below it does, and more.
-_KEPT: dict[str, dict[Keep, str]] = {
-    "rms": {
-        "input": "x s_o s_down",
-        "attention": "x s_o s_down a lse",
-        "projections": "x s_o s_down a lse qkv s r statistics",
-        "all": "x s_o s_down a lse qkv s r statistics u s_up",
-    },
-    "layer": {
-        "input": "x s_o s_down",
-        "attention": "x s_o s_down a lse",
-        "projections": "x s_o s_down a lse qkv s t z statistics",
-        "all": "x s_o s_down a lse qkv s t z statistics u s_up",
-    },
-}
-
-# Phase: the tensors alive in it. What the rung keeps is counted beside a working set, not in it. The MLP's tensors exist a tile at a time;
-# `tiles` are a result's pieces, which are still there when the `whole` is joined.
-_IN_TILES = "o r t h2 u m m_fp8 d z y dz dm du du_fp8 dh2"
-_FORWARD: dict[str, dict[str, str]] = {
-    "rms": {
-        "projection": "x h1 qkv s",
-        "attention": "x qkv s a lse",
-        "norm": "x a lse o r h2 y_tiles",
-        "up": "x a lse r h2 u s_up y_tiles",
-        "activation": "x a lse r u s_up m y_tiles",
-        "down": "x a lse r m m_fp8 d y y_tiles",
-        "joining": "x a lse y_tiles y_whole r_whole",
-    },
-    "layer": {
-        "projection": "x qkv s",
-        "attention": "x qkv s a lse",
-        "norm": "x a lse o t h2 y_tiles",
-        "activation": "x a lse o t h2 u s_up m y_tiles",
-        "down": "x a lse o t h2 u s_up m m_fp8 d z y y_tiles",
-        "joining": "x a lse y_tiles y_whole t_whole",
-    },
-}
-_MLP_BACKWARD: dict[str, dict[str, str]] = {
-    "rms": {
-        "activation, backward": "dy r h2 u s_up dm du dr_tiles",
-        "up, backward": "dy r h2 du du_fp8 dh2 dr_tiles",
-        "norm, backward": "dy r dh2 dr dr_tiles",
-    },
-    "layer": {
-        "activation, backward": "dy t z h2 u s_up dz dm du dr_tiles",
-        "up, backward": "dy t z h2 u s_up dz du du_fp8 dh2 dr_tiles",
-        "norm, backward": "dy t z h2 u s_up dz du dh2 dt da dr_tiles",
-    },
-}
-_ATTENTION_BACKWARD: dict[str, dict[str, str]] = {
-    "rms": {
-        "projection, again": "dy dr da x a lse h1 qkv s",
-        "attention, backward": "dy dr da x a lse qkv s dq_dk_dv dq_sum delta",
-        "rotation, backward": "dy dr da x a lse qkv s dq_dk_dv dqkv",
-        "projection, backward": "dy dr da x a lse qkv s dqkv dh1",
-        "first norm, backward": "dy dr da x a lse qkv s dh1 dx",
-    },
-    "layer": {
-        "projection, again": "dy dt da x a lse qkv s",
-        "attention, backward": "dy dt da x a lse qkv s dq_dk_dv dq_sum delta",
-        "projection, backward": "dy dt da x a lse qkv s dq_dk_dv dqkv dx",
-    },
-}
-_AGAIN_FROM_INPUT = {"projection, again": "dy x h1 qkv s", "attention, again": "dy x qkv s a lse"}
-_AGAIN_FROM_ATTENTION = {
-    "rms": {"norm, again": "dy x a lse o r h2 dr_tiles"},
-    "layer": {"norm, again": "dy x a lse o t h2 dr_tiles", "down, again": "dy x a lse t h2 u s_up m d z y dr_tiles"},
-}
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of a pass, and the bytes of each tensor alive in it but for those that the block keeps."""
-
-    name: str
-    buffers: tuple[tuple[str, int], ...]
-
-    @property
-    def bytes(self) -> int:
-        """Of all its buffers."""
-        return sum(size for _, size in self.buffers)
-
-
-def kept_bytes(shape: BlockShape, keep: Keep) -> int:
-    """Bytes per token that a block keeps for its backward pass, wherever they rest."""
-    sizes = tensors(shape)
-    return sum(sizes[name] for name in _KEPT[shape.norm][keep].split())
-
-
-def phases(shape: BlockShape, keep: Keep, tokens: int, tile: int | None = None) -> tuple[Phase, ...]:
-    """The phases of a block's forward pass, then of its backward pass. A block that keeps all is not tiled."""
-    tiled = _is_tiled(keep, tokens, tile)
-    rows = tile if tiled and tile is not None else tokens
-    in_tiles, kept = _IN_TILES.split(), _KEPT[shape.norm][keep].split()
-    sizes = {name: size * (rows if name in in_tiles else tokens) for name, size in tensors(shape).items()}
-    joined = shape.width * shape.itemsize * tokens * tiled
-    gradients = 1 if shape.norm == "rms" else 1 + shape.queries / shape.width  # of r, or of t and a
-    sizes |= {"y_tiles": joined, "y_whole": joined, "dr_tiles": int(joined * gradients)}
-    sizes |= {"r_whole": joined * ("r" in kept), "t_whole": 2 * joined * ("t" in kept)}  # t and z
-    return tuple(
-        Phase(name, tuple((one, sizes[one]) for one in dict.fromkeys(alive.split()) if one not in kept and sizes[one]))
-        for name, alive in (*_FORWARD[shape.norm].items(), *_backward_phases(shape, keep))
-    )
-
-
-def _backward_phases(shape: BlockShape, keep: Keep) -> Iterator[tuple[str, str]]:
-    """A block that keeps its input runs attention again before its MLP and holds what it made; one that keeps attention projects late."""
-    norm, held = shape.norm, ""
-    if keep == "input":
-        yield from _AGAIN_FROM_INPUT.items()
-        held = " qkv s a lse"
-    if keep in ("input", "attention"):
-        yield from ((name, alive + held) for name, alive in _AGAIN_FROM_ATTENTION[norm].items())
-    for name, alive in _MLP_BACKWARD[norm].items():
-        again = " m" if shape.makes_m_again and name == "activation, backward" else ""
-        # A pre-norm block that keeps u has no use for h2 unless weights train: the norm's scale is applied to the gradient's rows.
-        spared = alive.replace(" h2 ", " ") if norm == "rms" and keep == "all" and not shape.trained else alive
-        yield name, spared + again + held
-    for name, alive in _ATTENTION_BACKWARD[norm].items():
-        if name != "projection, again" or keep == "attention":
-            yield name, alive + (" h1" if shape.trained and norm == "rms" and name == "projection, backward" else "")
-
-
-def working_set(shape: BlockShape, keep: Keep, tokens: int, tile: int | None = None) -> int:
-    """Bytes alive at once beside what blocks keep: in the fullest phase of a block, and its gradients, which are float32 until its end.
-
-    A weight that trains has its gradient summed over tiles, so that the largest is there twice.
-    """
-    twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
-    gradients = 4 * (_stacked(shape) + (shape.parameters + twice) * shape.trained)
-    return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients
-
-
-def _is_tiled(keep: Keep, tokens: int, tile: int | None) -> bool:
-    return tile is not None and tile < tokens and keep != "all"
-
-
-def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> int:
-    """Bytes alive at once between the last block and the loss, and back, for a final norm made of single operations in float32.
-
-    The loss has the last block's result in float32, the same normed, the gradient of that, and a chunk of logits. The norm's backward pass
-    has its incoming gradient, and in float32 the first of these, the gradient, what it becomes and one product on the way.
-    """
-    loss = (2 * itemsize + 4) * tokens * width + itemsize * min(tokens, head_rows(vocabulary, itemsize)) * vocabulary
-    return max(loss, (itemsize + 16) * tokens * width)
-
-
-def standing_bytes(shape: BlockShape) -> int:
-    """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of the computation, and frozen
-    weights in eight bits, twice."""
-    return _stacked(shape) * shape.itemsize + 2 * shape.parameters * shape.fp8
-
-
-def _stacked(shape: BlockShape) -> int:
-    """Numbers of the factors as the engine stacks them: those of q, k and v, and of gate and up, on the diagonal of one matrix."""
-    ranks, width = shape.ranks, shape.width
-    of_attention = ranks.qkv * (width + shape.qkv) + ranks.o * (shape.queries + width)
-    return of_attention + ranks.gu * (width + shape.gu) + ranks.down * (shape.columns + width)
-
-
-# ------------------------------------------------------------------ parameters in host memory
-
-
-def streamed_host_bytes(shape: BlockShape) -> int:
-    """Bytes of pinned host memory in which a block's weights and AdamW states rest, all in the weights' dtype."""
-    return (1 + ADAMW_STATES) * shape.itemsize * shape.parameters
-
-
-def streamed_device_bytes(shape: BlockShape) -> int:
-    """Bytes on the device while blocks stream: weights, gradients and states of STREAMED_BLOCKS blocks."""
-    return STREAMED_BLOCKS * (2 + ADAMW_STATES) * shape.itemsize * shape.parameters

@@ -86,7 +86,7 @@ def linear_cross_entropy(
     dtype = _matmul_dtype(hidden)
     if part is None:
         entropy: Entropy = partial(_entropy, ops, softcap, smoothing, z_loss)
-        chunk = chunk or _chunk(len(weight), dtype.itemsize)
+        chunk = chunk or chunk_rows(len(weight), dtype.itemsize)
     else:
         entropy = partial(_entropy_of_slice, ops, softcap, z_loss, part)
         chunk = chunk or ROWS // 2  # must not depend on the slice's width: its holders talk once a chunk
@@ -106,8 +106,9 @@ def _matmul_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
-def _chunk(columns: int, itemsize: int) -> int:
-    return max(FEWEST, min(ROWS, BYTES // (columns * itemsize) // 128 * 128))
+def chunk_rows(columns: int, itemsize: int = 2) -> int:
+    """Rows of a chunk of logits at most, by the columns of the head and the bytes of an element."""
+    return max(FEWEST, min(ROWS, BYTES // max(1, columns * itemsize) // 128 * 128))
 
 
 def _entropy(ops: Ops, softcap: float, smoothing: float, z_loss: float, logits: Tensor, labels: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ from math import inf
 from typing import Literal
 
 from petune.errors import UsageError
-from petune.kernels import cost
+from petune.kernels import buffers, cost
 from petune.kernels.configs import MemoryConfig, Rung, refuse_contradiction
-from petune.kernels.cost import BlockShape, Keep, Rates, Work
+from petune.kernels.cost import BlockShape, Keep, Rates
+from petune.kernels.operations import Work, total
 
 GIB = 2**30
 WORTH = 5e-4  # the share of a step that a GiB of device memory has to save
@@ -82,13 +83,14 @@ def choose(
     fixed: bytes of weights, gradients, optimizer state and embeddings on the device; vocabulary: columns of the loss head, 0 for none;
     host: bytes of pinned host memory that may be used. Keep, offload and tile that `config` names hold for all blocks, the last one's
     offload excepted; its own budget and host are the caller's business. streamed: blocks that train rest in pinned host memory with their
-    AdamW states and are updated as the backward pass leaves them, so `fixed` is without them. Raises UsageError when nothing fits, saying
-    what would, or when `config` contradicts itself.
+    AdamW states, of which `config` says whether they are float32, and are updated as the backward pass leaves them, so `fixed` is without
+    them. Raises UsageError when nothing fits, saying what would, or when `config` contradicts itself.
     """
     if depth < 1 or (streamed and not shape.trained):
         raise ValueError("a policy is for one block at least, and blocks stream only where their weights train")
     refuse_contradiction(config)
-    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, streamed)
+    wide = config.stream == "fp32" if streamed else None
+    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide)
     plan = _best(step, config, budget, host)
     if plan is None:
         raise _does_not_fit(step, config, budget, host)
@@ -100,15 +102,16 @@ def choose(
 
 @dataclass(frozen=True)
 class _Step:
-    """What all plans of a step have in common. fixed: bytes on the device throughout; pinned: on the host; head: alive in the loss head;
-    flop, roofline: of a step without recomputation, FLOP and seconds, of which `other` outside the blocks; worth: see WORTH."""
+    """What all plans of a step have in common. wide: whether states that stream are float32, None where none do. fixed: bytes on the device
+    throughout; pinned: on the host; head: alive in the loss head; flop, roofline: of a step without recomputation, FLOP and seconds, of
+    which `other` outside the blocks; worth: see WORTH."""
 
     shape: BlockShape
     depth: int
     tokens: int
     sequence: int
     rates: Rates
-    streamed: bool
+    wide: bool | None
     fixed: int
     pinned: int
     head: int
@@ -153,21 +156,22 @@ class _Plan:
     seconds: float
 
 
-def _step(shape: BlockShape, depth: int, tokens: int, sequence: int, fixed: int, vocabulary: int, rates: Rates, streamed: bool) -> _Step:
+def _step(shape: BlockShape, depth: int, tokens: int, sequence: int, fixed: int, vocabulary: int, rates: Rates, wide: bool | None) -> _Step:
     head = cost.linear_cross_entropy(tokens, shape.width, vocabulary, shape.trained, shape.itemsize) if vocabulary else ()
     passes = cost.forward(shape, tokens, sequence) + cost.backward(shape, tokens, sequence)
     other = rates.seconds(head, sequence) + depth * rates.seconds(cost.update(shape), sequence)
+    streaming = 0 if wide is None else buffers.streamed_device_bytes(shape, wide)
     return _Step(
         shape=shape,
         depth=depth,
         tokens=tokens,
         sequence=sequence,
         rates=rates,
-        streamed=streamed,
-        fixed=fixed + WORKSPACE + depth * cost.standing_bytes(shape) + (cost.streamed_device_bytes(shape) if streamed else 0),
-        pinned=depth * cost.streamed_host_bytes(shape) if streamed else 0,
-        head=cost.head_bytes(tokens, shape.width, vocabulary, shape.itemsize),
-        flop=cost.total(head).flop + depth * cost.total(passes).flop,
+        wide=wide,
+        fixed=fixed + WORKSPACE + depth * buffers.standing_bytes(shape) + streaming,
+        pinned=0 if wide is None else depth * buffers.streamed_host_bytes(shape, wide),
+        head=buffers.head_bytes(tokens, shape.width, vocabulary, shape.itemsize),
+        flop=total(head).flop + depth * total(passes).flop,
         other=other,
         roofline=other + depth * rates.seconds(passes, sequence),
     )
@@ -189,7 +193,7 @@ def _options(step: _Step, keep: Keep, tile: int | None, levels: Iterable[Literal
     ahead = step.seconds(cost.forward(shape, tokens, sequence, tile))
     back = step.seconds(cost.backward(shape, tokens, sequence, tile) + cost.recomputed(shape, keep, tokens, sequence, tile))
     alone = ahead + back + _waiting(step, 0, ahead, back)
-    working, kept, every = cost.working_set(shape, keep, tokens, tile), cost.kept_bytes(shape, keep), cost.tensors(shape)
+    working, kept, every = buffers.working_set(shape, keep, tokens, tile), buffers.kept_bytes(shape, keep), buffers.tensors(shape)
     moved = {"none": 0, "input": every["x"]} | ({} if keep == "input" else {"attention": every["x"] + every["a"]})
     return [
         _Option(
@@ -212,8 +216,9 @@ def _waiting(step: _Step, moved: int, ahead: float, back: float) -> float:
     Both directions of the link run at once. Forward, offloaded tensors leave and streamed weights come; backward, tensors come with weights
     and states, and the updated ones leave.
     """
-    weights = step.shape.itemsize * step.shape.parameters if step.streamed else 0
-    states = cost.ADAMW_STATES * weights
+    shape, streams = step.shape, step.wide is not None
+    weights = shape.itemsize * shape.parameters if streams else 0
+    states = buffers.states_bytes(shape.itemsize, bool(step.wide)) * shape.parameters if streams else 0
     outlasting = max(0.0, max(moved, weights) / step.rates.link - ahead) + max(0.0, (moved + weights + states) / step.rates.link - back)
     return outlasting + (2 * moved + 3 * weights + 2 * states) / step.rates.memory
 
@@ -261,28 +266,29 @@ def _bound(step: _Step, first: _Option, last: _Option) -> float:
 def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[int, int, int]:
     """(bytes on the device in the head or the last block, those in the last block on `first`, bytes on the host)."""
     before = step.depth - suffix
-    prefix = step.fixed + before * first.kept + SLOTS * max(first.host if before else 0, last.host if suffix > 1 else 0)
-    late = prefix + suffix * last.kept + last.host + max(last.working, step.head)
-    return late, prefix + first.working if before else 0, step.pinned + before * first.host + (suffix - 1) * last.host
+    prefix, firsts, lasts = step.fixed + before * first.kept, first.host if before else 0, last.host if suffix > 1 else 0
+    late = prefix + suffix * last.kept + last.host + SLOTS * (lasts or firsts) + max(last.working, step.head)
+    early = prefix + SLOTS * max(firsts, lasts) + first.working if before else 0
+    return late, early, step.pinned + before * first.host + (suffix - 1) * last.host
 
 
 def _suffixes(step: _Step, first: _Option, last: _Option, budget: int, host: int) -> Iterable[int]:
     """Lengths of the suffix among which the best one is.
 
-    Seconds and bytes are linear in it and the peak is the greater of two lines, so the price is convex and what fits is an interval. The
-    best length is then at one end of all, or beside a point where a line meets its limit or the other line.
+    From 2 on, seconds and bytes are linear in it and the peak is the greater of two lines, so the price is convex and what fits is an
+    interval. The best length is then 1, at one end of all, or beside a point where a line meets its limit or the other line.
     """
     if first is last:
         return (step.depth,)
-    ends = (1, step.depth - 1)
-    (late, early, pinned), (next_late, next_early, next_pinned) = (_memory(step, first, last, suffix) for suffix in (1, 2))
+    ends = (1, 2, step.depth - 1)
+    (late, early, pinned), (next_late, next_early, next_pinned) = (_memory(step, first, last, suffix) for suffix in (2, 3))
     lines = (
         (budget - late, next_late - late),
         (budget - early, next_early - early),
         (host - pinned, next_pinned - pinned),
         (early - late, (next_late - late) - (next_early - early)),
     )
-    beside = (1 + room // slope + more for room, slope in lines if slope for more in (0, 1))
+    beside = (2 + room // slope + more for room, slope in lines if slope for more in (0, 1))
     return sorted({suffix for suffix in (*ends, *beside) if 1 <= suffix < step.depth})
 
 
@@ -299,7 +305,7 @@ def _smallest(step: _Step, config: MemoryConfig, host: int) -> _Plan | None:
 
 def _policy(step: _Step, plan: _Plan, budget: int) -> Policy:
     rungs = _rungs(step, plan)
-    again = {keep: cost.total(cost.recomputed(step.shape, keep, step.tokens, step.sequence)).flop for keep in {rung.keep for rung in rungs}}
+    again = {keep: total(cost.recomputed(step.shape, keep, step.tokens, step.sequence)).flop for keep in {rung.keep for rung in rungs}}
     return Policy(
         rungs=rungs,
         tile=_tile(plan),

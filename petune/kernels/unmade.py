@@ -1,7 +1,6 @@
-"""A fused head in Hugging Face's models without a line of theirs changed: hooks make it answer with `Unmade` logits.
+"""A fused head in Hugging Face's models without a line of theirs changed: hooks make it answer with logits that are not made.
 
-Those are a tensor that knows hidden states and head. Their cross-entropy is taken in one step (petune.kernels.head); whatever else touches
-them gets the logits, made then. The file is over 300 lines long because the tensor and the hooks that make it know each other's parts.
+Those are a tensor of their own (petune.kernels.logits), whose cross-entropy is taken in one step (petune.kernels.head).
 """
 
 from __future__ import annotations
@@ -9,132 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from petune.kernels.head import IGNORED, VocabularySlice, linear_cross_entropy
+from petune.kernels.logits import Origin, Unmade
 from petune.kernels.ops import Ops
 from petune.log import say
-
-# ------------------------------------------------------------------ logits that are not made
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What unmade logits are made of: hidden [..., k], the head in its forward pass' modes, and what the model has added since."""
-
-    fusion: _Fusion
-    hidden: Tensor
-    autocast: Callable[[], torch.autocast]
-    differentiated: bool
-    bias: Tensor | None = None
-
-
-class Unmade(Tensor):
-    """Logits [..., v] of a fused head: a tensor without memory that becomes real, once, when more than its loss is asked for.
-
-    Reshaping, widening, adding a bias of the vocabulary and `torch.nn.functional.cross_entropy` leave it unmade; any other operation
-    computes the logits with the head as it is then, and goes on with those, their gradient included. Until that it requires none itself.
-    """
-
-    origin: _Origin
-    make: Callable[[], Tensor]
-    made: Tensor | None
-
-    @staticmethod
-    def __new__(cls, origin: _Origin, width: int, dtype: torch.dtype, make: Callable[[], Tensor]) -> Self:
-        """Logits of `width` classes and `dtype`, which `make` makes."""
-        shape = (*origin.hidden.shape[:-1], width)
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=origin.hidden.device)
-        self.origin, self.make, self.made = origin, make, None
-        return self
-
-    def materialise(self) -> Tensor:
-        """The logits."""
-        if self.made is None:
-            with torch.set_grad_enabled(self.origin.differentiated):  # a first look without gradients must not cost a later one its own
-                self.made = self.make()
-        return self.made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Facts are known, a few operations are put off, and all others make the logits."""
-        kwargs = kwargs or {}
-        if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        rule = _RULES.get(func)
-        if rule is not None and args and isinstance(args[0], Unmade) and args[0].made is None:
-            result = rule(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        args, kwargs = tree_map_only(Unmade, Unmade.materialise, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Only what goes round torch's Python comes here, too late to record a gradient."""
-        raise RuntimeError(f"{func} wants logits that were not made; call petune.kernels.head.unfuse_head(model) ahead of the forward pass")
-
-
-def _put_off(func: Any, logits: Unmade, *args: Any, **kwargs: Any) -> Any:
-    """A change of shape or dtype that keeps rows whole."""
-    ghost = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
-    if ghost.shape[-1:] != logits.shape[-1:]:
-        return NotImplemented
-    hidden = logits.origin.hidden
-    origin = replace(logits.origin, hidden=hidden.reshape(*ghost.shape[:-1], hidden.shape[-1]))
-    return Unmade(origin, logits.shape[-1], ghost.dtype, lambda: func(logits.materialise(), *args, **kwargs))
-
-
-def _put_off_bias(func: Any, logits: Unmade, other: Any, **kwargs: Any) -> Any:
-    """A bias of the vocabulary, such as BART's `final_logits_bias`."""
-    if kwargs or not isinstance(other, Tensor) or isinstance(other, Unmade):
-        return NotImplemented
-    if other.numel() != logits.shape[-1] or other.shape[-1:] != logits.shape[-1:] or other.dim() > logits.dim():
-        return NotImplemented
-    bias = other.flatten() if logits.origin.bias is None else logits.origin.bias + other.flatten()
-    dtype = torch.promote_types(logits.dtype, other.dtype)
-    return Unmade(replace(logits.origin, bias=bias), logits.shape[-1], dtype, lambda: func(logits.materialise(), other))
-
-
-def _fused(
-    func: Any,
-    logits: Unmade,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = IGNORED,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its own dtype, alike."""
-    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
-    if not plain or logits.dim() != 2 or target.dim() != 1 or (label_smoothing and logits.origin.fusion.part is not None):
-        return NotImplemented
-    labels = target.masked_fill(target == ignore_index, IGNORED) if ignore_index >= 0 else target
-    count = (labels >= 0).sum() if reduction == "mean" else None
-    return logits.origin.fusion.loss(logits.origin, labels, label_smoothing, count)
-
-
-_FACTS = {
-    *(cast("Any", fact).__get__ for fact in (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
-}
-_RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((Tensor.float, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.contiguous), _put_off),
-    **dict.fromkeys((Tensor.__add__, Tensor.add, torch.add), _put_off_bias),
-    F.cross_entropy: _fused,
-}
-
-# ------------------------------------------------------------------ Hugging Face's models
 
 _FUSION = "petune_fused_head"  # attribute of a model
 
@@ -220,7 +104,8 @@ class _Fusion:
                 self.armed = armed
             return logits
 
-        return Unmade(_Origin(self, hidden, autocast, torch.is_grad_enabled()), output.shape[-1], output.dtype, make)
+        origin = Origin(hidden, partial(self.loss, autocast), self.part is None, torch.is_grad_enabled())
+        return Unmade(origin, output.shape[-1], output.dtype, make)
 
     @contextmanager
     def asking(self, trained: int | None) -> Iterator[None]:
@@ -243,14 +128,22 @@ class _Fusion:
             return "others have hooks on the head, and would see no logits"
         return None
 
-    def loss(self, origin: _Origin, labels: Tensor, smoothing: float, count: Tensor | None) -> Tensor:
+    def loss(
+        self,
+        autocast: Callable[[], torch.autocast],
+        hidden: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        smoothing: float,
+        count: Tensor | None,
+    ) -> Tensor:
         """The cross-entropy of unmade logits, by the head as it is now."""
         head: Any = self.head
         tuned = type(head) is not nn.Linear and head.active and not head.merged
-        biases = [bias for bias in (head.bias, origin.bias) if bias is not None]
-        with origin.autocast():
+        biases = [one for one in (head.bias, bias) if one is not None]
+        with autocast():
             return linear_cross_entropy(
-                origin.hidden,
+                hidden,
                 head.weight,
                 labels,
                 ops=self.ops,

@@ -26,7 +26,7 @@ def select_layers(
     `taken` are modules trained whole; nothing inside them is a target. Raises UsageError naming each entry of a list that matches
     nothing, with the nearest module names and how often they occur.
     """
-    layers = {name: module for name, module in model.named_modules() if name and not _inside(name, taken)}
+    layers = {name: module for name, module in model.named_modules() if name and not within(name, taken)}
     roles = _roles(model, family)
     by_word = isinstance(targets, str)
     chosen = _by_word(model, family, str(targets), layers, roles) if by_word else _by_list(targets, layers, roles, "targets")
@@ -102,7 +102,8 @@ def _matches(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith("." + suffix)
 
 
-def _inside(name: str, parents: Iterable[str]) -> bool:
+def within(name: str, parents: Iterable[str]) -> bool:
+    """Whether `name` is one of `parents` or lies inside one."""
     return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 

@@ -1,4 +1,4 @@
-"""What ranks say to one another: the six transitions between layouts as autograd functions, and three plain collectives.
+"""What ranks say to one another: the six transitions between layouts as autograd functions, three plain collectives, a transfer.
 
 The transitions act on activations [batch, seq, ...] whose dim 1 is cut by `sizes`, the tokens of every rank of `group` in order; zero
 tokens are allowed. They talk in the tensor's own dtype. The backward of each is its true adjoint, which depends on who consumes the result:
@@ -19,7 +19,8 @@ all-gathers are padded to the longest part and uneven reduce-scatters take a lis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,32 +45,32 @@ def alone(group: Group) -> bool:
 
 def copy(x: Tensor, group: Group) -> Tensor:
     """`x`, the same on every rank; its gradient is the sum of what every rank makes of it."""
-    return x if alone(group) else applied(_Copy, x, group)
+    return x if alone(group) else transition(x, _alias, _all_reduce, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of every rank's `x`, for consumers that are the same on every rank."""
-    return x if alone(group) else applied(_Reduce, x, group)
+    return x if alone(group) else transition(x, _all_reduce, _unchanged, group)
 
 
 def gather_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the own tokens."""
-    return x if alone(group) else applied(_GatherSeq, x, sizes, group)
+    return x if alone(group) else transition(x, _gather, _reduce_scatter, sizes, group)
 
 
 def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, all tokens, ...], one term of a sum -> the sum's own tokens."""
-    return x if alone(group) else applied(_ReduceScatterSeq, x, sizes, group)
+    return x if alone(group) else transition(x, _reduce_scatter, _gather, sizes, group)
 
 
 def split_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every rank."""
-    return x if alone(group) else applied(_SplitShared, x, sizes, group)
+    return x if alone(group) else transition(x, _copied_slice, _gather, sizes, group)
 
 
 def gather_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...] for a consumer that is the same on every rank."""
-    return x if alone(group) else applied(_GatherShared, x, sizes, group)
+    return x if alone(group) else transition(x, _gather, _contiguous_slice, sizes, group)
 
 
 def all_sum_(tensors: Sequence[Tensor], group: Group) -> None:
@@ -85,7 +86,7 @@ def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
 @torch.no_grad()
 def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
     """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are equal on all ranks."""
-    return x if alone(group) else _gather(x.detach(), sizes, dim, group)
+    return x if alone(group) else _gather(x.detach(), sizes, group, dim)
 
 
 def own_slice(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
@@ -94,16 +95,21 @@ def own_slice(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
+def transition(x: Tensor, ahead: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
+    """`ahead(x, *where)`, whose backward is `back(grad, *where)`."""
+    return applied(_Transition, x, ahead, back, *where)
+
+
 def applied(function: type[Function], *args: Any) -> Tensor:
     """`function.apply(*args)`, for a function of one output."""
     found: Tensor = function.apply(*args)
     return found
 
 
-def _gather(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
+def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
     """All-gather along `dim`: every part padded to the longest, moved in one call, and trimmed."""
     if x.dtype is torch.bool:  # not every backend has it
-        return _gather(x.to(torch.uint8), sizes, dim, group).bool()
+        return _gather(x.to(torch.uint8), sizes, group, dim).bool()
     longest, own = max(sizes), sizes[dist.get_rank(group)]
     if x.shape[dim] != own:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} does not have this rank's {own} of {sizes}")
@@ -119,14 +125,30 @@ def _gather(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
     return torch.cat([found[rank * longest :][:size].movedim(0, dim) for rank, size in enumerate(sizes)], dim)
 
 
-def _reduce_scatter(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
-    """Sum over the ranks, of which each keeps its own part along `dim`."""
+def _reduce_scatter(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    """Sum over the ranks, of which each keeps its own tokens."""
     if max(sizes) == 0:
         return x.clone()
-    parts = [part.contiguous() for part in x.split(list(sizes), dim)]
+    parts = [part.contiguous() for part in x.split(list(sizes), SEQ)]
     own = torch.empty_like(parts[dist.get_rank(group)])
     dist.reduce_scatter(own, parts, group=group)
     return own
+
+
+def _copied_slice(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    return own_slice(x, sizes, group).clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous_slice(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    return own_slice(x, sizes, group).contiguous()
+
+
+def _alias(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _unchanged(x: Tensor, group: Group) -> Tensor:
+    return x
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -158,81 +180,40 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
         held = 0
         for tensor in kind:
-            size = tensor.numel() * tensor.element_size()
-            if bucket and held + size > BUCKET:
+            if bucket and held + tensor.nbytes > BUCKET:
                 yield bucket
                 bucket, held = [], 0
             bucket.append(tensor)
-            held += size
+            held += tensor.nbytes
         yield bucket
 
 
-class _Copy(Function):
+class Transfer:
+    """A tensor on its way to rank `to`, while one of `shape` comes in from rank `source`."""
+
+    def __init__(self, x: Tensor, shape: tuple[int, ...], group: Group, to: int, source: int) -> None:
+        self.shape = shape
+        # An empty one travels as one number: a group's first transfer has to have all of its ranks in it.
+        self.sent = x.reshape(-1) if x.numel() else x.new_zeros(1)
+        self.received = x.new_empty(max(1, math.prod(shape)))
+        send = dist.P2POp(dist.isend, self.sent, group=group, group_peer=to)
+        receive = dist.P2POp(dist.irecv, self.received, group=group, group_peer=source)
+        self.works = dist.batch_isend_irecv([send, receive])
+
+    def wait(self) -> Tensor:
+        """What came in. On CUDA it is the stream that waits, so both tensors must be held until then and may be let go after."""
+        while self.works:
+            self.works.pop().wait()
+        return self.received[: math.prod(self.shape)].view(self.shape)
+
+
+class _Transition(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherSeq(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _gather(x, sizes, SEQ, group)
+    def forward(ctx: Any, x: Tensor, ahead: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
+        ctx.back, ctx.where = back, where
+        return ahead(x, *where)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.sizes, SEQ, ctx.group), None, None
-
-
-class _ReduceScatterSeq(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _reduce_scatter(x, sizes, SEQ, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.sizes, SEQ, ctx.group), None, None
-
-
-class _SplitShared(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return own_slice(x, sizes, group).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.sizes, SEQ, ctx.group), None, None
-
-
-class _GatherShared(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sizes, group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _gather(x, sizes, SEQ, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_slice(grad, ctx.sizes, ctx.group).contiguous(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, *ctx.where), None, None, *[None] * len(ctx.where)

@@ -14,6 +14,7 @@ rank may hold none. Where it is empty the sequence is not cut, and attention is 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,12 +22,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from petune.attention import Attend, Attended, causal, no_later
 from petune.errors import DistributedError, UsageError
-from petune.parallel.collectives import Group, Sizes, alone, applied, gather_seq
+from petune.parallel.collectives import Group, Sizes, alone, gather_seq, transition
 from petune.parallel.plan import apportion
 from petune.parallel.ring import Trip, ring_attention
 from petune.running import running
@@ -41,11 +40,27 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class _Among:
+class _Among(ABC):
     """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a cut sequence raises."""
 
     group: Group
     index: int
+
+    def __call__(
+        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    ) -> Attended:
+        """See Exchange."""
+        sizes = self._sizes()
+        if alone(self.group) or not sizes:
+            return attend(module, query, key, value, mask, **kw)
+        query, key, value = _as_attended(query, key, value)
+        return self.exchanged(sizes, attend, module, query, key, value, mask, **kw)
+
+    @abstractmethod
+    def exchanged(
+        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    ) -> Attended:
+        """Attention over a sequence that is cut into `sizes`, with query, key and value of one dtype."""
 
     def __copy__(self) -> _Among:
         return self
@@ -111,14 +126,10 @@ def _rows(sizes: Sizes, index: int, keys: int | None = None) -> _Rows:
 class Gather(_Among):
     """Own queries over the keys and values of all."""
 
-    def __call__(
-        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    def exchanged(
+        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
     ) -> Attended:
-        """See Exchange. What a causal mask would hide from all own queries is not attended to at all."""
-        sizes = self._sizes()
-        if alone(self.group) or not sizes:
-            return attend(module, query, key, value, mask, **kw)
-        query, key, value = _as_attended(query, key, value)
+        """What a causal mask would hide from all own queries is not attended to at all."""
         part = _rows(sizes, self.index)
         pair = torch.cat([key, value], -1).transpose(1, 2)  # one message instead of two
         key, value = gather_seq(pair, sizes, self.group).transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
@@ -170,26 +181,24 @@ def ulysses_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Sizes, Sizes]:
 class Ulysses(_Among):
     """Whole sequences of some heads. Every rank has at least one head of keys, see `ulysses_heads`."""
 
-    def __call__(
-        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    def exchanged(
+        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
     ) -> Attended:
-        """See Exchange. Queries travel in one message with the keys and values that they share."""
-        sizes = self._sizes()
-        if alone(self.group) or not sizes:
-            return attend(module, query, key, value, mask, **kw)
-        query, key, value = _as_attended(query, key, value)
+        """Queries travel in one message with the keys and values that they share."""
         count, width, kv = query.shape[1], query.shape[3], key.shape[1]
         heads, kv_heads = ulysses_heads(count, kv, len(sizes))
         first, held = sum(heads[: self.index]), heads[self.index]
         folded = query.unflatten(1, (kv, count // kv)).transpose(2, 3).flatten(3)  # [b, kv_heads, own, queries of a group]
-        message = _traded(torch.cat([folded, key, value], -1), _Trade(sizes, kv_heads, self.group, self.index), True)
+        trade = _Trade(sizes, kv_heads, self.group, self.index)
+        message = transition(torch.cat([folded, key, value], -1), trade.to_heads, trade.to_tokens)
         folded, key, value = message.split([folded.shape[-1], key.shape[-1], value.shape[-1]], -1)
         query = folded.unflatten(-1, (count // kv, width)).transpose(2, 3).flatten(1, 2)
         part = _Rows(0, sum(sizes), sum(sizes), sum(sizes))
         kw["position_bias"] = _some_heads(part.of(kw.get("position_bias")), count, first, held)
         kw["first_head"] = getattr(module, "first_head", 0) + first
         output, _ = attend(module, query, key, value, _some_heads(part.of(mask), count, first, held), **kw)
-        output = _traded(output.transpose(1, 2), _Trade(sizes, heads, self.group, self.index), False)
+        trade = _Trade(sizes, heads, self.group, self.index)
+        output = transition(output.transpose(1, 2), trade.to_tokens, trade.to_heads)
         return output.transpose(1, 2).contiguous(), None
 
 
@@ -200,7 +209,7 @@ def _some_heads(mask: Tensor | None, count: int, first: int, held: int) -> Tenso
 
 @dataclass(frozen=True)
 class _Trade:
-    """Tokens and heads of each rank, between which tensors are traded."""
+    """Tokens and heads of each rank, between which tensors are traded. A trade only moves elements, so its adjoint is the way back."""
 
     sizes: Sizes
     heads: Sizes
@@ -228,44 +237,22 @@ class _Trade:
         return [part.view(shape) for part, shape in zip(found.split(counts), shapes, strict=True)]
 
 
-def _traded(x: Tensor, trade: _Trade, to_heads: bool) -> Tensor:
-    return applied(_Traded, x, trade, to_heads)
-
-
-class _Traded(Function):
-    """A trade only moves elements, so its adjoint is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trade: _Trade, to_heads: bool) -> Tensor:
-        ctx.trade, ctx.to_heads = trade, to_heads
-        return trade.to_heads(x) if to_heads else trade.to_tokens(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (ctx.trade.to_tokens(grad) if ctx.to_heads else ctx.trade.to_heads(grad)), None, None
-
-
 # ------------------------------------------------------------------ ring
 
 
 class Ring(_Among):
     """Blocks of keys and values travel round the ranks; a rank holds two of them at a time. Attention dropout is not possible here."""
 
-    def __call__(
-        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    def exchanged(
+        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
     ) -> Attended:
-        """See Exchange. Raises UsageError for attention dropout."""
-        sizes = self._sizes()
-        if alone(self.group) or not sizes:
-            return attend(module, query, key, value, mask, **kw)
+        """Raises UsageError for attention dropout."""
         if kw.get("dropout"):
             raise UsageError(
                 "exchange: ring cannot drop attention probabilities, as no rank sees a whole row of them",
                 found=f"dropout {kw['dropout']}",
                 remedy="use exchange: gather, or set the model's attention dropout to 0",
             )
-        query, key, value = _as_attended(query, key, value)
         part = _rows(sizes, self.index)
         scale = query.shape[-1] ** -0.5 if kw.get("scaling") is None else kw["scaling"]
         trip = Trip(sizes, self.group, self.index, causal(module, mask, kw.get("is_causal")), scale)

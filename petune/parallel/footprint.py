@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from petune.kernels.buffers import STREAMED_BLOCKS, states_bytes
 from petune.parallel.activations import Extent, Saved, inputs_of, saved_by
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline import cut_stages
@@ -30,7 +31,8 @@ MOMENTS = 2 * 4  # AdamW keeps two float32 numbers for each one that trains
 @dataclass(frozen=True)
 class Pass:
     """A forward pass of all replicas: rows, tokens of each stack, bytes of an activation, dropout on probabilities and on hidden states,
-    whether activations are computed again, whether the output is over the vocabulary."""
+    whether activations are computed again, whether the output is over the vocabulary, whether blocks stream from host memory: None for no,
+    else whether their states are float32 whatever the weights are."""
 
     rows: int
     tokens: Mapping[StackName, int]
@@ -38,11 +40,12 @@ class Pass:
     dropouts: tuple[float, float] = (0.0, 0.0)
     recompute: bool = False
     vocabulary_head: bool = False
+    streamed: bool | None = None
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank on its device. gathered: what FSDP puts together while a block runs; at_rest: shards that lie on the CPU."""
+    """Bytes of one rank on its device. gathered: what FSDP puts together while a block runs; at_rest: what lies in host memory."""
 
     frozen: int = 0
     tuned: int = 0
@@ -91,14 +94,42 @@ def footprint(held: Held, model: nn.Module, family: Family | None, plan: Paralle
     activations = _activations(held, model, family, plan, at, work) + _cast_weights(own, work.itemsize)
     if plan.sharding is not None:
         return _sharded(held, own, plan, activations)
-    tuned = sum(_bytes(value) for value in own if value.requires_grad)
+    if work.streamed is not None:
+        return _streamed(held, own, activations, work.streamed)
+    tuned = _bytes(value for value in own if value.requires_grad)
     return Footprint(
-        frozen=sum(map(_bytes, own)) - tuned,
+        frozen=_bytes(own) - tuned,
         tuned=tuned,
         gradients=tuned,
         optimizer=MOMENTS * sum(value.numel() for value in own if value.requires_grad),
         activations=activations,
     )
+
+
+def _streamed(held: Held, own: list[Tensor], activations: int, wide: bool) -> Footprint:
+    """The same where blocks rest in host memory, with their states and those of all else; STREAMED_BLOCKS of the largest are here."""
+    blocks = [list(_once(block.parameters())) for block in _blocks(held)]
+    inside = {id(value) for block in blocks for value in block}
+    outside = [value for value in own if id(value) not in inside]
+    trained = [value for value in outside if value.requires_grad]
+    largest = max(blocks, key=_bytes, default=[])
+    here, tuned = STREAMED_BLOCKS * _bytes(largest), _bytes(trained)
+    return Footprint(
+        frozen=_bytes(outside) - tuned,
+        tuned=tuned + here,
+        gradients=tuned + here,
+        optimizer=STREAMED_BLOCKS * _states(largest, wide),
+        activations=activations,
+        at_rest=sum(_bytes(block) + _states(block, wide) for block in blocks) + _states(trained, wide),
+    )
+
+
+def _bytes(values: Iterable[Tensor]) -> int:
+    return sum(value.nbytes for value in values)
+
+
+def _states(values: Iterable[Tensor], wide: bool) -> int:
+    return sum(value.numel() * states_bytes(value.element_size(), wide) for value in values)
 
 
 def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan, activations: int) -> Footprint:
@@ -110,18 +141,18 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan, activations: int
     cuts = {id(value) for value in own if value.dim() and isinstance(value, nn.Parameter) and (value.requires_grad or sharding.frozen)}
 
     def bytes_of(value: Tensor) -> int:
-        return -(-_bytes(value) // shards) if id(value) in cuts else _bytes(value)
+        return -(-value.nbytes // shards) if id(value) in cuts else value.nbytes
 
     tuned = sum(bytes_of(value) for value in own if value.requires_grad)
     frozen = sum(map(bytes_of, own)) - tuned
     moments = sum(MOMENTS * bytes_of(value) // value.element_size() for value in own if value.requires_grad)
-    blocks = [sum(_bytes(value) for value in _once(block.parameters()) if id(value) in cuts) for block in _blocks(held)]
+    blocks = [sum(value.nbytes for value in _once(block.parameters()) if id(value) in cuts) for block in _blocks(held)]
     inside = {id(value) for block in _blocks(held) for value in block.parameters()}
-    outside = sum(_bytes(value) for value in own if id(value) in cuts and id(value) not in inside)
+    outside = sum(value.nbytes for value in own if id(value) in cuts and id(value) not in inside)
     gathered = outside + (sum(sorted(blocks)[-2:]) if sharding.reshard else sum(blocks))
     if not sharding.offload:
         return Footprint(frozen, tuned, tuned, moments, activations, gathered)
-    whole = sum(_bytes(value) for value in own if id(value) not in cuts)  # these have no shards that could rest elsewhere
+    whole = sum(value.nbytes for value in own if id(value) not in cuts)  # these have no shards that could rest elsewhere
     return Footprint(frozen=whole, activations=activations, gathered=gathered, at_rest=frozen - whole + 2 * tuned + moments)
 
 
@@ -207,7 +238,3 @@ def _blocks(held: Held) -> list[nn.Module]:
 
 def _once(values: Iterable[Tensor]) -> Iterator[Tensor]:
     yield from {id(value): value for value in values}.values()
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()

@@ -6,18 +6,16 @@ as in Milakov and Gimelshein 2018 (arXiv:1805.02867), in float32 or wider, so th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.attention import no_later
-from petune.parallel.collectives import Group, Sizes, applied
+from petune.parallel.collectives import Group, Sizes, Transfer, applied
 
 
 @dataclass(frozen=True)
@@ -61,29 +59,11 @@ class Trip:
             scores = scores + self.columns(mask, block)
         return scores
 
-    def pass_on(self, x: Tensor, block: int) -> _Passing:
+    def pass_on(self, x: Tensor, block: int) -> Transfer:
         """Begin to send `x` [b, kv_heads, keys of block, d] to the next rank and to receive that of the block before."""
         shape = (*x.shape[:2], self.sizes[block - 1], x.shape[3])
-        return _Passing(x, shape, self.group, self.index, len(self.sizes))
-
-
-class _Passing:
-    """A tensor on its way to the next rank of the ring, while another of `shape` comes in from the rank before."""
-
-    def __init__(self, x: Tensor, shape: tuple[int, ...], group: Group, index: int, ranks: int) -> None:
-        self.shape = shape
-        # An empty block travels as one number: a group's first transfer has to have all of its ranks in it.
-        self.sent = x.reshape(-1) if x.numel() else x.new_zeros(1)
-        self.received = x.new_empty(max(1, math.prod(shape)))
-        send = dist.P2POp(dist.isend, self.sent, group=group, group_peer=(index + 1) % ranks)
-        receive = dist.P2POp(dist.irecv, self.received, group=group, group_peer=(index - 1) % ranks)
-        self.works = dist.batch_isend_irecv([send, receive])
-
-    def wait(self) -> Tensor:
-        """What came in."""
-        for work in self.works:
-            work.wait()
-        return self.received[: math.prod(self.shape)].view(self.shape)
+        ranks = len(self.sizes)
+        return Transfer(x, shape, self.group, (self.index + 1) % ranks, (self.index - 1) % ranks)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -146,7 +126,7 @@ class _Ring(Function):
         pair, among = torch.cat([key, value], -1), (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
         query_grad = torch.zeros_like(query, dtype=wide)
         bias_grad = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[3] else None
-        arriving: _Passing | None = None
+        arriving: Transfer | None = None
         for step, block in enumerate(trip.stops()):
             passing = trip.pass_on(pair, block) if step + 1 < len(trip.sizes) else None
             pair_grad = torch.zeros_like(pair, dtype=wide)

@@ -9,7 +9,7 @@ over 300 lines long because a step, and what it asks of other ranks, read the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from petune import attention
 from petune.dropout import drawing
 from petune.errors import PetuneError
+from petune.kernels.streamed import StreamedAdamW
 from petune.log import say
 from petune.parallel import group
 from petune.parallel.collectives import all_sum_, gather_dim
@@ -44,13 +45,22 @@ class Runner:
 
     names: every tuned tensor of the whole model, in its order. tuned: this rank's parts of them, a subset where a stage lacks some.
     owned: whether stacks own the loop over blocks, so that recomputing and dropout are ours: where the model's family is known and its
-    blocks can all be handed the same arguments.
+    blocks can all be handed the same arguments. streamed: what updates a model whose blocks rest in host memory, inside `backward`. Such
+    a model, `streams`, is left where it is until `stream` is called.
     """
 
     def __init__(
-        self, model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh, work: Work, recompute: bool = False
+        self,
+        model: nn.Module,
+        family: Family | None,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        work: Work,
+        recompute: bool = False,
+        streams: bool = False,
     ) -> None:
         self.plan, self.mesh, self.work = plan, mesh, work
+        self.streamed: StreamedAdamW | None = None
         whole = work.tuned(model)
         self.names = tuple(whole)
         self.shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
@@ -74,7 +84,7 @@ class Runner:
         self.modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
         self.model = self.modules[0]
         for module in self.modules:
-            if plan.sharding is None:  # else it moves unit by unit
+            if plan.sharding is None and not streams:  # else it moves unit by unit, or as `stream` says
                 module.to(mesh.device)
             if family is not None:
                 cross(module, family, mesh)
@@ -132,6 +142,11 @@ class Runner:
             held.fill_(1)
         return {name: [stage for stage in range(self.plan.pp) if held[stage, at]] for at, name in enumerate(self.names)}
 
+    def stream(self, optimizer: StreamedAdamW) -> None:
+        """Leave the blocks in host memory, and their updates to the backward pass. Between steps what rests there is whole."""
+        self.streamed = optimizer
+        optimizer.register_step_post_hook(lambda *_: optimizer.settle())
+
     # ------------------------------------------------------------ rows
 
     def share(self, rows: Sequence[T]) -> list[T]:
@@ -146,7 +161,8 @@ class Runner:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on every rank.
 
         `batches` are this replica's, as many on each where dp is sharded, as all gather weights together; `total` counts the trained tokens
-        of all replicas; `key` is what dropout is drawn from. Afterwards every gradient is complete.
+        of all replicas; `key` is what dropout is drawn from. Afterwards every gradient is complete, or, where the model is streamed, used
+        up; a loss that is not finite is returned without a backward pass then, as no update can be taken back.
         """
         if self.pipeline is not None:
             loss: float | Tensor = sum(self._through_stages(self.pipeline, batch, total, key) for batch in batches)
@@ -179,7 +195,8 @@ class Runner:
         if logits is not None:
             loss = self._loss(logits, batch)
         assert loss is not None
-        (loss / total).backward()
+        if self.streamed is None or bool(loss.isfinite()):
+            (loss / total).backward()
         return loss.detach() / total
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -190,6 +207,8 @@ class Runner:
 
     def _complete(self) -> None:
         """The sums of the gradient rule, each once."""
+        if self.streamed is not None:
+            return
         for parameter in self.tuned.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -219,7 +238,12 @@ class Runner:
             dist.all_reduce(value, group=self.mesh.groups["pp"])
 
     def clip(self, max_norm: float | None) -> float:
-        """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they exceed it."""
+        """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they exceed it.
+
+        Streamed ones have been used by then, and are not scaled; without a backward pass in this step their norm is not a number.
+        """
+        if self.streamed is not None:
+            return float(self.streamed.grad_norm) if self.streamed.updated else math.nan
         grads = {name: local(value.grad) for name, value in self.tuned.items() if value.grad is not None}
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for name, value in grads.items():
@@ -345,8 +369,4 @@ class Runner:
 def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a tie."""
     names = {id(value): name for name, value in tuned.items()}
-    return {name: names[id(value)] for name, value in _all_names(model) if id(value) in names}
-
-
-def _all_names(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    return model.named_parameters(remove_duplicate=False)
+    return {name: names[id(value)] for name, value in model.named_parameters(remove_duplicate=False) if id(value) in names}

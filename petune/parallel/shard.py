@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -55,7 +55,7 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
             "zero-bubble computes the gradients of weights when FSDP has freed them", where="pp.schedule", remedy="use interleaved"
         )
     wanted = {id(parameter) for parameter in tuned}
-    trains = {name: id(value) in wanted for name, value in _named(model)}
+    trains = {name: id(value) in wanted for name, value in model.named_parameters(remove_duplicate=False)}
     _check_mask(model, trains)
     blocks = [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
     left = _left_whole(model, blocks, plan, sharding)
@@ -91,13 +91,9 @@ def _flows_back(output: Any) -> bool:
     return any(map(_flows_back, parts))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.named_parameters(remove_duplicate=False)
-
-
 def _check_mask(model: nn.Module, trains: dict[str, bool]) -> None:
     """Raise PetuneError unless exactly the parameters that should are marked for training, under their names."""
-    found = {name: value.requires_grad for name, value in _named(model)}
+    found = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     if found != trains:
         wrong = [name for name in {**trains, **found} if trains.get(name) != found.get(name)]
         raise PetuneError("sharding and the model disagree on what trains; this is a fault of petune", where=", ".join(wrong[:3]))

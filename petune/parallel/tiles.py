@@ -10,7 +10,6 @@ without tokens.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.log import say
-from petune.parallel.collectives import SEQ, Sizes, all_max_
+from petune.parallel.collectives import SEQ, Sizes, Transfer, all_max_
 
 Route = Literal["ring", "star"]
 ROUTES: tuple[Route, ...] = ("ring", "star")
@@ -71,25 +70,6 @@ class Tiles:
 
 
 # ---------------------------------------------------------------- tiles on their way
-
-
-class Transfer:
-    """A tensor on its way to rank `to`, while one of `shape` comes in from rank `source`."""
-
-    def __init__(self, x: Tensor, shape: tuple[int, ...], group: dist.ProcessGroup, to: int, source: int) -> None:
-        self.shape = shape
-        # An empty tile travels as one number: a group's first transfer has to have all of its ranks in it.
-        self.sent = x.reshape(-1) if x.numel() else x.new_zeros(1)
-        self.received = x.new_empty(max(1, math.prod(shape)))
-        send = dist.P2POp(dist.isend, self.sent, group=group, group_peer=to)
-        receive = dist.P2POp(dist.irecv, self.received, group=group, group_peer=source)
-        self.works = dist.batch_isend_irecv([send, receive])
-
-    def wait(self) -> Tensor:
-        """What came in. On CUDA it is the stream that waits, so both tensors must be held until then and may be let go after."""
-        while self.works:
-            self.works.pop().wait()
-        return self.received[: math.prod(self.shape)].view(self.shape)
 
 
 class Gathering:

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError, UsageError
-from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, copy, gather_dim, reduce
+from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, applied, copy, gather_dim, reduce
 from petune.parallel.slices import Placed, Slice
 from petune.sites import Split
 
@@ -232,8 +232,7 @@ def vocabulary_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | N
     ranks; negative ones count nothing. A label that no rank has makes the loss NaN, on all ranks alike. The gradient of `logits` is exact
     for this rank's part and needs no sum.
     """
-    found: Tensor = cast("Any", _CrossEntropy).apply(logits, labels, group, first)
-    return found
+    return applied(_CrossEntropy, logits, labels, group, first)
 
 
 class _CrossEntropy(Function):

@@ -95,7 +95,7 @@ class _Arrivals:
     def _arrived(self, parameter: Tensor) -> None:
         self.look()
         assert parameter.grad is not None
-        self.there[id(parameter)] = _bytes(local(parameter.grad))
+        self.there[id(parameter)] = local(parameter.grad).nbytes
 
     def look(self) -> None:
         if (now := self.peak()) > self.highest:
@@ -161,8 +161,4 @@ def _gradients(rehearsal: Rehearsal, device: torch.device) -> int:
 
 
 def _sum(values: Iterable[Tensor], device: torch.device) -> int:
-    return sum(_bytes(part) for part in map(local, values) if part.device == device)
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+    return sum(part.nbytes for part in map(local, values) if part.device == device)

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 from petune.evaluate import forward, real_rows
 from petune.kernels import head as heads
 from petune.kernels.head import VocabularySlice, linear_cross_entropy
+from petune.kernels.logits import Unmade
 from petune.kernels.ops import reference_ops
 from petune.kernels.triton import loss as kernels
-from petune.kernels.unmade import Unmade, fuse_head, head_loss, unfuse_head
+from petune.kernels.unmade import fuse_head, head_loss, unfuse_head
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
 from petune.tasks import loss_sum
@@ -253,7 +254,7 @@ def test_the_gradient_is_given_once_and_has_no_derivative() -> None:
     ("columns", "itemsize", "rows"), [(32_000, 2, 4096), (128_256, 2, 4096), (256_000, 2, 2048), (128_256, 4, 2048), (2_000_000, 2, 1024)]
 )
 def test_chunks_are_large_but_their_logits_fit(columns: int, itemsize: int, rows: int) -> None:
-    assert heads._chunk(columns, itemsize) == rows
+    assert heads.chunk_rows(columns, itemsize) == rows
 
 
 @each_setting
@@ -386,7 +387,7 @@ def test_logits_of_the_batch_are_never_there() -> None:
     assert made.largest >= whole
     fuse_head(model, OPS)
     with pytest.MonkeyPatch.context() as patch, Made() as made:
-        patch.setattr(heads, "_chunk", lambda *_: 64)
+        patch.setattr(heads, "chunk_rows", lambda *_: 64)
         model(**inputs).loss.backward()
     assert made.largest < whole
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from petune.parallel import overlap, tiles
-from petune.parallel.collectives import copy, gather_seq, reduce, reduce_scatter_seq
+from petune.parallel.collectives import Transfer, copy, gather_seq, reduce, reduce_scatter_seq
 from petune.parallel.overlap import Overlap, make_overlap
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.running import Running, bound_to, running
@@ -138,7 +138,7 @@ def told() -> Iterator[list[str]]:
     """Transfers that begin and are waited for, and matmuls, in order."""
     story: list[str] = []
 
-    class Told(tiles.Transfer):
+    class Told(Transfer):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             story.append("go")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petune.parallel import tiles
+from petune.parallel.collectives import Transfer
 from petune.parallel.tiles import ROUTES, Gathering, Route, Tiles, choose, receiving, sending
 from tests.pool import run
 
@@ -55,7 +56,7 @@ def test_gathering_and_scattering_do_what_their_names_say(sizes: tuple[int, ...]
 
 
 def sent_for_nothing() -> list[int]:
-    transfer = tiles.Transfer(drawn(0, 0), (2, 0, 3), dist.group.WORLD, 1 - dist.get_rank(), 1 - dist.get_rank())
+    transfer = Transfer(drawn(0, 0), (2, 0, 3), dist.group.WORLD, 1 - dist.get_rank(), 1 - dist.get_rank())
     return [transfer.sent.numel(), transfer.wait().numel()]
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels import reference
+from petune.kernels.triton.sums import multiprocessors
 
 WIDEST = 32_768  # columns: 32 numbers for each of a program's 1,024 threads
 
@@ -175,7 +176,7 @@ def _gradients(
     per, block, warps = _tile(columns)
     programs = triton.cdiv(rows, per)
     if wanted:
-        programs = min(programs, 4 * _processors(dy.device))
+        programs = min(programs, 4 * multiprocessors(dy.device))
     parts = dy.new_empty((wanted, programs, columns), dtype=torch.float32) if wanted else None
     if rows:
         stride = 0 if dresidual is None else dresidual.stride(0)
@@ -192,12 +193,6 @@ def _tile(columns: int) -> tuple[int, int, int]:
     """(rows of a program, columns of its block, warps): 16 numbers a thread where rows are long, a thousand a program where short."""
     block = triton.next_power_of_2(columns)
     return max(1, 1024 // block), block, max(4, min(32, block // 512))
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; one for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:

@@ -1,0 +1,153 @@
+"""What each operation of petune.kernels.reference, and a few beside them, costs: floating-point operations and bytes moved.
+
+Functions have the reference's names. A multiply-add is two FLOP. Matrices are [rows, columns]; itemsize is bytes per element; ranks may be
+0: no low-rank part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["matmul", "matmul_fp8", "attention", "attention_backward", "memory"]  # of operation: which rate bounds it
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations, and bytes read from and written to device memory."""
+
+    flop: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flop + other.flop, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(self.flop * times, self.bytes * times)
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel, launched `times` times: the stage of the block it belongs to, the rate that bounds it, the cost of one launch."""
+
+    stage: str
+    kind: Kind
+    cost: Cost
+    times: int = 1
+
+
+Work = tuple[Operation, ...]
+
+
+def costing(*operations: Operation) -> Work:
+    """Those of `operations` that cost anything."""
+    return tuple(one for one in operations if one.cost.flop or one.cost.bytes)
+
+
+def total(work: Iterable[Operation]) -> Cost:
+    """The cost of all of `work`."""
+    return sum((one.cost * one.times for one in work), Cost())
+
+
+# ------------------------------------------------------------------ what each costs
+
+
+def matmul(rows: float, inner: float, columns: float, itemsize: int = 2) -> Cost:
+    """[rows, inner] times [inner, columns]."""
+    return Cost(2 * rows * inner * columns, itemsize * (rows * inner + inner * columns + rows * columns))
+
+
+def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
+    """A product that reads a matrix once and gives rank-sized results: s = x a^T, ds = dy b, db = dy^T s. Nothing for rank 0."""
+    return Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank)) if rank else Cost()
+
+
+def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
+    """y += s b^T, y read and written. Nothing for rank 0."""
+    return Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank)) if rank else Cost()
+
+
+def rms_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
+    """x read, its norm written; with a residual that is read and the total written too."""
+    return Cost((4 + residual) * rows * columns, (2 + 2 * residual) * itemsize * rows * columns + 4 * rows)
+
+
+def rms_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidual: bool = False) -> Cost:
+    """dy and the total read, the total's gradient written; dresidual read too."""
+    return Cost((8 + dresidual) * rows * columns, (3 + dresidual) * itemsize * rows * columns + 4 * rows)
+
+
+def layer_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
+    """As `rms_norm`, with a mean and a bias."""
+    return rms_norm(rows, columns, itemsize, residual) + Cost(3 * rows * columns, 4 * rows)
+
+
+def layer_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidual: bool = False) -> Cost:
+    """As `rms_norm_backward`, with a mean."""
+    return rms_norm_backward(rows, columns, itemsize, dresidual) + Cost(3 * rows * columns, 4 * rows)
+
+
+def rope_(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
+    """qkv read and written in place, its low-rank part added on the way."""
+    return Cost((3 + 2 * rank) * rows * columns, itemsize * (2 * rows * columns + (rows + columns) * rank))
+
+
+def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """dq, dk and dv read, dqkv written."""
+    return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
+
+
+def activate(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
+    """u read, h written. columns: of h; rank: of u's low-rank part (all of its columns); below: of the next one, whose s is made."""
+    wide = columns * (1 + gated)
+    flop = rows * (5 * columns + 2 * wide * rank + 2 * columns * below)
+    return Cost(flop, itemsize * (rows * (wide + columns + rank + below) + wide * rank + columns * below))
+
+
+def activate_backward(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
+    """dh and u read, du written; both low-rank parts are added, and their gradients made, on the way."""
+    wide = columns * (1 + gated)
+    flop = rows * (12 * columns + 4 * wide * rank + 4 * columns * below)
+    return Cost(flop, itemsize * (rows * (2 * wide + columns + rank + below) + 3 * (wide * rank + columns * below)))
+
+
+def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
+    """x and y read, their sum written."""
+    return Cost((1 + 2 * rank) * rows * columns, itemsize * (3 * rows * columns + (rows + columns) * rank))
+
+
+def cross_entropy_(rows: float, vocabulary: int, itemsize: int = 2) -> Cost:
+    """Logits read twice, for the partition sum and for the gradient that takes their place."""
+    return Cost(6 * rows * vocabulary, 3 * itemsize * rows * vocabulary)
+
+
+def drop(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """A matrix read and written, a random number made for every element."""
+    return Cost(20 * rows * columns, 2 * itemsize * rows * columns)
+
+
+def quantise(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """A matrix read, its eight-bit form and one scale per row written."""
+    return Cost(3 * rows * columns, (itemsize + 1) * rows * columns + 4 * rows)
+
+
+def attention(tokens: float, sequence: float, heads: int, kv_heads: int, head_dim: int, causal: bool = True, itemsize: int = 2) -> Cost:
+    """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022, arXiv:2205.14135)."""
+    flop = 4 * heads * head_dim * tokens * sequence * (0.5 if causal else 1)
+    return Cost(flop, tokens * (2 * (heads + kv_heads) * head_dim * itemsize + 4 * heads))
+
+
+def attention_backward(
+    tokens: float, sequence: float, heads: int, kv_heads: int, head_dim: int, causal: bool = True, itemsize: int = 2
+) -> Cost:
+    """Its backward: scores made again and four more products; dq is summed in float32."""
+    flop = 2.5 * attention(tokens, sequence, heads, kv_heads, head_dim, causal).flop
+    return Cost(flop, tokens * (4 * (heads + kv_heads) * head_dim * itemsize + 8 * heads * head_dim + 8 * heads))
+
+
+def adamw(parameters: float, itemsize: int = 4) -> Cost:
+    """One step of AdamW: parameter, gradient and two states read, all but the gradient written."""
+    return Cost(14 * parameters, 7 * itemsize * parameters)

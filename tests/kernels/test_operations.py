@@ -1,0 +1,56 @@
+"""The cost of an operation is what a hand computes, and every operation has one."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from petune.kernels import operations, reference
+from petune.kernels.operations import Cost
+from tests.kernels.shapes import DEPTH
+
+
+def test_costs_add_and_scale() -> None:
+    assert Cost(1, 2) + 3 * Cost(10, 20) * 2 == Cost(61, 122)
+
+
+def test_every_operation_of_the_reference_has_a_cost() -> None:
+    functions = [value for value in vars(reference).values() if inspect.isfunction(value) and value.__module__ == reference.__name__]
+    names = {value.__name__ for value in functions if not value.__name__.startswith("_")} - {"wide"}
+    assert "cross_entropy_" in names
+    assert [name for name in names if not hasattr(operations, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "flop", "moved"),
+    [
+        (operations.matmul(2, 3, 5), 60, 2 * (6 + 15 + 10)),
+        (operations.low_rank(100, 10, 4), 8000, 2 * (1000 + 440)),
+        (operations.low_rank_update(100, 10, 4), 8000, 2 * (2000 + 440)),
+        (operations.low_rank(100, 10, 0), 0, 0),
+        (operations.rms_norm(10, 8), 320, 2 * 2 * 80 + 40),
+        (operations.rms_norm(10, 8, residual=True), 400, 4 * 2 * 80 + 40),
+        (operations.rms_norm_backward(10, 8, dresidual=True), 720, 4 * 2 * 80 + 40),
+        (operations.layer_norm(10, 8), 560, 2 * 2 * 80 + 80),
+        (operations.rope_(10, 8), 240, 2 * 2 * 80),
+        (operations.activate(10, 8, gated=True), 400, 3 * 2 * 80),
+        (operations.activate(10, 8, gated=False), 400, 2 * 2 * 80),
+        (operations.activate_backward(10, 8, gated=True), 960, 5 * 2 * 80),
+        (operations.add_low(10, 8), 80, 3 * 2 * 80),
+        (operations.cross_entropy_(10, 100), 6000, 3 * 2 * 1000),
+        (operations.drop(10, 8), 1600, 2 * 2 * 80),
+        (operations.quantise(10, 8), 240, 3 * 80 + 40),
+        (operations.attention(10, 10, 2, 1, 4), 4 * 2 * 4 * 100 / 2, 10 * (2 * 3 * 4 * 2 + 8)),
+        (operations.attention(10, 10, 2, 1, 4, causal=False), 4 * 2 * 4 * 100, 10 * (2 * 3 * 4 * 2 + 8)),
+        (operations.adamw(10), 140, 280),
+    ],
+)
+def test_an_operation_costs_what_a_hand_computes(found: Cost, flop: float, moved: float) -> None:
+    assert (found.flop, found.bytes) == (flop, moved)
+
+
+def test_attention_backward_makes_five_products_to_forwards_two() -> None:
+    sizes = (8192, 8192, 32, 8, 128)
+    assert operations.attention_backward(*sizes).flop == 2.5 * operations.attention(*sizes).flop
+    assert operations.attention(*sizes).flop * DEPTH / 8192 == pytest.approx(2.15e9, rel=2e-3)
