@@ -112,15 +112,18 @@ def _explicit(
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if query.shape[2] > 1 and causal(module, mask, is_causal):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()[None, None]
-    probabilities = _probabilities(scores, mask, position_bias).to(value.dtype)
+    found = probabilities(scores, mask, position_bias).to(value.dtype)
     if dropout:
-        probabilities = drop_attention(probabilities, dropout, *first)
-    return (probabilities @ value).transpose(1, 2).contiguous(), None
+        found = drop_attention(found, dropout, *first)
+    return (found @ value).transpose(1, 2).contiguous(), None
 
 
-def _probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Softmax over the keys, float32 or wider. A query that may attend to nothing gets zeros, as in SDPA; with both a
-    bias and a bool mask it attends to all keys alike, as in Hugging Face."""
+def probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Softmax of scores [b, heads, q, k] over the keys, float32 or wider; mask and bias as `attention` takes them.
+
+    A query that may attend to nothing gets zeros, as in SDPA; with both a bias and a bool mask it attends to all keys alike, as in Hugging
+    Face.
+    """
     none = None
     if mask is not None and mask.dtype is torch.bool and bias is not None:
         mask, bias = torch.where(mask, bias, torch.finfo(bias.dtype).min), None
@@ -134,8 +137,8 @@ def _probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> 
         scores = scores + mask
     if none is not None:
         scores = scores.masked_fill(none, 0.0)
-    probabilities = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return probabilities if none is None else probabilities.masked_fill(none, 0.0)
+    found = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return found if none is None else found.masked_fill(none, 0.0)
 
 
 AttentionInterface.register(NAME, attention)

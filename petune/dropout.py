@@ -74,11 +74,12 @@ class Drop(NamedTuple):
     """One draw, for a matrix [places, features]: what the mask is a function of, so its backward needs no more.
 
     numbers: [places] int64, each (row << 32) + token, or a hash of outer dims plus the index in the last but one. base: int64, of key, site
-    and ordinal; it is added to numbers. p: the probability of dropping. feature: the number of the first feature.
+    and ordinal; it is added to numbers. On a device it may be a tensor [1], which a CUDA graph reads anew at every replay. p: the
+    probability of dropping. feature: the number of the first feature.
     """
 
     numbers: Tensor
-    base: int
+    base: int | Tensor
     p: float
     feature: int
 
@@ -165,8 +166,23 @@ def _dropped(x: Tensor, p: float, firsts: tuple[int, ...]) -> Tensor:
 
 def dropped(x: Tensor, how: Drop) -> Tensor:
     """`x`, a matrix or what one stands for, with `how` applied to it, in plain torch; autograd passes through."""
-    keep = _kept(how, _width(x)).view(x.shape)
-    return x * keep if how.p == 1 else (x * keep).mul_(1 / (1 - how.p))  # the product saves the mask alone for the backward pass
+    return _thinned(x, _kept(how, _width(x)).view(x.shape), how.p)
+
+
+def dropped_attention(probabilities: Tensor, how: Drop) -> Tensor:
+    """`drop_attention` for probabilities [heads, n, n] of `n` tokens to one another, whose places in the batch `how.numbers` [n] are.
+
+    So tokens beside which padding was left out are dropped as they would be with it. `how.base` is that of the draw; in plain torch.
+    """
+    with torch.no_grad():
+        row, token = how.numbers >> 32 << 32, how.numbers & 0xFFFFFFFF
+        query = _hashed(row + _numbers(len(probabilities), 0, row.device).unsqueeze(-1) + how.base) + token
+        keep = _compared(_hashed(query).view(-1, 1), token.to(torch.int32), how.p)
+    return _thinned(probabilities, keep.view(probabilities.shape), how.p)
+
+
+def _thinned(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    return x * keep if p == 1 else (x * keep).mul_(1 / (1 - p))  # the product saves the mask alone for the backward pass
 
 
 class _Fused(torch.autograd.Function):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import nn
 
 from petune.errors import UsageError
 from petune.forecast import PROCESS, Forecast, Rank, Sketch
@@ -18,12 +20,13 @@ from petune.kernels.block import FusedBlock
 from petune.kernels.call import Spec
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.cost import rates_of
-from petune.kernels.fuse import fuse
-from petune.kernels.memory import SPARE, fixed_bytes, pinnable, rounded, shape_of
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.memory import SPARE, fixed_bytes, pinnable, resident_bytes, rounded, shape_of
 from petune.kernels.ops import refusal
 from petune.kernels.policy import GIB, Policy, choose
 from petune.parallel import ParallelPlan
 from petune.recipe import Recipe
+from petune.streaming import refuse_unfused, streams
 
 CARDS = {"H200": 139.8, "H100": 79.2, "A100-80": 79.2, "A100-40": 39.4}  # GiB of memory as CUDA counts it
 HOST = 2  # times a device's memory is taken to be free in its host, where neither the machine nor memory.host says
@@ -104,20 +107,21 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
 
     device: a name that tells its rates; None where there is no CUDA device. Raises UsageError where a run would.
     """
-    specs = _fused(drawn, plan)
-    if isinstance(specs, str):
-        return f"unfused: {specs}"
+    fused = _fused(drawn, plan)
+    if isinstance(fused, str):
+        return f"unfused: {fused}"
     if device is None:
         return _without_device(drawn.recipe)
     if memory is None:
         return "fused, but the memory of the devices is not known: give --memory"
     recipe, model = drawn.recipe, drawn.model
+    specs = _specs(fused)
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
     longest = max(drawn.work.tokens.values())
-    fixed = fixed_bytes(model)
+    fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(model)
     try:
         return choose(
-            shape_of(specs[0]),
+            replace(shape_of(specs[0]), itemsize=drawn.work.itemsize),
             len(specs),
             tokens=rounded(rows * longest),
             sequence=min(rounded(longest), rounded(rows * longest)),
@@ -127,13 +131,15 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
             host=_host(config, memory, device),
             rates=rates_of(device),
             config=config,
+            streamed=streams(recipe),
         )
     except UsageError as error:
         raise _placed(error, recipe) from None
 
 
 def _without_device(recipe: Recipe) -> str:
-    would = {"auto": "unfused", "reference": "fused, their memory not planned,", "triton": "refused"}[recipe.kernels]
+    auto = "refused" if streams(recipe) else "unfused"
+    would = {"auto": auto, "reference": "fused, their memory not planned,", "triton": "refused"}[recipe.kernels]
     return f"{would} on a CPU with kernels: {recipe.kernels}; --device H200 tells what a run on one would keep and how fast it would be"
 
 
@@ -160,8 +166,8 @@ def _placed(error: UsageError, recipe: Recipe) -> UsageError:
 # ---------------------------------------------------------------- what would be fused
 
 
-def _fused(drawn: Sketch, plan: ParallelPlan) -> list[Spec] | str:
-    """The blocks as a run would fuse them, or why it would not. Raises UsageError where the recipe asks by name for what cannot be."""
+def _fused(drawn: Sketch, plan: ParallelPlan) -> nn.Module | str:
+    """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name for what cannot be."""
     recipe = drawn.recipe
     if recipe.kernels == "off" or recipe.compile:
         return "kernels: off" if recipe.kernels == "off" else "compile: true"
@@ -171,20 +177,23 @@ def _fused(drawn: Sketch, plan: ParallelPlan) -> list[Spec] | str:
     try:
         done = fuse(model, drawn.family, "reference", recipe.memory, recipe.base_dtype)
     except UsageError as error:
-        if recipe.kernels != "auto" or recipe.base_dtype is not None:
+        if recipe.kernels != "auto" or recipe.base_dtype is not None or streams(recipe):
             raise _placed(error, recipe) from None
         return str(error.problems[0].found)
     if not done.blocks:
         return "; ".join(done.reasons)
-    specs = [block.spec for block in model.modules() if isinstance(block, FusedBlock)]
-    return _declined(specs[0], drawn) or specs
+    declined = _declined(_specs(model)[0], drawn)
+    refuse_unfused(recipe, declined or "")
+    return declined or model
+
+
+def _specs(model: nn.Module) -> list[Spec]:
+    return [cast("FusedBlock", block).spec for block in fused_blocks(model)]
 
 
 def _declined(spec: Spec, drawn: Sketch) -> str | None:
     """Why fused blocks hand all calls of this training to what they were before, or None."""
     size = shape_of(spec).itemsize
-    if spec.attention_dropout:
-        return f"attention has dropout {spec.attention_dropout:g}"
-    if size != drawn.work.itemsize:
+    if size != drawn.work.itemsize and not spec.casts:
         return f"weights have {size} bytes, and autocast computes in {drawn.work.itemsize}"
     return None

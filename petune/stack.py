@@ -217,8 +217,12 @@ class Stack(nn.ModuleList):
 
     def step(self, index: int, block: nn.Module, call: Call, here: Running) -> Call:
         """`call` advanced by one block: what the family's table names as carry is replaced by what the block returned."""
-        with drawing(replace(here, site=f"{self.name}.{index}", drawn=0)):
+        with drawing(self.at(index, here)):
             return call | carried_by(self.rule, run_block(block, call))
+
+    def at(self, index: int, here: Running) -> Running:
+        """`here` inside a block."""
+        return replace(here, site=f"{self.name}.{index}", drawn=0)
 
     def _climb(self, index: int, hidden: Tensor, side: Call, here: Running) -> Call:
         """The ladder's step beside block `index`."""

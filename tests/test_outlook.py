@@ -66,9 +66,33 @@ def test_a_short_batch_of_a_large_model_keeps_all(tmp_path: Path) -> None:
 def test_a_long_row_rests_in_host_memory(tmp_path: Path) -> None:
     found = chosen(large(tmp_path, 1, 131072, memory={"budget": 80}))
     assert found.rungs[0] == Rung("attention", "attention")
-    assert found.budget == 80 * GIB and found.peak < 40 * GIB and found.host == 62 * GIB
+    assert found.budget == 80 * GIB and found.peak < 40 * GIB and 60 * GIB <= found.host <= 62 * GIB
     with pytest.raises(UsageError, match="does not fit its memory"):
         chosen(large(tmp_path, 1, 131072, memory={"budget": 24, "host": 1}))
+
+
+@pytest.mark.parametrize(("stream", "bytes_"), [("bf16", 6), ("fp32", 14)])
+def test_streamed_blocks_rest_on_the_host_with_their_states(stream: str, bytes_: int, tmp_path: Path) -> None:
+    recipe = large(tmp_path, 1, 131072, method="full", clip=None, memory={"stream": stream, "keep": "input", "offload": "none"})
+    found = seen(recipe)
+    (policy,), (rank,) = found.policies, found.forecast.ranks
+    blocks = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert policy.host == bytes_ * blocks
+    assert policy.seconds == pytest.approx(41.5, rel=0.2)  # as measured, with inputs offloaded
+    outside = 2 * 128256 * 4096 + 4096
+    slots = 3 * (bytes_ + 2) * blocks / 32
+    assert rank.memory.total == policy.peak
+    assert rank.memory.total - rank.memory.activations == pytest.approx(2 * 2 * outside + slots, rel=1e-3)
+    assert rank.memory.at_rest == pytest.approx(bytes_ * blocks + (bytes_ - 2) * outside, rel=1e-3)  # norms left out
+
+
+def test_a_plan_is_refused_as_the_run_would_be(tmp_path: Path) -> None:
+    streams = {"method": "full", "clip": None, "memory": {"stream": "bf16"}}
+    with pytest.raises(UsageError, match="keeps weights in bf16"):
+        sketch(large(tmp_path, 1, 128, **streams, device="cpu"))
+    narrow = forecast(large(tmp_path, 1, 128, **streams, device="cpu", dtype="bf16"))
+    assert outlook(narrow).lines[0].startswith("blocks   refused on a CPU")
+    assert "method=lora" not in dict(narrow.knobs)
 
 
 def test_settings_of_memory_are_honoured(tmp_path: Path) -> None:
@@ -117,7 +141,6 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
         ("llama-causal", {"method": {"name": "side", "reduction": 4}}, "a ladder climbs beside it"),
         ("llama-causal", {"kernels": "off"}, "kernels: off"),
         ("llama-causal", {"compile": True}, "compile: true"),
-        ("llama-causal", {"method": "full"}, "weights have 4 bytes, and autocast computes in 2"),
         ("llama-causal", {"parallel": {"tp": 2}}, "the parallel plan cuts them"),
         ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts them"),
         ("llama-causal", {"parallel": {"dp": {"size": 2, "shard": True}}}, "the parallel plan cuts them"),
@@ -131,13 +154,6 @@ def test_blocks_that_are_not_fused_have_a_reason(name: str, settings: dict[str, 
     assert told.policies == () and told.forecast is found
     (line,) = told.lines
     assert line.startswith("blocks   unfused: ") and line.endswith(reason)
-
-
-def test_dropout_inside_attention_is_a_reason(tmp_path: Path) -> None:
-    place = tmp_path / "dropping.json"
-    place.write_text(json.dumps({**ZOO["bert-classify"][1]().to_dict(), "attention_probs_dropout_prob": 0.1, "num_hidden_layers": 1}))
-    recipe = recipe_of("bert-classify", tmp_path, device="cuda", model=f"config:{place}")
-    assert policy_for(sketch(recipe), ALONE, 8, "H200", H200) == "unfused: attention has dropout 0.1"
 
 
 def test_what_is_asked_for_by_name_and_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Ready:
         """Asked before the owner's forward."""
         blocks = cast("Stack", owner.get_submodule(self.path)).blocks
         embeddings = cast("Any", owner).get_input_embeddings().weight
-        alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.layers[0][0].weight.dtype
+        alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
         return alike and all(cast("FusedBlock", block).unready(embeddings.device) is None for block in blocks)
 
 
@@ -51,17 +51,17 @@ class NoCache:
 
 
 class InDtype:
-    """Hook before a stack: under autocast a norm of the embeddings gives float32, and blocks compute in their weights' dtype."""
+    """Hook before a stack: under autocast a norm of the embeddings gives float32, and blocks compute in a narrower dtype."""
 
     def register(self, stack: Stack) -> RemovableHandle:
         """Act before every other hook of `stack`."""
         return stack.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, stack: Stack, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The call, its hidden states in the dtype that autocast computes in, where that is the weights'."""
+        """The call, its hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
         hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        dtype = cast("torch.Tensor", cast("FusedBlock", stack.blocks[0]).spec.layers[0][0].weight).dtype
         device = hidden.device.type
+        dtype = cast("FusedBlock", stack.blocks[0]).spec.computes_in(device)
         if hidden.dtype == dtype or not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
             return args, kwargs
         return ((hidden.to(dtype), *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden.to(dtype)})

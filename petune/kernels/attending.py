@@ -3,29 +3,34 @@
         out = softmax(scale q k^T) v        q [m, heads, d], k and v [m, kv_heads, d] -> out [m, heads, d]
 
 m tokens are `batch` rows of equal length, or segments one after the other (petune.kernels.segments). Rows and heads may be strided, as
-views of one q | k | v matrix are; the last dim is dense. Where kv_heads < heads, each serves heads / kv_heads of them in a row. Four forms,
+views of one q | k | v matrix are; the last dim is dense. Where kv_heads < heads, each serves heads / kv_heads of them in a row. Five forms,
 chosen once per device and kind of call by `choose`:
 
     cudnn    rows of equal length; about twice as fast as flash on Hopper. cuDNN plans each new (batch, length) for tens of ms
     flash    rows of equal length (Dao 2023, arXiv:2307.08691)
     varlen   segments, the same kernels
+    dropped  dropout of the probabilities by index, which no library draws: a kernel of our own, for rows and segments
     sdpa     whatever else: torch's scaled_dot_product_attention, its backward by computing the forward again
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petune.attention import probabilities
+from petune.dropout import Drop, dropped_attention
+from petune.kernels.ops import refusal
 from petune.kernels.segments import Segments
 
-Backend = Literal["cudnn", "flash", "varlen", "sdpa"]
+Backend = Literal["cudnn", "flash", "varlen", "dropped", "sdpa"]
 Kept = tuple[Any, ...]  # what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
@@ -37,7 +42,7 @@ class How:
     """One call's attention. batch: rows of equal length; not read with segments. causal: no query sees a later key of its row or segment.
 
     mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scaled scores; it says all, and `causal` is not read. It gets
-    no gradient.
+    no gradient. drop: what of the probabilities drops out, by the places [m] of the tokens in the whole batch.
     """
 
     causal: bool
@@ -46,6 +51,7 @@ class How:
     segments: Segments | None = None
     mask: Tensor | None = None
     backend: Backend = "sdpa"
+    drop: Drop | None = None
 
 
 # ------------------------------------------------------------------ which form
@@ -60,16 +66,26 @@ class Choice:
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int, *, segmented: bool = False, masked: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    *,
+    segmented: bool = False,
+    masked: bool = False,
+    drops: bool = False,
 ) -> Choice:
     """The form for rows of `tokens` tokens (not read with segments) on `device`; asking again for the same kind of call costs a look-up."""
-    return _chosen(device, dtype, head_dim, tokens == 1, segmented, masked, torch.are_deterministic_algorithms_enabled())
+    return _chosen(device, dtype, head_dim, tokens == 1, segmented, masked, drops, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
 def _chosen(
-    device: torch.device, dtype: torch.dtype, head_dim: int, single: bool, segmented: bool, masked: bool, deterministic: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, single: bool, segmented: bool, masked: bool, drops: bool, deterministic: bool
 ) -> Choice:
+    if drops:
+        refused = _no_dropped(device, dtype, head_dim, masked)
+        return Choice("dropped", "dropout of attention") if refused is None else Choice("sdpa", refused)
     refused = _no_flash(device, dtype, head_dim, masked)
     if refused is not None:
         return Choice("sdpa", refused)
@@ -92,6 +108,15 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the device is older than sm_80"
     return None if torch.backends.cuda.is_flash_attention_available() else "torch was built without flash attention"
+
+
+def _no_dropped(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    """Why dropout of attention has no kernel of its own here, or None."""
+    if masked:
+        return "a mask"
+    if head_dim % 8 or head_dim > 128:
+        return f"head dim {head_dim} is no multiple of 8 up to 128"
+    return refusal(device, dtype)
 
 
 def _no_cudnn(device: torch.device, head_dim: int, single: bool, deterministic: bool) -> str | None:
@@ -179,6 +204,33 @@ def _laid_out(how: How, *tensors: Tensor) -> tuple[Sequence[Tensor], Tensor | No
     return [x.view(how.batch, -1, *x.shape[1:]) for x in tensors], None, len(tensors[0]) // how.batch
 
 
+# ------------------------------------------------------------------ dropped
+
+
+def _dropped(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+    out, lse = _kernels().forward(q, k, v, *_starts(how, q), how.causal, how.scale, how.drop)
+    return out, (lse,)
+
+
+def _dropped_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How) -> Gradients:
+    found: Gradients = _kernels().backward(dout, q, k, v, out, kept[0], *_starts(how, q), how.causal, how.scale, how.drop)
+    return found
+
+
+@cache
+def _kernels() -> Any:
+    """Ours, imported where they can run."""
+    return import_module("petune.kernels.triton.attention")
+
+
+def _starts(how: How, q: Tensor) -> tuple[Tensor, int]:
+    """(where rows or segments begin, the longest of them)."""
+    if how.segments is not None:
+        return how.segments.starts, how.segments.longest
+    length = len(q) // how.batch
+    return torch.arange(0, len(q) + 1, length, dtype=torch.int32, device=q.device), length
+
+
 # ------------------------------------------------------------------ sdpa
 
 
@@ -199,24 +251,37 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if how.segments is None:
-        return _rows_attended(q, k, v, how.batch, how)
+        return _rows_attended(q, k, v, how)
     assert how.mask is None, "segments say who attends to whom"
     places = [of_one_length.flatten() for of_one_length in how.segments.by_length]
-    counts = [len(of_one_length) for of_one_length in how.segments.by_length]
-    outs = [_rows_attended(q[own], k[own], v[own], count, how) for own, count in zip(places, counts, strict=True)]
+    outs = [
+        _rows_attended(q[own], k[own], v[own], replace(how, batch=len(of_one_length), drop=_at(how.drop, own)))
+        for own, of_one_length in zip(places, how.segments.by_length, strict=True)
+    ]
     return torch.cat(outs)[torch.cat(places).argsort()]
 
 
-def _rows_attended(q: Tensor, k: Tensor, v: Tensor, batch: int, how: How) -> Tensor:
-    """Of `batch` rows of equal length, [m, heads, d] each."""
-    q, k, v = _by_head(batch, q, k, v)
+def _at(drop: Drop | None, own: Tensor) -> Drop | None:
+    """The draw for some of the tokens."""
+    return None if drop is None else drop._replace(numbers=drop.numbers[own])
+
+
+def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+    """Of `how.batch` rows of equal length, [m, heads, d] each."""
+    q, k, v = _by_head(how.batch, q, k, v)
     causal = how.causal and how.mask is None
-    return _by_token(F.scaled_dot_product_attention(q, k, v, attn_mask=how.mask, is_causal=causal, scale=how.scale))
+    if how.drop is None:
+        return _by_token(F.scaled_dot_product_attention(q, k, v, attn_mask=how.mask, is_causal=causal, scale=how.scale))
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril() if causal else how.mask
+    every = probabilities(q @ k.transpose(-1, -2) * how.scale, mask, None).to(v.dtype)
+    draws = [how.drop._replace(numbers=row) for row in how.drop.numbers.view(how.batch, -1)]
+    return _by_token(torch.stack([dropped_attention(one, draw) for one, draw in zip(every, draws, strict=True)]) @ v)
 
 
 _FORMS: dict[Backend, tuple[Callable[..., tuple[Tensor, Kept]], Callable[..., Gradients]]] = {
     "cudnn": (_cudnn, _cudnn_backward),
     "flash": (_flash, _flash_backward),
     "varlen": (_flash, _flash_backward),
+    "dropped": (_dropped, _dropped_backward),
     "sdpa": (_sdpa, _sdpa_backward),
 }

@@ -1,7 +1,7 @@
 """A fused block: Hugging Face's own block, whose training forward is one autograd node with both passes written by hand.
 
 The class of a block is exchanged for a subclass of it, so names, hooks and state stay. A call that the node cannot do (a cache, attention
-probabilities asked for, dropout inside attention) goes to the block's own forward, and the reason is said once.
+probabilities asked for) goes to the block's own forward, and the reason is said once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from petune.dropout import draw, drawing, places
+from petune.dropout import Drop, draw, drawing, places
 from petune.errors import UsageError
 from petune.kernels import attending
 from petune.kernels.attending import How
-from petune.kernels.call import Call, Parts, Spec
+from petune.kernels.call import Call, Draws, Parts, Spec
+from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
 from petune.kernels.group import Sink
 from petune.kernels.offload import Parked
-from petune.kernels.parts import Part
+from petune.kernels.parts import Bank, Part, bankable
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.segments import Segments
 from petune.log import say
@@ -133,16 +134,15 @@ class FusedBlock(nn.Module):
 
     def unready(self, device: torch.device) -> str | None:
         """Why every call at this moment goes to the block's own forward, or None."""
-        dtype = cast("Tensor", self.spec.layers[0][0].weight).dtype
-        if self.training and self.spec.attention_dropout:
-            return f"attention has dropout {self.spec.attention_dropout:g}"
+        dtype = self.spec.computes_in(device.type)
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
-        return None
+        hooked = next((name for name, module in self.spec.inside if _hooked(module)), None)
+        return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
 
     def declines(self, hidden: Tensor, given: dict[str, Any]) -> str | None:
         """Why this call goes to the block's own forward, or None."""
-        dtype = cast("Tensor", self.spec.layers[0][0].weight).dtype
+        dtype = self.spec.computes_in(hidden.device.type)
         if given.get("past_key_values") is not None:
             return "a cache of keys and values is in use"
         if given.get("encoder_hidden_states") is not None:
@@ -150,69 +150,77 @@ class FusedBlock(nn.Module):
         if given.get("output_attentions"):
             return "attention probabilities are asked for"
         if hidden.dtype != dtype:
-            return f"hidden states are {_short(hidden.dtype)}, weights {_short(dtype)}"
+            return f"hidden states are {_short(hidden.dtype)}, blocks compute in {_short(dtype)}"
         return self.unready(hidden.device)
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
-        parts, post = self.parts(), self.spec.kind is PostNorm
-        drops, connections = self._drops(parts, hidden, post)
-        call = self.call(parts, self._how(hidden, given), drops, connections if post else angles_of(given["position_embeddings"]))
+        parts = self.parts()
+        draws = self.draws(parts, cache(lambda: places_of(hidden)))
+        angles = (None, None) if self.spec.kind is PostNorm else angles_of(given["position_embeddings"])
+        call = self.call(parts, self._how(hidden, given, draws), draws, angles)
         out: Tensor = _Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
         return out
 
     def parts(self) -> Parts:
-        """The linears as they are at this moment."""
-        return tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        """The linears as they are at this moment; in training, in their banks, though the model was copied or moved."""
+        found = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
+            if bank is not None and not isinstance(bank.base, Eight) and not bank.intact(parts):
+                layers = self.spec.layers[at]
+                self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
+        return found
 
     def tensors(self, parts: Parts) -> list[Tensor | None]:
         """What autograd must know of: the tensors of `parts`, then the norms'."""
         norms = [None if norm is None else getattr(*norm) for norm in self.spec.norms]
         return [tensor for group in parts for part in group for tensor in part.tensors] + norms
 
-    def call(self, parts: Parts, how: How, drops: tuple[tuple[Any, ...], ...], extra: Any) -> Call:
-        """A call of these parts; drops and extra as in `Call`."""
+    def call(self, parts: Parts, how: How, draws: Draws, angles: tuple[Tensor, Tensor] | tuple[None, None]) -> Call:
+        """A call of these parts."""
         spec = self.spec
         frame = Frame(spec.heads, spec.kv_heads, spec.head_dim, spec.act, spec.gated, spec.eps, spec.ops, how, spec.rung, spec.tile)
-        return Call(spec, frame, parts, drops, extra)
+        return Call(spec, frame, parts, draws, angles, spec.computes_in(parts[0][0].weight.device.type))
 
-    def _how(self, hidden: Tensor, given: dict[str, Any]) -> How:
+    def _how(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> How:
         spec, mask, segments = self.spec, given.get("attention_mask"), running().segments
         batch, length = hidden.shape[:2]
-        choice = attending.choose(
-            hidden.device, hidden.dtype, spec.head_dim, length, segmented=segments is not None, masked=mask is not None
-        )
-        return How(spec.causal, spec.scale, batch, segments, mask, choice.backend)
+        kind = {"segmented": segments is not None, "masked": mask is not None, "drops": draws.attention is not None}
+        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, length, **kind)
+        return How(spec.causal, spec.scale, batch, segments, mask, choice.backend, draws.attention)
 
-    def _drops(self, parts: Parts, hidden: Tensor, connected: bool) -> tuple[Any, Any]:
-        """What drops out where: for each part's update, and for the two connections; drawn in the order the block's own forward draws."""
-        if not self.training:
-            return tuple((None,) * len(group) for group in parts), (None, None)
-        found, connections = [], []
-        for at, group in enumerate(parts):
-            found.append(tuple(self._drop(hidden, part.dropout) for part in group))
-            if at % 2 == 1 and connected:  # behind o and behind down
-                connections.append(self._drop(hidden, self.spec.drops[at // 2]))
-        return tuple(found), tuple(connections)
+    def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:
+        """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its tokens, see `places_of`."""
 
-    def _drop(self, hidden: Tensor, p: float) -> Any:
-        if p == 0:
-            return None
-        how = draw(_numbers(hidden), p)
+        def one(p: float) -> Drop | None:
+            return draw(places(), p) if p and self.training else None
 
-        def drop(x: Tensor, rows: slice | None) -> Tensor:
-            dropped: Tensor = self.spec.ops.drop(x, how if rows is None else how._replace(numbers=how.numbers[rows]))
-            return dropped
+        def each(group: tuple[Part, ...]) -> tuple[Drop | None, ...]:
+            return tuple(one(part.dropout) for part in group)
 
-        return drop
+        qkv, attention = each(parts[0]), one(self.spec.attention_dropout)
+        o, first = each(parts[1]), one(self.spec.drops[0])
+        up, down = each(parts[2]), each(parts[3])
+        return Draws((qkv, o, up, down), attention, (first, one(self.spec.drops[1])))
 
 
-def _numbers(hidden: Tensor) -> Tensor:
-    """Where each row of [m, width] lies in the batch, for dropout by index."""
+def places_of(hidden: Tensor) -> Tensor:
+    """Where each row of hidden states, as a matrix [m, width], lies in the batch, for dropout by index."""
     segments: Segments | None = running().segments
     if segments is None:
         return places(hidden.shape[0], hidden.shape[1], hidden.device)
     numbers = places(*segments.shape, hidden.device)
     return numbers if segments.places is None else numbers[segments.places]
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act only when asked to."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    others = (*module._forward_pre_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    return bool(others) or any(hook.__module__ != _RECORDS for hook in module._forward_hooks.values())
+
+
+_RECORDS = "transformers.utils.output_capturing"
 
 
 def _part(layer: nn.Module) -> Part:

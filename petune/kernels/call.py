@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from petune.dropout import Drop
 from petune.errors import UsageError
 from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame
-from petune.kernels.group import Group, Sink
+from petune.kernels.group import Dropping, Group, Sink
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops
 from petune.kernels.parts import Bank, Base, Part
@@ -50,8 +51,23 @@ class Spec:
     tile: int | None = None
     store: Store | None = None
     banks: list[Bank | None] = field(default_factory=list)
+    inside: list[tuple[str, nn.Module]] = field(default_factory=list)  # the modules of the block, by name
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return cast("Tensor", self.layers[0][0].weight).dtype
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast may have the weights rounded anew in every pass: where all are float32 and train, as it does with linears."""
+        return self.dtype == torch.float32 and not any(self.banks)
+
+    def computes_in(self, kind: str) -> torch.dtype:
+        """What it computes in at this moment on a kind of device."""
+        return torch.get_autocast_dtype(kind) if self.casts and torch.is_autocast_enabled(kind) else self.dtype
 
     @property
     def attention_dropout(self) -> float:
@@ -70,21 +86,46 @@ def _probability(where: Where) -> float:
     return float(value.p if isinstance(value, nn.Dropout) else value)
 
 
+class Draws(NamedTuple):
+    """What drops out in one call of a block, None where nothing does. groups: of the input of each part's update; attention: of its
+    probabilities; connections: of the two that a post-norm block has."""
+
+    groups: tuple[tuple[Drop | None, ...], ...]
+    attention: Drop | None
+    connections: tuple[Drop | None, Drop | None]
+
+    @property
+    def all(self) -> list[Drop]:
+        """One after the other."""
+        every = (*(draw for group in self.groups for draw in group), self.attention, *self.connections)
+        return [draw for draw in every if draw is not None]
+
+    def replaced(self, by: Iterator[Drop]) -> Draws:
+        """Others in the places of `all`."""
+        groups = tuple(tuple(draw and next(by) for draw in group) for group in self.groups)
+        attention = self.attention and next(by)
+        first, second = (draw and next(by) for draw in self.connections)
+        return Draws(groups, attention, (first, second))
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call of a block: what the node needs beside tensors."""
+    """One call of a block: what the node needs beside tensors. dtype: of the computation; angles: cos and sin [p, d] of a pre-norm block's
+    rotation."""
 
     spec: Spec
     frame: Frame
     parts: Parts
-    drops: tuple[tuple[Any, ...], ...]  # of each group's parts
-    extra: Any  # cos and sin, or the dropouts of the connections
+    draws: Draws
+    angles: tuple[Tensor, Tensor] | tuple[None, None]
+    dtype: torch.dtype
 
     def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
         """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and B."""
         found, first = [], 0
-        for at, (parts, drops) in enumerate(zip(self.parts, self.drops, strict=True)):
-            own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]) for k, part in enumerate(parts)]
+        for at, (parts, draws) in enumerate(zip(self.parts, self.draws.groups, strict=True)):
+            drops = [self._dropping(draw) for draw in draws]
+            own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype) for k, part in enumerate(parts)]
             base = _base(self.spec.banks[at], own)
             a, b = factors[2 * at : 2 * at + 2] or (None, None)
             made = None if a is None or b is None else (a, b)
@@ -92,14 +133,22 @@ class Call:
             first += 4 * len(own)
         return found
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the computation."""
-        return self.parts[0][0].weight.dtype
-
     def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> PreNorm | PostNorm:
         """The block of these groups."""
-        return self.spec.kind(self.frame, groups, tensors[4 * sum(map(len, self.parts)) :], self.extra)
+        first, second = self.draws.connections
+        extra = (self._dropping(first), self._dropping(second)) if self.spec.kind is PostNorm else self.angles
+        return self.spec.kind(self.frame, groups, tensors[4 * sum(map(len, self.parts)) :], cast("Any", extra))
+
+    def _dropping(self, draw: Drop | None) -> Dropping | None:
+        """`draw` as a function of a matrix and of which rows of the whole it is."""
+        if draw is None:
+            return None
+
+        def drop(x: Tensor, rows: slice | None) -> Tensor:
+            dropped: Tensor = self.spec.ops.drop(x, draw if rows is None else draw._replace(numbers=draw.numbers[rows]))
+            return dropped
+
+        return drop
 
     def gradients(self, groups: Sequence[Group], tensors: Sequence[Tensor | None], sink: Sink) -> list[Tensor | None]:
         """Those of `tensors` that a backward pass has left in `sink`, in their dtypes; None for what does not train."""

@@ -23,7 +23,7 @@ from petune.kernels.graphs import Graphs, ungraph
 from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
-from petune.kernels.parts import Bank, Part, part_of
+from petune.kernels.parts import Bank, Part, bankable, part_of
 from petune.kernels.region import fuse_sites, unfuse_sites
 from petune.kernels.segments import FindSegments, Unpadded
 from petune.kernels.specs import spec_of
@@ -55,6 +55,7 @@ class Plan:
     ops: Ops
     memory: MemoryConfig
     base_dtype: BaseDtype | None
+    device: torch.device
 
 
 def fuse(
@@ -63,22 +64,29 @@ def fuse(
     kernels: KernelsName = "auto",
     memory: MemoryConfig | None = None,
     base_dtype: BaseDtype | None = None,
+    device: torch.device | None = None,
 ) -> Fused:
-    """Fuse what can be fused on the device the model is on: blocks, else single modules, and the loss head. Idempotent.
+    """Fuse what can be fused on the device the model computes on: blocks, else single modules, and the loss head. Idempotent.
 
     memory: what blocks keep for the backward pass; None: chosen. base_dtype: "fp8" quantises frozen weights of the blocks (not exact).
-    Raises UsageError where what is asked for cannot be: kernels "triton" without a device for it, either by name where nothing can be
-    fused, base_dtype without fused blocks.
+    device: where it will compute; None: where it is. Raises UsageError where what is asked for cannot be: kernels "triton" without a device
+    for it, either by name where nothing can be fused, base_dtype without fused blocks, memory.stream without all of them.
     """
-    first = next(model.parameters())
-    ops = select(kernels, first.device, _dtype(model, first.dtype))
+    first, memory = next(model.parameters()), memory or MemoryConfig()
+    device = device or first.device
+    ops = select(kernels, device, _dtype(model, first.dtype))
     if ops is None:
-        reason = "kernels: off" if kernels == "off" else cast("str", refusal(first.device, first.dtype))
-        return _complain(model, kernels, base_dtype, Fused(False, 0, (reason,)))
-    blocks, reasons = _fuse_blocks(model, family, Plan(ops, memory or MemoryConfig(), base_dtype))
-    sites = fuse_sites(model, ops) if base_dtype is None or blocks else 0
-    heads = fuse_head(model, ops) if blocks or base_dtype is None else False
-    return _complain(model, kernels, base_dtype, Fused(blocks, sites + heads, reasons))
+        done = Fused(False, 0, ("kernels: off" if kernels == "off" else cast("str", refusal(device, first.dtype)),))
+    else:
+        blocks, reasons = _fuse_blocks(model, family, Plan(ops, memory, base_dtype, device))
+        sites = fuse_sites(model, ops) if base_dtype is None or blocks else 0
+        heads = fuse_head(model, ops) if blocks or base_dtype is None else False
+        done = Fused(blocks, sites + heads, reasons)
+    if memory.stream != "none" and (done.reasons or not done.blocks):
+        what, remedy = f"not all blocks of this {type(model).__name__} can be fused, as streamed ones must be", "set memory.stream: none"
+        remedy += ", or kernels: reference, which is slow, where only Triton is missing" * (ops is None)
+        raise UsageError(what, where="memory.stream", expected="fused blocks", found="; ".join(done.reasons), remedy=remedy)
+    return _complain(model, device, kernels, base_dtype, done)
 
 
 def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[bool, tuple[str, ...]]:
@@ -112,7 +120,7 @@ def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype 
     select(kernels, torch.device("cpu") if first is None else first.device, torch.float32 if first is None else _dtype(model, first.dtype))
 
 
-def _complain(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused) -> Fused:
+def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused) -> Fused:
     """`done`; raise UsageError if more was asked for by name, else say what is missing, but for a CPU, where nobody expects it."""
     why = "; ".join(done.reasons)
     if base_dtype is not None and not done.blocks:
@@ -120,7 +128,7 @@ def _complain(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | No
         raise UsageError(f"no block of this {type(model).__name__} can be fused", where=where, found=why, remedy=remedy)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
         raise UsageError(f"nothing of this {type(model).__name__} can be fused", where="kernels", found=why, remedy="use kernels: auto")
-    if why and kernels != "off" and (done.sites or next(model.parameters()).device.type != "cpu"):
+    if why and kernels != "off" and (done.sites or device.type != "cpu"):
         say(f"kernels: the model's own blocks run, not fused ones: {why}" if not done.blocks else f"kernels: not all is fused: {why}")
     return done
 
@@ -160,17 +168,18 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         specs.append(spec)
     _check_eight(specs, plan)
     limit = None if plan.memory.host is None else int(plan.memory.host * GIB)
-    store, said = Store(next(stack.parameters()).device, limit), specs[0].said
+    store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = store, said
         spec.banks = [_bank(layers, plan) for layers in spec.layers]
+        spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
         block.__dict__["spec"] = spec
         block.__class__ = fused_class(cast("Any", type(block)))
         _hooks_of(model).append(block.register_state_dict_post_hook(dense))
     stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
     _leave_padding_out(model, stack)
-    if plan.ops.name == "triton":
+    if plan.ops.name == "triton" and plan.memory.stream == "none":  # addresses are part of a graph, and streamed weights change theirs
         stack.whole = Graphs()
     return None
 
@@ -196,15 +205,9 @@ def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:
 
 def _bank(layers: Sequence[nn.Module], plan: Plan) -> Bank | None:
     """One tensor for the frozen weights of several linears; None where they train, differ or are not whole."""
+    if not bankable(layers) or (len(layers) == 1 and plan.base_dtype is None):
+        return None
     weights = [cast("torch.Tensor", layer.weight) for layer in layers]
-    biases = [getattr(layer, "bias", None) for layer in layers]
-    plain = all(type(weight.data) is torch.Tensor and not weight.requires_grad for weight in weights)
-    alike = len({weight.dtype for weight in weights}) == 1 and len({bias is None for bias in biases}) == 1
-    frozen = all(bias is None or not bias.requires_grad for bias in biases)
-    if not (plain and alike and frozen):
-        return None
-    if len(layers) == 1 and plan.base_dtype is None:
-        return None
     parts = [cast("Part", part_of(layer)) for layer in layers]
     rank, outputs = sum(0 if part.a is None else len(part.a) for part in parts), sum(map(len, weights))
     bank = Bank(layers, rank if outputs > WIDE * weights[0].shape[1] and plan.base_dtype is None else 0)

@@ -7,7 +7,8 @@ launches of all blocks are recorded, for a `Bucket` of batches of about the same
 
 Segments need not be as many or as long as those of the recording: tokens that a batch lacks are rows of zeros in segments of their own,
 whose outputs nobody reads and whose gradients are zero. Addresses are part of a recording, values are not: weights may be trained, and
-LoRA's factors are made from them inside. Tensors that are moved or replaced make all recordings void.
+LoRA's factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
+and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share, so no other forward may be
 replayed in between: a `Turn` says whether one is on its way, and a second forward pass runs block by block. The file is over 300 lines
@@ -19,8 +20,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -29,11 +30,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
+from petune.dropout import Drop
 from petune.errors import UsageError
 from petune.kernels import attending, cost
 from petune.kernels.attending import Backend, How
-from petune.kernels.block import FusedBlock, angles_of
-from petune.kernels.call import Call, Parts, Spec
+from petune.kernels.block import FusedBlock, angles_of, places_of
+from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Kept
@@ -43,7 +45,7 @@ from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.segments import Segments, Unpadded
 from petune.log import say
-from petune.running import Running
+from petune.running import Running, bound_to
 from petune.stack import Call as Arguments
 from petune.stack import Stack
 
@@ -52,6 +54,7 @@ QUANTUM = 256  # tokens of a batch with segments are rounded up to a multiple of
 SLOTS = 8  # and so are its segments, with at least one slot for tokens it lacks
 SHORTEST = 64  # the longest segment is rounded up to a power of two of at least this: it sizes a grid whose spare programs end at once
 WASTE = 1 / 8  # of a bucket's tokens: how much larger a recording may be that is used in the place of its own
+OFTEN = 8  # batches of a bucket, after which it gets its own all the same
 LIMIT = 16  # recordings of a stack
 PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
 
@@ -148,18 +151,21 @@ def _rounded(number: int, step: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """What enters a stack: hidden states [b, t, w], cos and sin [p, d] of rotary positions or None, segments, attention's form."""
+    """What enters a stack: hidden states [b, t, w], cos and sin [p, d] of rotary positions or None, segments, attention's form; what drops
+    out in each block."""
 
     hidden: Tensor
     angles: tuple[Tensor, Tensor] | None
     segments: Segments | None
     backend: Backend
+    draws: Sequence[Draws] = ()
 
     @classmethod
-    def of(cls, call: Arguments, segments: Segments | None, spec: Spec) -> Arrival:
-        """A call of a stack of such blocks."""
-        hidden: Tensor = call["hidden_states"]
-        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, hidden.shape[1], segmented=segments is not None)
+    def of(cls, call: Arguments, segments: Segments | None, block: FusedBlock) -> Arrival:
+        """A call of a stack of such blocks, with nothing drawn yet."""
+        hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
+        kind = {"segmented": segments is not None, "drops": block.training and spec.attention_dropout > 0}
+        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, hidden.shape[1], **kind)
         angles = angles_of(call["position_embeddings"]) if spec.kind is PreNorm else None
         return cls(hidden, angles, segments, choice.backend)
 
@@ -216,6 +222,7 @@ class Weights:
             self.addresses(),
             [value.requires_grad for value in self.all],
             [(part.scale, part.dropout) for parts in self.parts for group in parts for part in group],
+            [(block.training, block.spec.attention_dropout, block.spec.drops) for block in blocks],
         )
 
     def addresses(self) -> list[int]:
@@ -226,11 +233,6 @@ class Weights:
     def trained(self) -> list[Tensor]:
         """Those that train."""
         return [value for value in self.all if value.requires_grad]
-
-    @cached_property
-    def dropped(self) -> bool:
-        """Whether some updates have a dropout of their input."""
-        return any(dropout for _, dropout in self.recorded[3])
 
 
 # ------------------------------------------------------------------ both passes
@@ -303,14 +305,18 @@ class Graph:
             cos, sin = arrival.angles
             rows = bucket.tokens if bucket.segmented else len(cos)
             self.angles = cos.new_zeros(rows, cos.shape[1]), sin.new_zeros(rows, sin.shape[1])
+        self.places = torch.zeros(bucket.tokens, dtype=torch.int64, device=self.inlet.device)
+        self.bases = torch.zeros(len(_all(arrival.draws)), dtype=torch.int64, device=self.inlet.device)
+        bases = iter(self.bases.split(1))
+        self.draws = [own.replaced(draw._replace(numbers=self.places, base=next(bases)) for draw in own.all) for own in arrival.draws]
         self._forward: Run
         self._backward: Run
 
-    def call(self, block: FusedBlock, parts: Parts) -> Call:
-        """A block's call as it is recorded: nothing drops out."""
+    def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
+        """A block's call as it is recorded."""
         spec = block.spec
-        how = How(spec.causal, spec.scale, self.bucket.rows, self.slots, None, self.backend)
-        return block.call(parts, how, tuple((None,) * len(group) for group in parts), self.angles or (None, None))
+        how = How(spec.causal, spec.scale, self.bucket.rows, self.slots, None, self.backend, draws.attention)
+        return block.call(parts, how, draws, self.angles or (None, None))
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""
@@ -319,13 +325,16 @@ class Graph:
             self._forward, self._backward = recorder.record(passes.forward, passes.backward)
 
     def place(self, arrival: Arrival) -> None:
-        """Take in where the tokens of the next batch are."""
+        """Take in where the tokens of the next batch are, and what is drawn for it."""
         for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
             room[: len(value)].copy_(value)
         if self.slots is not None and arrival.segments is not None:
             starts = self.slots.starts
-            numbers = torch.tensor(self.bucket.starts(arrival.segments), dtype=torch.int32, pin_memory=starts.is_cuda)
-            starts.copy_(numbers, non_blocking=True)
+            _send(self.bucket.starts(arrival.segments), starts)
+        drawn = _all(arrival.draws)
+        if drawn:
+            self.places[: len(drawn[0].numbers)].copy_(drawn[0].numbers)
+            _send([cast("int", draw.base) for draw in drawn], self.bases)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The stack's output for hidden states [b, t, w]."""
@@ -338,6 +347,16 @@ class Graph:
         _fill(self.outlet, dy)
         self._backward()
         return _taken(self.inlet, dy) if needs_x else None, self.learned.taken()
+
+
+def _all(draws: Sequence[Draws]) -> list[Drop]:
+    """The draws of all blocks; their numbers are the same."""
+    return [draw for own in draws for draw in own.all]
+
+
+def _send(numbers: Sequence[int], room: Tensor) -> None:
+    """`numbers` to where they are read, without waiting."""
+    room.copy_(torch.tensor(numbers, dtype=room.dtype, pin_memory=room.is_cuda), non_blocking=True)
 
 
 def _fill(room: Tensor, x: Tensor) -> None:
@@ -400,7 +419,7 @@ class _Node(torch.autograd.Function):
 class Graphs:
     """A way through a fused stack (petune.stack.Whole) by recordings, which it makes when a bucket comes for the second time.
 
-    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, dropout, hooks on blocks,
+    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, hooks on blocks,
     and with all activations kept on the device. Everything else goes block by block; a reason that is worth knowing is said once.
     """
 
@@ -429,7 +448,7 @@ class Graphs:
         blocks = cast("list[FusedBlock]", stack.blocks)
         if not _plain(stack, blocks, call):
             return None
-        arrival = Arrival.of(call, here.segments, blocks[0].spec)
+        arrival = Arrival.of(call, here.segments, blocks[0])
         if not self._worthwhile(arrival, blocks[0].spec) or any(block.declines(arrival.hidden, call) for block in blocks):
             return None  # a block that declines says so itself
         weights = self._current(blocks)
@@ -438,6 +457,7 @@ class Graphs:
         if reason is not None:
             self._say(f"{stack.name} runs block by block, not as CUDA graphs: {reason}")
             return None
+        arrival = replace(arrival, draws=_drawn(stack, weights, arrival.hidden, here))
         graph = self._graph(stack.name, blocks, arrival)
         if graph is None:
             return None
@@ -456,7 +476,7 @@ class Graphs:
         bucket, device = arrival.bucket, arrival.hidden.device
         if bucket not in self.worth:
             rates = cost.rates_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
-            work = cost.forward(shape_of(spec), bucket.tokens, bucket.longest)
+            work = cost.forward(shape_of(spec, arrival.hidden.dtype), bucket.tokens, bucket.longest)
             self.worth[bucket] = rates.seconds(work, bucket.longest) < LAUNCH_BOUND
         return self.worth[bucket]
 
@@ -476,24 +496,26 @@ class Graphs:
         if turn is not None and not turn.spent:
             return None
         graph = self._fitting(arrival)
-        if graph is None and self.seen[arrival.bucket] > 1 and self._has_room():
-            graph = self._recorded(name, blocks, arrival)
+        if self._due(arrival.bucket, graph) and self._has_room():
+            graph = self._recorded(name, blocks, arrival) or graph
         if graph is not None:
             graph.used = self.calls
         return graph
 
     def _fitting(self, arrival: Arrival) -> Graph | None:
-        """The recording of this bucket, or the smallest of those not much larger."""
+        """The recording of this bucket, or the smallest that holds the batch: even twice the work takes less time than the launches."""
         bucket, segments = arrival.bucket, arrival.segments
         if bucket in self.graphs or segments is None:
             return self.graphs.get(bucket)
-        most = bucket.tokens * (1 + WASTE)
-        larger = [
-            graph
-            for size, graph in self.graphs.items()
-            if size.segmented and size.kind == bucket.kind and size.tokens <= most and size.holds(segments)
-        ]
+        larger = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind and size.holds(segments)]
         return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
+
+    def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
+        """Whether a bucket that has `graph` should have its own: when it comes again and that wastes much, when it comes often anyway."""
+        if bucket in self.graphs:
+            return False
+        close = graph is not None and graph.bucket.tokens <= bucket.tokens * (1 + WASTE)
+        return self.seen[bucket] > (OFTEN if close else 1)
 
     def _has_room(self) -> bool:
         """Whether there may be one recording more, now that one which has not been used for long may have gone."""
@@ -535,10 +557,10 @@ class Graphs:
         """The blocks with their weights, as they are recorded. needs_x: whether the stack's input needs a gradient."""
         assert self.weights is not None
         pieces, rooms = [], iter(self.learned.rooms)
-        for block, parts, tensors in zip(blocks, self.weights.parts, self.weights.tensors, strict=True):
+        for block, parts, tensors, draws in zip(blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True):
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            pieces.append(Piece(graph.call(block, parts), tensors, needs, own, needs_x))
+            pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, needs_x))
             needs_x = needs_x or bool(own)
         return pieces
 
@@ -573,9 +595,18 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
         return "there are hooks on its blocks"
     if any(block.spec.rung != Rung() for block in blocks):
         return "its blocks do not keep all that their backward passes need on the device"
-    if any(block.training and (weights.dropped or any(block.spec.drops)) for block in blocks):
-        return "dropout draws a new mask at each call"
+    if len({block.training and block.spec.attention_dropout for block in blocks}) > 1:
+        return "the attention of its blocks drops out unequally"
     return None
+
+
+def _drawn(stack: Stack, weights: Weights, hidden: Tensor, here: Running) -> list[Draws]:
+    """What drops out in each block, as if each ran by itself."""
+    found, place = [], cache(lambda: places_of(hidden))
+    for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
+        with bound_to(stack.at(number, here)):
+            found.append(cast("FusedBlock", block).draws(parts, place))
+    return found
 
 
 def _hooked(block: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from petune.kernels.parts import Base, Dense, Part, matmul32
 from petune.kernels.reference import Low
 
-Drop = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
+Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
 FOLDED = 64  # the largest stacked rank that the element-wise kernels add on their way
 
 
@@ -81,7 +81,7 @@ class Group:
         dtype: torch.dtype,
         first: int,
         base: Base | None = None,
-        drops: Sequence[Drop | None] = (),
+        drops: Sequence[Dropping | None] = (),
         factors: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.parts, self.first = tuple(parts), first

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.kernels.block import FusedBlock
+from petune.kernels.buffers import streamed_host_bytes
 from petune.kernels.call import Spec
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.cost import BlockShape, Ranks, rates_of
@@ -91,17 +92,18 @@ class Governor:
         cap = torch.cuda.get_per_process_memory_fraction(device) * total
         if self.config.budget is not None:
             cap = min(cap, self.config.budget * GIB)
-        weight = specs[0].layers[0][0].weight
-        streamed = cast("Tensor", weight).device.type == "cpu"  # between their passes such blocks lie on the host
+        shape = shape_of(specs[0], specs[0].computes_in(device.type))
+        streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"  # between their passes such blocks lie on the host
+        pinned = len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32") if streamed and self.config.host is None else 0
         return choose(
-            shape_of(specs[0]),
+            shape,
             len(specs),
             tokens,
             min(longest, tokens),
-            max(fixed_bytes(model) if not streamed else _resident(model), torch.cuda.memory_allocated(device) if not streamed else 0),
+            resident_bytes(model) if streamed else max(fixed_bytes(model), torch.cuda.memory_allocated(device)),
             vocabulary_of(model),
             int(min(budget, cap)),
-            pinnable(self.config),
+            pinnable(self.config) + pinned,  # what streams is pinned already, and the system no longer calls it free
             rates_of(torch.cuda.get_device_name(device)),
             self.config,
             streamed=streamed,
@@ -124,9 +126,10 @@ def vocabulary_of(model: nn.Module) -> int:
     return 0 if head is None else len(head.weight)
 
 
-def _resident(model: nn.Module) -> int:
-    """Bytes on the device beside blocks that stream: what else there is, and its gradients; its states stream too."""
-    values = {id(value): value for value in (*model.parameters(), *model.buffers()) if value.device.type != "cpu"}.values()
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes on the device beside fused blocks that stream: what else there is, and its gradients; its states stream too."""
+    inside = {id(value) for block in model.modules() if isinstance(block, FusedBlock) for value in block.parameters()}
+    values = {id(value): value for value in (*model.parameters(), *model.buffers()) if id(value) not in inside}.values()
     return sum(value.nbytes * (1 + value.requires_grad) for value in values)
 
 
@@ -149,11 +152,11 @@ def pinnable(config: MemoryConfig) -> int:
     return int(available * 1024 * 0.8)
 
 
-def shape_of(spec: Spec) -> BlockShape:
-    """A fused block as the cost model sees it."""
+def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
+    """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
     parts = {role: part_of(layer) for roles, layers in zip(GROUPS, spec.layers, strict=True) for role, layer in _named(roles, layers)}
-    down, q = parts["down"], parts["q"]
-    assert down is not None and q is not None
+    down = parts["down"]
+    assert down is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}
     return BlockShape(
         width=len(down.weight),
@@ -164,7 +167,7 @@ def shape_of(spec: Spec) -> BlockShape:
         gated=spec.gated,
         ranks=Ranks(**ranks),
         trained=down.weight.requires_grad,
-        itemsize=q.weight.itemsize,
+        itemsize=(dtype or spec.dtype).itemsize,
         norm="rms" if spec.kind is PreNorm else "layer",
         causal=spec.causal,
         fp8=any(bank is not None and isinstance(bank.base, Eight) for bank in spec.banks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -32,6 +32,12 @@ class Part:
         weight, bias, a, b = tensors
         assert weight is not None
         return Part(weight, bias, a, b, self.scale, self.dropout)
+
+    def to(self, dtype: torch.dtype) -> Part:
+        """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
+        if self.weight.dtype == dtype:
+            return self
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
 @runtime_checkable
@@ -109,11 +115,12 @@ class Dense:
 class Bank:
     """Weights that do not train, moved into one tensor so that linears of one input are one product; the layers keep views of it.
 
-    A layer whose weight is replaced later (moved, sharded, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
+    A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
     have so many columns more, for the factors b: where outputs are many, a product of its own with b costs as much as reading them.
     """
 
     def __init__(self, layers: Sequence[nn.Module], room: int = 0) -> None:
+        self.room = room
         weights = [cast("nn.Parameter", layer.weight) for layer in layers]
         biases = [value for layer in layers if (value := cast("nn.Parameter | None", layer.bias)) is not None]
         self.weight, whole = _moved_together(weights, room)
@@ -126,6 +133,15 @@ class Bank:
         if self.bias is None:
             return not biases and _lie_in(self.weight, [part.weight for part in parts])
         return _lie_in(self.weight, [part.weight for part in parts]) and _lie_in(self.bias, biases)
+
+
+def bankable(layers: Sequence[nn.Module]) -> bool:
+    """Whether the weights and biases of `layers` are plain tensors of one dtype, none of which trains."""
+    weights = [cast("Tensor", layer.weight) for layer in layers]
+    biases = [cast("Tensor | None", layer.bias) for layer in layers]
+    plain = all(type(weight.data) is Tensor and not weight.requires_grad for weight in weights)
+    alike = len({weight.dtype for weight in weights}) == 1 and len({bias is None for bias in biases}) == 1
+    return plain and alike and all(bias is None or not bias.requires_grad for bias in biases)
 
 
 def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from petune.kernels import attending
 from petune.kernels.frame import Frame, Kept, joined
-from petune.kernels.group import Drop, Group, Rows, Sink
+from petune.kernels.group import Dropping, Group, Rows, Sink
 from petune.kernels.mlp import WithMlp
 
 
@@ -36,7 +36,7 @@ class PostNorm(WithMlp):
     """
 
     def __init__(
-        self, frame: Frame, groups: Sequence[Group], norms: Sequence[Tensor | None], drops: tuple[Drop | None, Drop | None]
+        self, frame: Frame, groups: Sequence[Group], norms: Sequence[Tensor | None], drops: tuple[Dropping | None, Dropping | None]
     ) -> None:
         self.frame, self.ops = frame, frame.ops
         self.qkv, self.o, self.up, self.down = groups

@@ -248,3 +248,41 @@ def test_fused_forms_agree_with_float32_on_a_gpu(
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape and one.dtype == dtype
         assert float((one.float() - other).norm() / other.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_last_of_half_a_million_tokens_are_right_on_a_gpu() -> None:
+    """At 524,288 tokens the heads of a Llama have 2^31 numbers; the last rows depend on all keys, the last keys on the last rows alone."""
+    tokens, heads, kv, head_dim, last = 524_288, 32, 8, 128, 64
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB")
+    torch.manual_seed(0)
+    both = torch.randn(tokens, (heads + 2 * kv) * head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in both.split([heads * head_dim, kv * head_dim, kv * head_dim], -1))
+    backend = attending.choose(q.device, q.dtype, head_dim, tokens).backend
+    how = How(True, head_dim**-0.5, 1, backend=backend)
+    dout = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    out, kept = attending.forward(q, k, v, how)
+    dq, dk, dv = attending.backward(dout, q, k, v, out, kept, how)
+    later = torch.ones(last, tokens, dtype=torch.bool, device="cuda").triu(tokens - last + 1)
+    for group in (0, kv - 1):
+        keys, values = k[:, group].float(), v[:, group].float()
+        in_group = slice(group * heads // kv, (group + 1) * heads // kv)
+        dk_last, dv_last = torch.zeros(2, last, head_dim, device="cuda").unbind()
+        for head in range(heads)[in_group]:
+            queries, grads = q[-last:, head].float(), dout[-last:, head].float()
+            weights = (queries @ keys.T * how.scale).masked_fill(later, float("-inf")).softmax(-1)
+            expected = weights @ values
+            scores = weights * (grads @ values.T - (grads * expected).sum(-1, keepdim=True)) * how.scale
+            close(out[-last:, head], expected)
+            close(dq[-last:, head], scores @ keys)
+            dk_last += scores[:, -last:].T @ queries
+            dv_last += weights[:, -last:].T @ grads
+        close(dk[-last:, group], dk_last)
+        close(dv[-last:, group], dv_last)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """As near as bf16 is."""
+    assert float((found.float() - expected).norm() / expected.norm()) < 2e-2

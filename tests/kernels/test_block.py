@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,13 +17,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import petune
+from petune import attention
 from petune.dropout import drawing, step_key
 from petune.errors import UsageError
 from petune.kernels.block import FusedBlock
@@ -31,6 +34,8 @@ from petune.kernels.configs import Rung
 from petune.kernels.fuse import fuse, unfuse
 from petune.models import family_of
 from petune.running import Running
+from petune.sites import Family
+from petune.stack import own_stacks
 
 SIZES: dict[str, Any] = dict(vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
 GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=8)
@@ -156,19 +161,18 @@ def test_state_names_and_values_survive_fusing(name: str) -> None:
         assert torch.equal(value, other), key
 
 
+@pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_dropout_of_updates_and_connections_draws_the_masks_of_the_unfused_model(name: str) -> None:
+def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, keep: Any) -> None:
     fused, plain = pair(name, METHODS["lora"] | {"dropout": 0.3})
-    if name == "bert":
-        for module in (*fused.modules(), *plain.modules()):
-            if type(module).__name__ in ("BertOutput", "BertSelfOutput"):
-                module.dropout.p = 0.2
-    from petune import attention
-    from petune.stack import own_stacks
-
-    attention.use(plain)
-    own_stacks(plain, family_of(plain))
-    stand_on(fused, Rung("attention"))
+    for module in (*fused.modules(), *plain.modules()):
+        if name == "bert" and isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if isinstance(module, LlamaAttention):
+            module.attention_dropout = 0.2
+    attention.use(cast("PreTrainedModel", plain))
+    own_stacks(plain, cast("Family", family_of(plain)))
+    stand_on(fused, Rung(keep), tile=4)
     inputs = batch(name)
     found = []
     for model in (fused, plain):
@@ -271,12 +275,3 @@ def test_triton_without_a_device_is_an_error_that_names_the_remedy() -> None:
         pytest.skip("there is a device")
     with pytest.raises(UsageError, match="kernels: auto"):
         petune.wrap(MODELS["llama"](), kernels="triton")
-
-
-def test_attention_dropout_goes_to_the_blocks_own_forward() -> None:
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.1}))
-    petune.wrap(model, kernels="reference")
-    loss = model.train()(**batch("bert", padded=False)).loss
-    loss.backward()
-    assert "attention has dropout" in next(iter(blocks(model)[0].spec.said))

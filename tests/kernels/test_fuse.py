@@ -69,14 +69,14 @@ def in_bank(model: nn.Module) -> bool:
 # ------------------------------------------------------------------ calls that are declined
 
 
-def test_blocks_that_decline_for_dropout_in_attention_still_see_the_padding() -> None:
+def test_dropout_inside_attention_leaves_padding_unseen() -> None:
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 1e-12, "initializer_range": 0.3}))
     fused, plain = twice(model)
     torch.testing.assert_close(fused(**batch("bert")).logits, plain(**batch("bert")).logits)
 
 
-def test_blocks_that_decline_for_dropout_in_attention_keep_packed_samples_apart() -> None:
+def test_dropout_inside_attention_keeps_packed_samples_apart() -> None:
     torch.manual_seed(0)
     fused, plain = twice(LlamaForCausalLM(LlamaConfig(**GROUPED, attention_dropout=1e-12, initializer_range=0.3)))
     packed = {"input_ids": batch("llama")["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
@@ -94,18 +94,50 @@ def test_blocks_that_decline_under_autocast_still_see_the_padding() -> None:
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
 
 
-def test_blocks_that_decline_draw_the_dropout_of_the_unfused_model() -> None:
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [(name, padding) for name in ("bert", "llama") for padding in ("right", "none", "a mask of its own")]
+    + [("llama", "left"), ("llama", "packed")],
+)
+def test_dropout_inside_attention_draws_the_masks_of_the_unfused_model(name: str, padding: str) -> None:
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.2}))
-    fused, plain = twice(model)
+    if name == "bert":
+        model: Any = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.3, "initializer_range": 0.3}))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**GROUPED, attention_dropout=0.3, initializer_range=0.3))
+    fused, plain = twice(model, r=4, dropout=0.2)
     own_stacks(plain, family_of(plain))
-    for one in (fused, plain):
-        attention.use(one)
+    attention.use(plain)
+    inputs = padded_so(padding, name)
     found = []
     for one in (fused, plain):
-        with drawing(Running(rows=torch.arange(2), key=step_key(7, 3))):
-            found.append(one(**batch("bert")).loss)
-    torch.testing.assert_close(*found)
+        with drawing(Running(rows=torch.tensor([5, -1]), key=step_key(7, 3))):
+            found.append(gradients(one, inputs))
+    assert not blocks(fused)[0].spec.said
+    torch.testing.assert_close(found[0][0].float(), found[1][0].float(), rtol=2e-6, atol=0)
+    for key, value in found[1][1].items():
+        torch.testing.assert_close(found[0][1][key], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()) + 1e-12)
+
+
+def padded_so(padding: str, name: str) -> dict[str, Tensor]:
+    """A batch with padding, or other masks, of the kind."""
+    inputs = batch(name, padded=padding in ("right", "left"))
+    mask = inputs["attention_mask"]
+    if padding == "left":
+        labels = inputs["labels"].flip(1)
+        inputs |= {
+            "attention_mask": mask.flip(1),
+            "labels": labels.masked_fill(mask.flip(1).cumsum(1) <= 1, -100),
+        }  # padding foretells none
+    elif padding == "none":
+        del inputs["attention_mask"]
+    elif padding == "a mask of its own":
+        square = torch.ones(2, 1, mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
+        inputs["attention_mask"] = square
+    elif padding == "packed":
+        del inputs["attention_mask"]
+        inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+    return inputs
 
 
 def test_blocks_that_decline_without_padding_are_the_models_own_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,10 +354,11 @@ def test_a_copy_is_fused_and_stands_alone() -> None:
     assert has_fused_head(fused) and len(blocks(fused)) == 3
 
 
-@pytest.mark.xfail(strict=True, reason="a copy's layers leave its bank, which stays in memory beside them")
-def test_a_copy_has_its_layers_in_its_bank() -> None:
-    fused, _ = pair("llama", LORA)
-    assert in_bank(copy.deepcopy(fused))
+def test_a_copy_has_its_layers_in_its_bank_once_it_trains() -> None:
+    fused, plain = pair("llama", LORA)
+    again = copy.deepcopy(fused)
+    assert_alike(again, plain, batch("llama"), 2e-6)
+    assert in_bank(again) and in_bank(fused)
 
 
 def test_a_model_of_another_dtype_computes_in_it() -> None:
@@ -334,7 +367,6 @@ def test_a_model_of_another_dtype_computes_in_it() -> None:
     assert not blocks(fused)[0].spec.said
 
 
-@pytest.mark.xfail(strict=True, reason="blocks hold banks that nothing lies in any more: after .to() the old weights stay in memory")
 def test_weights_that_a_model_has_left_are_freed() -> None:
     fused, _ = pair("llama", LORA)
     fused.float()
@@ -469,15 +501,28 @@ def test_hooks_on_blocks_fire() -> None:
     assert seen == [torch.Size([2, 9, 32])]
 
 
-@pytest.mark.xfail(strict=True, reason="a hook on a layer inside a fused block is silently passed by")
-def test_hooks_on_layers_inside_a_block_fire_or_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_on_layers_inside_a_block_fire_and_the_block_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.block.say", said.append)
-    fused, _ = pair("llama", LORA)
+    fused, plain = pair("llama", LORA)
     seen: list[nn.Module] = []
-    block_of(fused).self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(module))
+    handle = block_of(fused).self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(module))
+    assert_alike(fused, plain, batch("llama"), 2e-6)
+    assert len(seen) == 1 and any("its self_attn.q_proj to be called" in line for line in said)
+    handle.remove()
     gradients(fused, batch("llama"))
-    assert seen or any("hook" in line for line in said)
+    assert len(seen) == 1
+
+
+def test_what_hugging_face_records_outputs_with_stays_out_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.kernels.block.say", said.append)
+    fused, plain = pair("llama", LORA)
+    with torch.no_grad():
+        fused(**batch("llama"), output_attentions=True, output_hidden_states=True, use_cache=False)
+    said.clear()
+    assert_alike(fused, plain, batch("llama"), 2e-6)
+    assert not said
 
 
 def test_a_layer_that_has_changed_its_class_is_refused_in_words() -> None:
@@ -506,12 +551,14 @@ def test_a_checkpoint_around_fused_blocks_changes_nothing(rung: Rung) -> None:
 
 def test_blocks_that_decline_are_recomputed_where_only_their_input_is_to_be_kept() -> None:
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.1}))
+    model = BertForSequenceClassification(BertConfig(**BERT))
     petune.wrap(model, kernels="reference", memory="input").train()
     calls = []
     layer: Any = blocks(model)[0]
     layer.intermediate.register_forward_hook(lambda *args: calls.append(1))
-    model(**batch("bert", padded=False)).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch("bert", padded=False)).loss
+    loss.backward()
     assert len(calls) == 2
 
 
@@ -595,16 +642,17 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return (off / sum(float(value.square().sum()) for value in expected.values())) ** 0.5
 
 
-def in_bf16(seed: int, method: str) -> tuple[Any, Any]:
-    """A fused and an unfused model with frozen weights in bf16 and everything else in float32."""
+def in_bf16(seed: int, method: str, name: str = "llama", weights: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """A fused and an unfused model with `weights` in bf16 and LoRA's factors in float32."""
     torch.manual_seed(seed)
-    plain = MODELS["llama"]()
+    plain: Any = MODELS[name]()
     petune.wrap(plain, **METHODS[method], kernels="off")
-    for name, value in plain.named_parameters():
-        value.data = value.data.float() if "lora" in name else value.data.bfloat16()
-        if "lora_B" in name:
+    for path, value in plain.named_parameters():
+        value.data = value.data.float() if "lora" in path else value.data.to(weights)
+        if "lora_B" in path:
             value.data.normal_(std=0.1)
-    plain.model.rotary_emb.float()
+    if name == "llama":
+        plain.model.rotary_emb.float()
     fused = copy.deepcopy(plain)
     assert fuse(fused, family_of(fused), "reference")
     return fused.train(), plain.train()
@@ -627,6 +675,27 @@ def test_in_bf16_a_fused_model_is_as_near_to_the_truth_as_the_unfused_one(keep: 
         assert one <= 1.2 * other + 1e-4
 
 
+@pytest.mark.parametrize("keep", ["all", "input"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_float32_weights_that_train_are_rounded_under_autocast_as_linears_round_them(name: str, keep: Any) -> None:
+    fused, plain = in_bf16(0, "full", name, torch.float32)
+    stand_on(fused, Rung(keep))
+    wanted, truth = oracle(plain, batch(name))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = gradients(fused, batch(name))
+    assert not blocks(fused)[0].spec.said and all(value.dtype is torch.float32 for value in grads.values())
+    assert abs(float(loss) - wanted) <= 1e-2 * wanted and distance(grads, truth) <= 2e-2
+    loss, grads = gradients(fused, batch(name))  # in float32 where there is no autocast
+    assert abs(float(loss) - wanted) <= 1e-6 * wanted and distance(grads, truth) <= 1e-5
+
+
+def test_frozen_float32_weights_are_left_to_their_own_forward_under_autocast() -> None:
+    fused, _ = in_bf16(0, "lora", weights=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(fused, batch("llama"))
+    assert any("autocast computes in bfloat16" in line for line in blocks(fused)[0].spec.said)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.dtype) -> None:
     torch.set_default_dtype(torch.float32)
@@ -647,8 +716,9 @@ def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.d
         curves.append(curve)
     ours, theirs = curves
     assert theirs[-1] < 0.95 * theirs[0]  # or nothing would be compared
-    tolerance = 1e-3 if dtype == torch.float32 else 1e-2
-    assert max(abs(one - other) / other for one, other in zip(ours, theirs, strict=True)) <= tolerance
+    away = [abs(one - other) / other for one, other in zip(ours, theirs, strict=True)]
+    mean, most = (1e-4, 1e-3) if dtype == torch.float32 else (1e-2, 3e-2)  # in bf16 both stray, each in its own way
+    assert sum(away) / len(away) <= mean and max(away) <= most
 
 
 # ------------------------------------------------------------------ faults put in on purpose

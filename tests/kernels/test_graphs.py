@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 import petune
+from petune.dropout import drawing, step_key
 from petune.errors import UsageError
 from petune.kernels import graphs
 from petune.kernels.block import FusedBlock
@@ -23,6 +24,7 @@ from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.graphs import Bucket, CudaRecorder, Graphs, Run, ungraph
 from petune.kernels.segments import Segments
 from petune.models import family_of
+from petune.running import Running
 from petune.stack import Stack
 from tests.kernels.test_block import BERT, METHODS, MODELS
 
@@ -161,7 +163,7 @@ def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: 
             optimizer.step()
             optimizer.zero_grad()
     assert recorder.recorded == 2
-    assert recorder.forwards == recorder.backwards == 7
+    assert recorder.forwards == recorder.backwards == 8
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -249,7 +251,101 @@ def test_a_batch_that_lacks_tokens_sees_none_of_a_larger_one(monkeypatch: pytest
     assert (recorder.recorded, recorder.forwards) == (1, 4)
 
 
+DROPS: dict[str, tuple[str, dict[str, Any], Callable[[], nn.Module]]] = {
+    "of updates": ("llama", LORA | {"dropout": 0.3}, MODELS["llama"]),
+    "of connections": ("bert", LORA, lambda: bert(hidden_dropout_prob=0.2)),
+    "of attention": ("bert", LORA, lambda: bert(attention_probs_dropout_prob=0.2)),
+    "of all": ("bert", LORA | {"dropout": 0.3}, lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
+    "of all, in full": ("bert", METHODS["full"], lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
+}
+
+
+def bert(**changes: float) -> nn.Module:
+    return BertForSequenceClassification(BertConfig(**{**BERT, **changes}))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("which", DROPS)
+def test_dropout_is_drawn_as_block_by_block(which: str) -> None:
+    name, settings, make = DROPS[which]
+    model = tuned(name, settings, make)
+    plain, recorder = copy.deepcopy(model), replayed(model)
+    for step, lengths in enumerate([(9, 4, 7), (9, 4, 7), (9, 3, 8), (2, 9, 4), (30, 3, 7), (30, 20, 9), (9, 9, 9), (9, 9, 9)]):
+        inputs = batch(name, lengths, step)
+        model.zero_grad(), plain.zero_grad()
+        losses = []
+        for one in (model, plain):
+            with drawing(Running(rows=torch.tensor([4, -1, 9]), key=step_key(0, step))):
+                losses.append(loss_of(one, inputs))
+                losses[-1].backward()
+        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=1e-6, atol=0)
+        assert_same_gradients(model, plain)
+    assert recorder.forwards == recorder.backwards >= 4
+
+
+def test_without_a_key_every_replay_draws_anew() -> None:
+    model = tuned("bert", make=lambda: bert(hidden_dropout_prob=0.5))
+    recorder = replayed(model)
+    losses = []
+    for _ in range(4):
+        losses.append(loss_of(model, batch("bert", (9, 4))))
+        losses[-1].backward()
+    assert recorder.forwards == 3 and len({float(loss.detach()) for loss in losses}) == 4
+
+
+@pytest.mark.parametrize("which", ["p of a dropout", "the mode of a block"])
+def test_a_dropout_that_changes_is_recorded_anew(which: str) -> None:
+    model = tuned("bert", make=lambda: bert(hidden_dropout_prob=0.5))
+    recorder = replayed(model)
+
+    def loss() -> float:
+        found = []
+        for _ in range(2):
+            with drawing(Running(key=1)):
+                found.append(loss_of(model, batch("bert", (9, 4))))
+            found[-1].backward()
+        assert float(found[0].detach()) == pytest.approx(float(found[1].detach()), rel=1e-9)
+        return float(found[1].detach())
+
+    before = loss()
+    for block in stacks(model)[0].blocks:
+        if which == "p of a dropout":
+            cast("Any", block).attention.output.dropout.p = 0.1
+        else:
+            block.eval()
+    assert loss() != pytest.approx(before, rel=1e-6)
+    assert recorder.recorded == 2 and recorder.forwards == 2
+
+
+def test_attention_that_drops_out_unequally_is_not_replayed(lines: list[str]) -> None:
+    model = tuned("bert", make=lambda: bert(attention_probs_dropout_prob=0.2))
+    cast("Any", stacks(model)[0].blocks[1]).attention.self.dropout.p = 0.3
+    assert_not_replayed(model, replayed(model), "bert")
+    assert lines == ["kernels: encoder runs block by block, not as CUDA graphs: the attention of its blocks drops out unequally"]
+
+
 # ------------------------------------------------------------------ sizes
+
+
+@pytest.mark.usefixtures("small")
+def test_a_batch_that_comes_often_gets_a_recording_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WASTE", 1.0)
+    monkeypatch.setattr(graphs, "OFTEN", 2)
+    model, plain, recorder = pair("bert")
+    large, small = (30, 11, 9), (25, 9)
+    for step, lengths in enumerate([large, large, small, small, small, large, small]):
+        assert_same_step(model, plain, batch("bert", lengths, step))
+        model.zero_grad(), plain.zero_grad()
+    assert (recorder.recorded, recorder.forwards) == (2, 6)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_batch_that_is_new_is_served_by_a_larger_recording_however_large() -> None:
+    model, plain, recorder = pair("bert")
+    for step, lengths in enumerate([(30, 31, 32), (30, 31, 32), (3, 4), (60, 61, 33)]):
+        assert_same_step(model, plain, batch("bert", lengths, step))
+        model.zero_grad(), plain.zero_grad()
+    assert (recorder.recorded, recorder.forwards) == (1, 2)  # the last is larger than all, and runs block by block
 
 
 @pytest.mark.parametrize("lengths", [(1,), (500,), (64,) * 40, (7, 255, 3), (1,) * 300, tuple(range(1, 60)), (1, 4000)])
@@ -296,7 +392,7 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     ranks = cost.Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
     heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
     shape = cost.BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
-    monkeypatch.setattr(graphs, "shape_of", lambda spec: shape)
+    monkeypatch.setattr(graphs, "shape_of", lambda spec, dtype: shape)
     monkeypatch.setattr(cost, "rates_of", lambda name: cost.H200)
     hidden = torch.empty(1, tokens, 1)
     arrival = graphs.Arrival(hidden, None, None, "sdpa")
@@ -407,18 +503,6 @@ def assert_not_replayed(model: nn.Module, recorder: Again, name: str = "llama") 
     assert recorder.forwards == 0
 
 
-def test_dropout_keeps_blocks_out_and_says_so_once(lines: list[str]) -> None:
-    model = tuned("llama", LORA | {"dropout": 0.3})
-    assert_not_replayed(model, replayed(model))
-    assert lines == ["kernels: decoder runs block by block, not as CUDA graphs: dropout draws a new mask at each call"]
-
-
-def test_dropout_of_connections_keeps_blocks_out(lines: list[str]) -> None:
-    model = tuned("bert", make=lambda: BertForSequenceClassification(BertConfig(**{**BERT, "hidden_dropout_prob": 0.1})))
-    assert_not_replayed(model, replayed(model), "bert")
-    assert len(lines) == 1 and "dropout" in lines[0]
-
-
 def test_evaluation_and_forward_passes_without_gradients_are_not_replayed() -> None:
     model, _, recorder = pair("llama")
     assert_not_replayed(model.eval(), recorder)
@@ -502,7 +586,7 @@ def test_only_a_recording_that_was_not_used_for_long_makes_room(monkeypatch: pyt
     assert steps(third, third) == (2, 2)  # both have been used a short while ago
     assert steps(second, third) == (3, 4)  # first was used six calls before
     assert steps(second, third) == (3, 6)
-    assert steps(first) == (3, 6)  # it has to come twice again
+    assert steps(first) == (3, 7)  # it has to come twice again, and until then a larger one serves
 
 
 # ------------------------------------------------------------------ copies
@@ -538,11 +622,12 @@ WIDE: dict[str, Any] = dict(
 ) | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
-def on_gpu(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+def on_gpu(dtype: torch.dtype, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
     """A model that is replayed, and the same that is not."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    base = BertForSequenceClassification(BertConfig(**WIDE)).to("cuda", dtype)
+    sizes = {**WIDE, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    base = BertForSequenceClassification(BertConfig(**sizes)).to("cuda", dtype)
     found = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -573,17 +658,19 @@ def whole(model: nn.Module) -> Graphs:
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_a_device_replays_train_as_block_by_block(dtype: torch.dtype) -> None:
-    model, plain = on_gpu(dtype)
+def test_on_a_device_replays_train_as_block_by_block(dtype: torch.dtype, dropout: float) -> None:
+    model, plain = on_gpu(dtype, dropout)
     optimizers = [torch.optim.AdamW([v for v in one.parameters() if v.requires_grad], lr=1e-4, fused=True) for one in (model, plain)]
     for step in range(12):
         inputs = on_device(drawn(step) if dtype == torch.bfloat16 else (64,) * 8, step)  # float32 has no kernel for segments
         losses = []
         for one in (model, plain):
             one.zero_grad()
-            losses.append(loss_of(one, inputs))
-            losses[-1].backward()
+            with drawing(Running(key=step_key(0, step))):
+                losses.append(loss_of(one, inputs))
+                losses[-1].backward()
         close, near = (2e-2, 0.1) if dtype == torch.bfloat16 else (1e-4, 1e-3)
         torch.testing.assert_close(losses[0].float(), losses[1].float(), rtol=close, atol=close)
         wanted = dict(plain.named_parameters())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.kernels import reference
-from petune.kernels.group import Drop, Group, Rows, Sink, spans
+from petune.kernels.group import Dropping, Group, Rows, Sink, spans
 from petune.kernels.parts import Bank, Dense, Part, matmul32, part_of
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
@@ -37,7 +37,7 @@ def parts_of(ranks: tuple[int, ...], bias: bool, scales: tuple[float, ...] = (1.
     return made
 
 
-def mask(seed: int) -> Drop:
+def mask(seed: int) -> Dropping:
     """A dropout that drops the same elements every time, of all rows or of some."""
     kept = (torch.rand(M, K, generator=torch.Generator().manual_seed(seed)) > 0.3) / 0.7
     return lambda x, rows: x * kept[slice(None) if rows is None else rows, : x.shape[1]]

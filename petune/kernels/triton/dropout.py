@@ -21,23 +21,31 @@ _NUMBERS = 2048  # of a program at least: 16 a thread
 
 
 @triton.jit
-def factors(numbers, feature, base, least, scale):
-    """[rows, columns] float32: `scale` where an element stays, 0 where not; of numbers int64 [rows] and features int32 [columns]."""
-    place = numbers + base
-    place = (place ^ (place >> 30)) * _A
-    place = (place ^ (place >> 27)) * _B
-    place = (place ^ (place >> 31))[:, None]
-    value = feature[None] * ((place >> 32).to(tl.int32) | 1) + place.to(tl.int32)
+def hashed(number):
+    """`petune.dropout._hashed`."""
+    number = (number ^ (number >> 30)) * _A
+    number = (number ^ (number >> 27)) * _B
+    return number ^ (number >> 31)
+
+
+@triton.jit
+def factors(place, feature, least, scale):
+    """float32: `scale` where an element stays, 0 where not; of hashes int64 of places and features int32 in shapes that broadcast."""
+    value = feature * ((place >> 32).to(tl.int32) | 1) + place.to(tl.int32)
     value = (value ^ (value >> 16)) * _C
     value = (value ^ (value >> 13)) * _D
     return tl.where(value >= least, scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "base", "feature", "least"])
-def _drop(x, numbers, y, rows, columns, x_stride, base, feature, least, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _drop(
+    x, numbers, y, rows, columns, x_stride, base, feature, least, scale, LOADED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    factor = factors(tl.load(numbers + row, row < rows, 0), feature + column, base, least, scale)
+    added = tl.load(base) if LOADED else base
+    place = hashed(tl.load(numbers + row, row < rows, 0) + added)
+    factor = factors(place[:, None], (feature + column)[None], least, scale)
     there, inside = row[:, None], (row < rows)[:, None] & (column < columns)[None]
     # A product, not a choice: what is dropped but not finite leaves its trace, as in torch's own dropout.
     values = tl.load(x + there * x_stride + column[None], inside, 0.0).to(tl.float32) * factor
@@ -53,9 +61,8 @@ def drop(x: Tensor, how: Drop) -> Tensor:
     if y.numel():
         per, block = _tile(columns)
         scale = 1 / (1 - how.p) if how.p < 1 else 0.0
-        _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](
-            x, how.numbers, y, rows, columns, x.stride(0), how.base, how.feature, threshold(how.p), scale, per, block, num_warps=4
-        )
+        rest = how.base, how.feature, threshold(how.p), scale, isinstance(how.base, Tensor), per, block
+        _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](x, how.numbers, y, rows, columns, x.stride(0), *rest, num_warps=4)
     return y
 
 
@@ -71,7 +78,9 @@ def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]
     signature |= dict.fromkeys(("rows", "columns", "x_stride", "feature", "least"), "i32")
     for columns in (128, 1024, 4096):
         rows, block = _tile(columns)
-        yield _drop, signature, {"ROWS": rows, "BLOCK": block}, 4, 1
+        for loaded in (False, True):
+            own = signature | {"base": "*i64" if loaded else "i64"}
+            yield _drop, own, {"LOADED": loaded, "ROWS": rows, "BLOCK": block}, 4, 1
 
 
 FUSED["cuda"] = drop
