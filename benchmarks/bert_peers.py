@@ -4,11 +4,12 @@
     PYTHONPATH=.:SITE python3 benchmarks/bert_peers.py petune peft-compile --steps 40
     PYTHONPATH=. python benchmarks/bert_peers.py --tiny petune peft     without a GPU
 
-A batch is 32 texts whose lengths are drawn from a log-normal distribution (median 110 tokens, one in twenty above 480) and cut to 8 to 512;
-the same batches for all. What counts is tokens that are not padding. LoRA of rank 16 on query, key, value and every dense layer of a block,
-dropout 0, bf16 weights under autocast, fused AdamW. `peft` pads a batch to its longest text, `peft-512` always to 512; `peft-compile` has
-each block compiled for any length; `full` trains everything in bf16, by transformers alone; `petune` has kernels="auto". Warm-up runs over
-other batches of the same distribution. A step's time includes the copy of its batch to the device.
+A batch is 32 texts whose lengths are drawn from a log-normal distribution (median 110 tokens, one in twenty above 480) and cut to 8 to
+512; the same batches for all. What counts is tokens that are not padding. LoRA of rank 16 on query, key, value and every dense layer of a
+block, no dropout unless `--dropout` says so, bf16 weights under autocast, fused AdamW. `peft` pads a batch to its longest text,
+`peft-512` always to 512; `peft-compile` has each block compiled for any length; `full` trains everything in bf16, by transformers alone;
+`petune` has kernels="auto". Warm-up runs over other batches of the same distribution. A step's time includes the copy of its batch to the
+device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is asked: rows of a batch, the longest text, steps that count, seconds of warm-up."""
+    """What a worker is asked: rows of a batch, the longest text, steps that count, seconds of warm-up, dropout of the model."""
 
     variant: str
     shape: str
@@ -49,38 +50,40 @@ class Options:
     longest: int
     steps: int
     warm: float
+    dropout: float
 
 
 # ------------------------------------------------------------------ the variants
 
 
-def base_model(shape: str, device: str) -> BertForSequenceClassification:
-    """Random weights, the same each time, without dropout."""
+def base_model(options: Options) -> BertForSequenceClassification:
+    """Random weights, the same each time."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {**SHAPES[shape], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": CLASSES}
-    return BertForSequenceClassification(BertConfig(**sizes, attn_implementation="sdpa")).to(device, torch.bfloat16)
+    p = options.dropout
+    sizes: dict[str, Any] = {**SHAPES[options.shape], "hidden_dropout_prob": p, "attention_probs_dropout_prob": p, "num_labels": CLASSES}
+    return BertForSequenceClassification(BertConfig(**sizes, attn_implementation="sdpa")).to(options.device, torch.bfloat16)
 
 
-def petune_model(shape: str, device: str) -> Any:
+def petune_model(options: Options) -> Any:
     """Our own."""
     import petune
 
-    return petune.wrap(base_model(shape, device), method="lora", r=16, targets=ROLES, kernels="auto")
+    return petune.wrap(base_model(options), method="lora", r=16, targets=ROLES, kernels="auto")
 
 
-def peft_model(shape: str, device: str) -> Any:
+def peft_model(options: Options) -> Any:
     """transformers + peft."""
     import peft
 
     targets = r".*encoder\.layer\.\d+\..*(query|key|value|dense)"
     return peft.get_peft_model(
-        base_model(shape, device), peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=targets, task_type="SEQ_CLS")
+        base_model(options), peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=targets, task_type="SEQ_CLS")
     )
 
 
-def peft_compile_model(shape: str, device: str) -> Any:
+def peft_compile_model(options: Options) -> Any:
     """The same with each block compiled."""
-    model = peft_model(shape, device)
+    model = peft_model(options)
     for module in model.modules():
         if type(module).__name__ == "BertLayer":
             module.compile(dynamic=True)
@@ -91,7 +94,7 @@ def peft_compile_model(shape: str, device: str) -> Any:
 class Variant:
     """How its model is made, and whether its batches are padded to the longest length there is."""
 
-    model: Callable[[str, str], Any]
+    model: Callable[[Options], Any]
     padded: bool = False
 
 
@@ -127,7 +130,7 @@ def batches(options: Options, seed: int) -> Iterator[Batch]:
 
 def measure(options: Options) -> dict[str, Any]:
     """Train, and say how many tokens a second that are not padding, and in how much memory."""
-    model = VARIANTS[options.variant].model(options.shape, options.device).train()
+    model = VARIANTS[options.variant].model(options).train()
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
@@ -184,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--steps", type=int, default=24, help="steps that count")
     parser.add_argument("--warm", type=float, default=3.0, help="seconds of steps before those that count")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of hidden states and attention, as the model's config has it")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one variant")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -197,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = Path(os.environ["OUT"]) if "OUT" in os.environ else None
     rows = []
     for name in given.variants or VARIANTS:
-        request = {"variant": name, **(small if given.tiny else wide)}
+        request = {"variant": name, "dropout": given.dropout, **(small if given.tiny else wide)}
         rows.append({"spec": name} | in_own_process(__file__, request, given.limit, out / f"bert-{name}.log" if out else None))
         print(json.dumps(rows[-1]), flush=True)
         if out:

@@ -5,9 +5,9 @@
     PYTHONPATH=. python benchmarks/peers.py --tiny petune:2x16 peft:2x16:ckpt      every path of these two without a GPU
 
 A SPEC is VARIANT:ROWSxTOKENS and settings after further colons. Of all variants: ckpt (recompute whole blocks; of petune keep=input),
-cap=GiB (the most memory the process may take), r=RANK, steps=N (timed), warm=SECONDS (0 where a step takes half a minute), limit=SECONDS
-(of the whole measurement). Of petune alone: keep, offload, tile, budget, host (the fields of its `memory`; budget is `cap` unless given),
-kernels, fp8.
+cap=GiB (the most memory the process may take), r=RANK, steps=N (timed), warm=SECONDS (0 where a step takes half a minute), cold (the very
+first step is timed, for where a step takes minutes), layers=N (blocks), limit=SECONDS (of the whole measurement). Of petune alone: keep,
+offload, tile, budget, host (the fields of its `memory`; budget is `cap` unless given), kernels, fp8.
 
 All train the same random weights on the same random tokens: LoRA on all seven projections, dropout 0, bf16 under autocast, float32
 factors, fused AdamW at 1e-4. `peft` is transformers + peft; `peft-liger` with Liger's kernels; `peft-compile` with each block compiled and
@@ -92,6 +92,8 @@ class Spec:
     r: int = 16
     steps: int = 8
     warm: float = 3.0
+    cold: bool = False
+    layers: int | None = None
     limit: float = 200.0
     keep: str | None = None
     offload: str | None = None
@@ -118,6 +120,8 @@ class Spec:
                 raise ValueError(f"{text}: {setting!r} is no setting; there are {', '.join(kinds)}")
             if name in ONLY_PETUNE and variant != "petune":
                 raise ValueError(f"{text}: {name} is a setting of petune alone")
+            if name == "layers" and variant == "unsloth":
+                raise ValueError(f"{text}: Unsloth's loader takes whole checkpoints")
             values[name] = True if kinds[name] == "bool" else _CONVERT[kinds[name].partition(" ")[0]](value)
         return cls(variant, int(rows), int(tokens), **{**defaults, **values})
 
@@ -145,12 +149,14 @@ _CONVERT: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": 
 # ------------------------------------------------------------------ the variants, each built in a process of its own
 
 
-def base_model(folder: Path, device: str) -> Any:
-    """The checkpoint in bf16 as transformers gives it, on the device."""
+def base_model(spec: Spec, folder: Path, device: str) -> Any:
+    """The checkpoint in bf16 as transformers gives it, on the device, cut to its first blocks where `layers` says so."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = spec.layers or config.num_hidden_layers
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
     model.config.use_cache = False
     return model
 
@@ -160,7 +166,7 @@ def petune_model(spec: Spec, folder: Path, device: str) -> Any:
     import petune
 
     settings = {"base_dtype": "fp8"} if spec.fp8 else {}
-    model = base_model(folder, device)
+    model = base_model(spec, folder, device)
     return petune.wrap(model, method="lora", r=spec.r, targets=ROLES, kernels=spec.kernels, memory=spec.memory, **settings)
 
 
@@ -169,7 +175,7 @@ def peft_model(spec: Spec, folder: Path, device: str) -> Any:
     import peft
 
     config = peft.LoraConfig(r=spec.r, lora_alpha=2 * spec.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base_model(folder, device), config)
+    model = peft.get_peft_model(base_model(spec, folder, device), config)
     if spec.ckpt:
         base = model.get_base_model()
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second is the older transformers'
@@ -282,7 +288,8 @@ def measure(spec: Spec, shape: str, folder: Path, device: str) -> dict[str, Any]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     steps = Steps(device)
-    steps.warm_up(step, spec.warm)
+    if not spec.cold:
+        steps.warm_up(step, spec.warm)
     seconds = [steps.take(step) for _ in range(spec.steps)]
     losses = [float(steps.losses[at]) for at in (0, spec.steps // 2, spec.steps - 1)]
     numbers = {"trained": sum(value.numel() for value in trained), "losses": losses, "first_step_s": steps.first}
@@ -303,11 +310,14 @@ class Steps:
         began = time.perf_counter()
         self.losses.append(step())
         self._wait()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.first = self.first or seconds
+        return seconds
 
     def warm_up(self, step: Callable[[], torch.Tensor], seconds: float) -> None:
         """One step that may compile, then steps for `seconds`."""
-        self.first, spent = self.take(step), 0.0
+        self.take(step)
+        spent = 0.0
         while spent < seconds:
             spent += self.take(step)
 

@@ -1,10 +1,11 @@
 """Full fine-tuning of a Llama-3.1-8B shape on one GPU, weights and optimizer states streamed from the host: time and peak of steps.
 
-    PYTHONPATH=. python3 benchmarks/streamed.py --tokens 131072 --steps 2
+    PYTHONPATH=. python3 benchmarks/streamed.py --tokens 131072 --steps 2 --keep auto --offload auto --host 100 --budget 30
     PYTHONPATH=. python3 benchmarks/streamed.py --layers 4 --tokens 16384        a rehearsal
 
-Random weights and tokens, bf16 weights and states with stochastic rounding, AdamW at 1e-5; blocks keep their input alone, in pinned host
-memory. A step is forward, backward with the update of every block inside it, and `step()`; it ends when the device is idle.
+Random weights and tokens, bf16 weights and states with stochastic rounding, AdamW at 1e-5; unless told otherwise blocks keep their input
+alone, in pinned host memory. A step is forward, backward with the update of every block inside it, and `step()`; it ends when the device
+is idle.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--keep", default="input")
     parser.add_argument("--offload", default="input")
+    parser.add_argument("--budget", type=float, default=None, help="GiB of device memory to stay within")
     parser.add_argument("--host", type=float, default=None, help="GiB of host memory for activations; default: what the system calls free")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -38,7 +40,8 @@ def main() -> None:
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES["8b"] | {"num_hidden_layers": given.layers}, tie_word_embeddings=False))
     torch.set_default_dtype(torch.float32)
-    petune.wrap(model, method="full", kernels="triton", memory={"keep": given.keep, "offload": given.offload, "host": given.host})
+    memory = {name: getattr(given, name) for name in ("keep", "offload", "host", "budget")}
+    petune.wrap(model, method="full", kernels="triton", memory=memory)
     model.train()
     began = time.perf_counter()
     optimizer = StreamedAdamW(model, fused_blocks(model), lr=1e-5)

@@ -30,6 +30,7 @@ from petune.models import FAMILIES, family_of
 from petune.models.load import Head, Loaded, Source, kind_of, load_model, load_tokenizer, read_config, resolve_model
 from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
 from petune.recipe import Recipe
+from petune.streaming import refuse_unstreamable, stream, streams
 from petune.tasks import (
     TASKS,
     Encoded,
@@ -126,7 +127,8 @@ def positions_of(config: Any) -> int | None:
 def load_base(source: Source, task: Task, labels: Sequence[str] | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Loaded:
     """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed."""
     torch.manual_seed(recipe.seed)
-    dtype = torch.float32 if isinstance(recipe.method, FullConfig) else choose_place(recipe).dtype
+    whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
+    dtype = torch.float32 if whole else choose_place(recipe).dtype
     loaded = load_model(source, cast("Head", task.head), labels, dtype)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
@@ -137,9 +139,12 @@ def load_base(source: Source, task: Task, labels: Sequence[str] | None, recipe: 
 def build(prepared: Prepared) -> nn.Module:
     """Load and tune the model of a recipe, whole, on the CPU, in eval mode.
 
-    Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32.
+    Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32,
+    but for those of a streamed model. Raises UsageError for a recipe that cannot be streamed here.
     """
     recipe = prepared.recipe
+    place = choose_place(recipe)
+    refuse_unstreamable(recipe, place.dtype, place.device)
     loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer)
     model: nn.Module = loaded.model
     if loaded.note:
@@ -152,7 +157,8 @@ def build(prepared: Prepared) -> nn.Module:
     for name, parameter in tuned_parameters(model).items():
         if not parameter.is_floating_point():
             raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))
-        parameter.data = parameter.data.float()
+        if not streams(recipe):
+            parameter.data = parameter.data.float()
     return model
 
 
@@ -192,8 +198,10 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         return head_loss(model, batch, ask, shift=task in ("causal", "chat"), trained=trained)
 
     work = Work(ask, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
-    runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing)
+    runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing, streams=streams(recipe))
     _fuse(runner, recipe)
+    if streams(recipe):
+        stream(runner, recipe, choose_place(recipe).autocast())
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
         remedy = "set gradient_checkpointing: false, or parallel: none"
         raise UsageError("replicas of this model cannot recompute: its blocks are not ours", where="gradient_checkpointing", remedy=remedy)
@@ -210,7 +218,7 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
     if recipe.kernels == "off" or recipe.compile or plan.tp > 1 or plan.pp > 1 or plan.sharding is not None or not runner.owned:
         return
     memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-    fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype)
+    fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, runner.mesh.device)
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

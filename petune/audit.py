@@ -2,7 +2,8 @@
 
 Every tuned tensor must have had a gradient that is not all zero within two updates and have moved within three (LoRA's A waits one update
 for B); every frozen tensor must have the same checksum at each save as at the start. A fault names the tensors, as the usual cause is a
-layer that the forward pass never reaches.
+layer that the forward pass never reaches. Of a bfloat16 weight that is streamed, which a small step moves by chance or not yet, what must
+have moved is what its steps add up in.
 """
 
 from __future__ import annotations
@@ -52,13 +53,20 @@ Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any pr
 class Audit:
     """Watches one run. `tuned` and `frozen` are live tensors by name: those of this process, or its parts of them.
 
-    `names` are all tuned tensors, those of other processes included; `anyone` joins what every process has seen of each.
+    `names` are all tuned tensors, those of other processes included; `anyone` joins what every process has seen of each. `has_gradient`
+    tells of a tuned tensor, by name, whether its gradient is not all zero; None: its `grad` does.
     """
 
     def __init__(
-        self, tuned: Mapping[str, nn.Parameter], frozen: Mapping[str, Tensor], names: Sequence[str] = (), anyone: Anyone = list
+        self,
+        tuned: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
+        names: Sequence[str] = (),
+        anyone: Anyone = list,
+        has_gradient: Callable[[str], bool] | None = None,
     ) -> None:
         self.tuned, self.frozen, self.anyone = tuned, frozen, anyone
+        self.has_gradient = has_gradient or self._has_gradient
         self.frozen_before = {name: checksum(value) for name, value in frozen.items()}
         self.waiting = list(names or tuned)
         self.still = list(names or tuned)
@@ -69,7 +77,7 @@ class Audit:
         """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has none."""
         if self.updates >= GRADIENT_WITHIN:
             return
-        seen = self.anyone([self._has_gradient(name) for name in self.waiting])
+        seen = self.anyone([self.has_gradient(name) for name in self.waiting])
         self.waiting = [name for name, has_gradient in zip(self.waiting, seen, strict=True) if not has_gradient]
         if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
             raise TrainingFault(

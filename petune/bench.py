@@ -226,12 +226,12 @@ def cases(recipe: Recipe, methods: Sequence[str] = (), policies: Sequence[str] =
     for method in methods or (recipe.method_name,):
         tuned = recipe if method == recipe.method_name else load_recipe(recipe, {"method": method})
         for policy in policies or (None,):
-            changed = tuned if policy is None else load_recipe(tuned, {"memory": _policy(policy)})
+            changed = tuned if policy is None else load_recipe(tuned, {"memory": {**_policy(policy), "stream": tuned.memory.stream}})
             found.append(Case(changed, method, policy))
     return found
 
 
-def _policy(text: str) -> str | dict[str, str]:
+def _policy(text: str) -> dict[str, str]:
     """`memory` of a recipe for KEEP or KEEP/OFFLOAD."""
     keep, given, offload = text.partition("/")
     if keep not in KEEPS or (given and offload not in OFFLOADS):

@@ -36,6 +36,7 @@ from petune.parallel.planner import Room, parameters_of, plan_for, step_time
 from petune.parallel.traffic import Load, Transition, bubble, summed_over, transitions
 from petune.recipe import Recipe
 from petune.sites import Family, Shape, StackName
+from petune.streaming import refuse_unstreamable, streams
 from petune.tasks import TASKS, check_fit, detect_format, infer_task
 from petune.tasks.configs import DEFAULT_MAX_LENGTH
 
@@ -135,13 +136,15 @@ def sketch(recipe: Recipe) -> Sketch:
     check_fit(task.name, kind, recipe.data.packing)
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
     bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and cuda)
-    dtype = torch.bfloat16 if bf16 and not isinstance(recipe.method, FullConfig) else torch.float32
+    refuse_unstreamable(recipe, torch.bfloat16 if bf16 else torch.float32)
+    whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
+    dtype = torch.bfloat16 if bf16 and not whole else torch.float32
     with torch.device("meta"), quiet():
         model: nn.Module = AUTO[cast("Any", task.head)].from_config(config, dtype=dtype)
         for name in head_modules(model, family, "auto"):
             model.get_submodule(name).float()
         tune(model, recipe.method)
-        for parameter in tuned_parameters(model).values():
+        for parameter in () if streams(recipe) else tuned_parameters(model).values():
             parameter.data = parameter.data.float()
     work = Pass(
         rows=recipe.batch_size,
@@ -150,6 +153,7 @@ def sketch(recipe: Recipe) -> Sketch:
         dropouts=_dropouts(config, open_probabilities=not cuda or any(name not in ("dp", "pp") for name in recipe.parallel.axes)),
         recompute=recipe.gradient_checkpointing,
         vocabulary_head=task.head != "classify",
+        streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
     )
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
 
@@ -188,6 +192,9 @@ def _forecast(drawn: Sketch, parallel: ParallelConfig, world: int | None, memory
     available = max(2, torch.cuda.device_count()) if drawn.device == "cuda" else 2
     work = drawn.work
     plan = make_plan(parallel, drawn.family, drawn.config, world, work.rows, available, work.vocabulary_head)
+    if work.streamed is not None and plan.world > 1:
+        remedy = "set parallel=none, or memory.stream=none"
+        raise UsageError("memory.stream is for one process", where="memory.stream", found=describe_plan(plan), remedy=remedy)
     limits = _limits(plan.world, drawn.device, memory)
     held: dict[tuple[int, int], Held] = {}
     ranks = []
@@ -329,7 +336,7 @@ def _knobs(drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Hel
     if plan.dp > 1 and plan.sharding is None and drawn.family is not None:
         held_still = worst.memory.total - worst.memory.activations
         options["parallel.dp.shard=true"] = held_still - held_still // plan.dp
-    if isinstance(recipe.method, FullConfig):
+    if isinstance(recipe.method, FullConfig) and not streams(recipe):
         trained = worst.memory.gradients + worst.memory.optimizer
         options["method=lora"] = int(0.95 * trained)
     return tuple(sorted(((text, size) for text, size in options.items() if size > 0), key=lambda one: -one[1]))

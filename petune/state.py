@@ -31,7 +31,7 @@ def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: to
     tensors, facts = checkpoint.read_tensors(folder / TENSORS), checkpoint.read_json(folder / FACTS)
     fill(tuned, _tuned(tensors), str(folder))
     for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
-        saved["options"] |= {key: group[key] for key in OWN}
+        saved["options"] |= {key: group[key] for key in OWN if key in group}
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
     checkpoint.set_rng_state(tensors, facts["rng"], str(folder))
 

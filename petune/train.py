@@ -37,6 +37,7 @@ from petune.runs import Run, load_run
 from petune.schedule import learning_rate, plan_steps, units_of_step
 from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
 from petune.stopping import StopAsked, StopRequest
+from petune.streaming import streams
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
 from petune.wording import closing_lines, header_lines, peak_memory
 
@@ -181,7 +182,7 @@ class Training:
         self.model, self.tuned = self.runner.model, self.runner.tuned
         recipe = self.recipe
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
-        self.optimizer = self._optimizer(self.tuned)
+        self.optimizer = self.runner.streamed or self._optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         if mesh.main:
             self._check_disk()
@@ -256,7 +257,9 @@ class Training:
 
     def _audit(self) -> Audit:
         frozen = {name: value for module in self.runner.modules for name, value in frozen_tensors(module).items()}
-        return Audit(self.tuned, {name: local(value) for name, value in frozen.items()}, self.runner.names, self.runner.any)
+        streamed = self.runner.streamed
+        moving, has_gradient = (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
+        return Audit(moving, {name: local(value) for name, value in frozen.items()}, self.runner.names, self.runner.any, has_gradient)
 
     def _after_step(self) -> None:
         """Evaluate and save where the recipe says so; an evaluation that is the best so far is always saved."""
@@ -301,7 +304,8 @@ class Training:
     def step(self) -> dict[str, Any]:
         """One optimizer step: forward and backward over its micro-batches, clip, update. Returns the record to log.
 
-        Raises TrainingFault, before the update, when loss or gradient is not finite and when no label of the step is trained.
+        Raises TrainingFault, before the update, when loss or gradient is not finite and when no label of the step is trained; where updates
+        are made inside the backward pass, a gradient that is not finite is found after them.
         """
         began, number, runner = time.perf_counter(), self.progress.step, self.runner
         group.at_step(number)
@@ -311,6 +315,9 @@ class Training:
             raise TrainingFault(
                 "every label of this step is masked", where=f"step {number + 1}", remedy="look at the rows with petune data"
             )
+        lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
         for module in runner.modules:
             module.train()
         with self._explain_memory("forward and backward pass"):
@@ -318,9 +325,6 @@ class Training:
         norm = runner.clip(self.recipe.clip)
         self._refuse_non_finite(loss, norm, number)
         self.audit.after_backward()
-        lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
-        for options in self.optimizer.param_groups:
-            options["lr"] = lr
         with self._explain_memory("optimizer step"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -337,8 +341,10 @@ class Training:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         places = [example.where for example in self._units_of(number)]
+        made = self.runner.streamed is not None and math.isfinite(loss)
+        what = "its update was made inside the backward pass, so this state is lost" if made else "the update was not made"
         raise TrainingFault(
-            f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite; the update was not made",
+            f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite; {what}",
             where=f"step {number + 1}",
             found=f"loss {loss}, gradient norm {norm}; rows {', '.join(places[:5])}{' and more' if len(places) > 5 else ''}",
             remedy="lower lr, use dtype: fp32, or look at these rows; checkpoints hold only finite states",
@@ -385,7 +391,8 @@ class Training:
         elif phase == "evaluation":
             ways = [f"eval_batch_size={held // 2}"] * (held > 1) + ["a smaller data.max_length"]
         else:
-            ways = [f"batch_size={recipe.batch_size // 2} accumulate={recipe.accumulate * 2} (the same numbers)"] * (recipe.batch_size > 1)
+            same = "" if streams(recipe) else f" accumulate={recipe.accumulate * 2} (the same numbers)"
+            ways = [f"batch_size={recipe.batch_size // 2}{same}"] * (recipe.batch_size > 1)
             ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + ["a smaller data.max_length"]
         return ways + ["method=lora"] * isinstance(recipe.method, FullConfig)
 
@@ -548,7 +555,8 @@ class Training:
     def _check_disk(self) -> None:
         """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and for the tuned files."""
         tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in self.runner.shapes.values())
-        state = 3 * tuned  # with AdamW's two moments
+        held = sum(value.nbytes for own in self.optimizer.state.values() for value in own.values())
+        state = tuned + (held or 2 * tuned)  # AdamW makes its two moments in the first step, unless they have a place from the start
         checkpoint.require_free(self.folder.path, (self.recipe.keep + 2) * state + tuned)
 
     # ------------------------------------------------------------ the end

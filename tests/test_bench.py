@@ -21,6 +21,7 @@ from benchmarks import bert_peers, ceiling, peers
 from petune.bench import Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.errors import UsageError
 from petune.forecast import sketch
+from petune.kernels.configs import MemoryConfig
 from petune.recipe import Recipe
 from petune.tasks import Example
 from tests.methods.zoo import tiny
@@ -179,6 +180,8 @@ def test_every_method_is_measured_and_the_recipes_own_keeps_its_settings(tmp_pat
 
 
 def test_memory_policies_become_the_recipes_memory(tmp_path: Path) -> None:
+    streams = cases(small(tmp_path, method="full", clip=None, accumulate=1, kernels="reference", memory={"stream": "fp32"}), (), ["input"])
+    assert streams[0].recipe.memory == MemoryConfig("input", "none", stream="fp32")
     found = cases(small(tmp_path), (), ["all", "attention/input", "auto"])
     chosen = [(case.recipe.memory.keep, case.recipe.memory.offload) for case in found]
     assert chosen == [("all", "none"), ("attention", "input"), ("auto", "auto")]
@@ -270,7 +273,7 @@ def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_every_variant_reads_the_same_lengths() -> None:
-    options = bert_peers.Options("peft", "tiny", "cpu", rows=4, longest=64, steps=2, warm=0.0)
+    options = bert_peers.Options("peft", "tiny", "cpu", rows=4, longest=64, steps=2, warm=0.0, dropout=0.0)
     plain, padded = (next(bert_peers.batches(replace(options, variant=name), seed=1)) for name in ("peft", "peft-512"))
     assert torch.equal(plain["attention_mask"].sum(1), padded["attention_mask"].sum(1))
     assert padded["input_ids"].shape == (4, 64) and plain["input_ids"].shape[1] % 8 == 0

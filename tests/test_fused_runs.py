@@ -67,7 +67,8 @@ def tuned(folder: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state_of(newest(folder))[0].items() if name.startswith("tuned/")}
 
 
-def assert_alike(found: Path, expected: Path, told: Listener, other: Listener, near: float = NEAR) -> None:
+def assert_alike(found: Path, expected: Path, told: Listener, other: Listener, near: float = NEAR, but: tuple[str, ...] = ()) -> None:
+    """Two runs the same to rounding; `but` end the names of weights that nobody can compare."""
     assert len(told.steps) == len(other.steps) > 0
     for one, two in zip(told.steps, other.steps, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=near)
@@ -77,7 +78,7 @@ def assert_alike(found: Path, expected: Path, told: Listener, other: Listener, n
         assert one == pytest.approx(two, rel=20 * near, nan_ok=True)
     ours, theirs = tuned(found), tuned(expected)
     assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
+    for name, value in ((name, value) for name, value in theirs.items() if not name.endswith(but)):
         # all but one in a hundred: AdamW's first steps make a whole lr of the sign of a gradient that is nearly nothing
         far = (ours[name] - value).abs() > 20 * near * max(1.0, float(value.abs().max()))
         assert float(far.float().mean()) <= 0.01, name

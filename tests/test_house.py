@@ -36,7 +36,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("outlook",),
     ("reporting", "inference", "forecast", "audit", "schedule", "stopping"),
     ("assemble",),
-    ("checkpoint", "export"),
+    ("checkpoint", "export", "streaming"),
     ("peft_files",),
     ("fingerprint",),
     ("recipe", "evaluate"),

@@ -37,8 +37,8 @@ FORMS: dict[str, tuple[str, MemoryConfig]] = {
     **{f"the keep {keep}": (f"memory: {keep}", MemoryConfig(keep=keep)) for keep in KEEPS},  # type: ignore[arg-type]
     "one setting": ("memory: {tile: 2048}", MemoryConfig(tile=2048)),
     "every setting": (
-        "memory:\n  keep: attention\n  offload: attention\n  tile: 2048\n  budget: 60\n  host: 200.5",
-        MemoryConfig("attention", "attention", 2048, 60, 200.5),
+        "memory:\n  keep: attention\n  offload: attention\n  tile: 2048\n  budget: 60\n  host: 200.5\n  stream: none",
+        MemoryConfig("attention", "attention", 2048, 60, 200.5, "none"),
     ),
 }
 
@@ -108,6 +108,10 @@ def test_a_run_resumes_on_other_kernels_and_memory_but_not_on_another_base() -> 
     assert differences(old, load_recipe(NEEDED, ["memory={keep: input, offload: input, budget: 8}"]).resolved()) == []
     assert differences(old, load_recipe(NEEDED, ["base_dtype=fp8"]).resolved()) == [("base_dtype", None, "fp8")]
     assert "base_dtype" in KEYS_THAT_CHANGE_NUMBERS
+    full = {**NEEDED, "method": "full", "clip": None}
+    old, new = (load_recipe({**full, "memory": memory}).resolved() for memory in ("input", {"stream": "fp32"}))
+    assert differences(old, new) == [("memory.stream", "none", "fp32")]
+    assert differences(old, new, ["memory"]) == differences(old, new, ["memory.stream"]) == []
 
 
 def test_a_run_from_before_these_keys_resumes() -> None:
@@ -115,6 +119,8 @@ def test_a_run_from_before_these_keys_resumes() -> None:
     old = {key: value for key, value in new.items() if key not in ("kernels", "memory", "base_dtype")}
     assert differences(old, new) == []
     assert load_recipe(old).resolved() == new
+    old["memory"] = {key: value for key, value in new["memory"].items() if key != "stream"}
+    assert differences(old, new) == []
 
 
 def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() -> None:

@@ -1,6 +1,6 @@
 """The shipped recipes are one table: a family says what is trained on, a method says how, a backend over which processes.
 
-Nothing else differs. A recipe over several processes is that of its family and method with `parallel` added.
+Nothing else differs. A recipe over several processes is that of its family and method with `parallel` added; one streams its blocks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ OVER: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # family -> method
 }
 TOGETHER = [f"{family}_{method}_{backend}" for family, (methods, backends) in OVER.items() for method in methods for backend in backends]
 TOGETHER.append("llama_lora_dp_tp_pp")
-NAMES = [*ALONE, *TOGETHER]
+STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"}  # as a CPU can, too
+NAMES = [*ALONE, "llama_full_streamed", *TOGETHER]
 
 
 def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
@@ -81,7 +82,9 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     family, method, *over = name.split("_", 2)
     row = {**SHARED, **FAMILIES[family], "method": method, "lr": LR[family][METHODS.index(method)], "out": f"runs/{name}"}
-    if over:
+    if over == ["streamed"]:
+        row |= STREAMED
+    elif over:
         row["parallel"] = parallel(family, over[0])
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()
 

@@ -120,7 +120,8 @@ def _closing(found: Forecast, fused: bool) -> Iterator[str]:
 
     resting = max(rank.memory.at_rest for rank in found.ranks)
     if resting:
-        yield f"shards   {human(resting)} of each rank rest in the memory of the CPU"
+        what = "host    " if found.drawn.work.streamed is not None else "shards  "
+        yield f"{what} {human(resting)} of each rank rest in the memory of the CPU"
     if found.plan.pp > 1:
         yield f"bubble   {found.bubble:.0%} of a step a rank waits for others, if all stages take as long"
     process = found.ranks[0].process

@@ -11,9 +11,11 @@ from petune.errors import UsageError
 KernelsName = Literal["auto", "reference", "triton", "off"]
 Keep = Literal["auto", "all", "projections", "attention", "input"]
 Offload = Literal["auto", "none", "input", "attention"]
+Stream = Literal["none", "bf16", "fp32"]
 BaseDtype = Literal["fp8"]
 KEEPS: tuple[str, ...] = get_args(Keep)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
+STREAMS: tuple[str, ...] = get_args(Stream)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class MemoryConfig:
 
     keep, from the most memory to the least: all (only norms and activations are recomputed); projections (gate and up are recomputed
     too); attention (its output and log-sum-exp, and the block's input); input (of the block, nothing else). offload: what of the input and
-    the attention output rests in pinned host memory meanwhile.
+    the attention output rests in pinned host memory meanwhile. stream: where not none, weights, gradients and AdamW states of the blocks
+    rest in host memory; bf16: weights and states in bfloat16, rounded stochastically, 6 bytes a parameter; fp32: states and, of bfloat16
+    weights, masters in float32, 14 bytes a parameter.
     """
 
     keep: Keep = field(default="auto", metadata={"doc": f"per block: {', '.join(KEEPS)}", "choices": KEEPS})
@@ -33,6 +37,9 @@ class MemoryConfig:
     budget: float | None = field(default=None, metadata={"doc": "GiB of device memory to stay within; null: what is free", "gt": 0})
     host: float | None = field(
         default=None, metadata={"doc": "GiB of pinned host memory to use at most; null: 80 % of what is free", "gt": 0}
+    )
+    stream: Stream = field(
+        default="none", metadata={"doc": "full, one device: weights and states of blocks on the host: none, bf16, fp32", "choices": STREAMS}
     )
 
 

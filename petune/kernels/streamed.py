@@ -207,19 +207,20 @@ class Slot:
 # ------------------------------------------------------------------ the optimizer
 
 
-class StreamedAdamW:
+class StreamedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) over a model that it takes over: `blocks`, in the order they run, live in host memory from now on.
 
     model: its parameters float32 or bfloat16; all of a block train and are in one dtype. device: where it computes (default: where the
     first parameter is); everything outside the blocks is moved there. lr, betas, eps, weight_decay: as of torch.optim.AdamW; biases and
-    norms do not decay. `lr` may be set at any time and counts from the next backward pass on.
+    norms do not decay. What `param_groups` say counts from the next backward pass on.
     states: torch.bfloat16 keeps weights and states in bfloat16, each rounded stochastically by `seed`, 6 bytes a parameter. torch.float32
     keeps states and, of bfloat16 weights, a master copy in float32 beside the weights rounded to nearest from it: 14 bytes a parameter.
     slots: blocks on the device at once, at least 2; 3 let weights come while others leave.
 
-    backward() updates; step() then ends the step. Between steps the parameters of blocks are views of host memory: `model.state_dict()`
-    waits for copies still under way, other readers call `settle()` first. Raises UsageError for what cannot be: clipping, as the norm of
-    all gradients is known only when none is left, more than one backward pass a step, frozen or shared parameters of blocks.
+    backward() updates; step() then ends the step. Between steps the parameters of blocks are views of host memory, and so is `state`:
+    `model.state_dict()` and `state_dict()` wait for copies still under way, other readers call `settle()` first. Raises UsageError for what
+    cannot be: clipping, as the norm of all gradients is known only when none is left, more than one backward pass a step, frozen or shared
+    parameters of blocks.
     """
 
     def __init__(
@@ -240,22 +241,25 @@ class StreamedAdamW:
         _check(model, blocks, states, slots, max_grad_norm)
         self.names = {value: name for name, value in model.named_parameters()}
         self.device = device or next(iter(self.names)).device
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        decays = {True: weight_decay, False: 0.0}
+        kinds = {matrix: [value for value in self.names if value.requires_grad and (value.dim() > 1) is matrix] for matrix in decays}
+        groups = [{"params": kinds[matrix], "weight_decay": decay} for matrix, decay in decays.items() if kinds[matrix]]
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rules = {self.names[value]: group for group in self.param_groups for value in group["params"]}
         self.seed, self.steps = seed, 0
-        self.grad_norm: Tensor | None = None  # of the gradients of the last step, a scalar on the device
+        self.squares: dict[str, Tensor] = {}  # of each gradient of the last backward pass, by name, a scalar on the device
         kind = next(blocks[0].parameters()).dtype
         master = states is torch.float32 and kind is not torch.float32
         self.kept = {"exp_avg": states, "exp_avg_sq": states} | ({"master": torch.float32} if master else {})
         self.traffic = Traffic(self.device)
         self.adamw = _adamw(self.device, kind)
-        self.whole: dict[str, dict[str, Tensor]] = {}  # of each parameter that trains, its states by key, on the host and in its shape
+        self.count = torch.zeros(())  # of steps, as torch keeps it
         self.blocks = [self._block(at, block) for at, block in enumerate(blocks)]
         self.capacity = max(len(block.host["weight"]) for block in self.blocks)
         self.slots = [self._slot(kind) for _ in range(slots)]  # the one to be overwritten first comes first
         self.running: Slot | None = None  # whose block's parameters are on the device
         self.at = -1  # the last block of the forward pass so far
         self.updated: set[str] = set()  # names of blocks and of tensors beside them, in this step
-        self._squares = torch.zeros((), device=self.device)
         self._take_residents(model)
         self._hook(model, blocks)
 
@@ -267,13 +271,17 @@ class StreamedAdamW:
             entries.append(Entry(self.names[parameter], parameter, slice(end, end + parameter.numel())))
             end += -(-parameter.numel() // ALIGN) * ALIGN
         host = {key: self._host(end, dtype) for key, dtype in {"weight": entries[0].parameter.dtype, **self.kept}.items()}
-        for name, parameter, span, _ in entries:
+        for _, parameter, span, _ in entries:
             for key in host.keys() & {"weight", "master"}:
                 host[key][span].copy_(parameter.data.reshape(-1))
-            self.whole[name] = {key: host[key][span].view(parameter.shape) for key in self.kept}
+            self._keep(parameter, {key: host[key][span] for key in self.kept})
         piece = Piece(f"block {index}", host, entries, index)
         piece.rest()
         return piece
+
+    def _keep(self, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> None:
+        """Let `state` show the states of a parameter, [n] on the host, in its shape."""
+        self.state[parameter] = {"step": self.count, **{key: value.view(parameter.shape) for key, value in states.items()}}
 
     def _take_residents(self, model: nn.Module) -> None:
         """Move everything outside the blocks to the device, the states of what trains there to the host."""
@@ -292,7 +300,7 @@ class StreamedAdamW:
         host = {key: self._host(parameter.numel(), dtype) for key, dtype in self.kept.items()}
         if "master" in host:
             host["master"].copy_(parameter.data.view(-1))
-        self.whole[name] = {key: value.view(parameter.shape) for key, value in host.items()}
+        self._keep(parameter, host)
         pieces = []
         for start in range(0, parameter.numel(), self.capacity):
             own = {key: value[start : start + self.capacity] for key, value in host.items()}
@@ -388,7 +396,7 @@ class StreamedAdamW:
     def _open(self, piece: Piece, step: int, _: Any) -> None:
         if step != self.steps:
             raise UsageError("a backward pass of an earlier step's forward pass, whose weights are gone", where=piece.name)
-        self._refuse_second(piece.name)
+        self._begin(piece.name)
         self._leave()
         self._attach(piece, tuple(piece.host), piece.index - 1)
 
@@ -410,7 +418,7 @@ class StreamedAdamW:
         """AdamW's step of a tensor that stays on the device."""
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        self._refuse_second(pieces[0].name)
+        self._begin(pieces[0].name)
         self.updated.add(pieces[0].name)
         weights, gradients = parameter.data.view(-1).split(self.capacity), grad.reshape(-1).split(self.capacity)
         for piece, weight, gradient in zip(pieces, weights, gradients, strict=True):
@@ -422,22 +430,45 @@ class StreamedAdamW:
             self._send(slot, piece)
 
     def _step(self, entry: Entry, tensors: Mapping[str, Tensor], grad: Tensor) -> None:
-        self._squares += torch.linalg.vector_norm(grad, dtype=torch.float32).square()
-        decay = self.weight_decay if entry.parameter.dim() > 1 else 0.0
-        rule = Rule(self.lr, self.betas, self.eps, decay, self.steps + 1)
+        square = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+        self.squares[entry.name] = self.squares[entry.name] + square if entry.name in self.squares else square
+        group = self.rules[entry.name]
+        rule = Rule(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps + 1)
         words = random_words(self.seed, self.steps + 1, entry.name)
         weight, copy = (tensors["master"], tensors["weight"]) if "master" in tensors else (tensors["weight"], None)
         self.adamw(weight, grad.reshape(-1), tensors["exp_avg"], tensors["exp_avg_sq"], rule, words, entry.first, copy)
 
-    def _refuse_second(self, name: str) -> None:
+    def _begin(self, name: str) -> None:
+        """Before the update of a block, or of a tensor beside them, which a step has once."""
+        if not self.updated:
+            self.squares.clear()
         if name in self.updated:
             remedy = "call step() after each backward pass; for larger batches give more rows at once, or keep the parameters on the device"
             raise UsageError("a second backward pass in one step, but streamed gradients cannot be accumulated", where=name, remedy=remedy)
 
     # ------------------------------------------------------------ between steps
 
-    def step(self) -> None:
-        """End the step that backward() has made: count it, and have `grad_norm`. Raises UsageError without a backward pass."""
+    def has_gradient(self, name: str) -> bool:
+        """Whether the last backward pass gave the parameter of this name a gradient that is not zero everywhere."""
+        return name in self.squares and bool(self.squares[name] != 0)
+
+    @property
+    def moving(self) -> dict[str, Tensor]:
+        """By name, what a step surely changes: the weight in float32, or the first moment where a small step is left to chance."""
+        found: dict[str, Tensor] = {}
+        for value, name in self.names.items():
+            if value in self.state:
+                own = self.state[value]
+                found[name] = own.get("master", value.data if value.dtype is torch.float32 else own["exp_avg"])
+        return found
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the last backward pass, a scalar on the device; 0 before the first."""
+        return torch.stack([*self.squares.values(), torch.zeros((), device=self.device)]).sum().sqrt()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """End the step that backward() has made: count it. Raises UsageError without a backward pass."""
         if not self.updated:
             raise UsageError("a step without a backward pass: nothing was updated", remedy="call loss.backward() first")
         self._leave()
@@ -447,31 +478,34 @@ class StreamedAdamW:
             warn(f"step {self.steps + 1} leaves {what} as they were: its backward pass did not reach them")
         self.updated.clear()
         self.steps += 1
-        self.grad_norm, self._squares = self._squares.sqrt(), torch.zeros_like(self._squares)
+        self.count.fill_(self.steps)
 
     def settle(self) -> None:
         """Let the host wait until what rests there is whole."""
         self.traffic.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """steps, and states: by parameter name exp_avg, exp_avg_sq and, where there is one, master, whole, as views of host memory."""
+        """As of torch's AdamW, with the float32 weight as master where there is one; states are views of host memory."""
         self.settle()
-        return {"steps": self.steps, "states": {name: dict(own) for name, own in self.whole.items()}}
+        return super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, all of it or nothing. Raises UsageError where names, kinds or shapes differ."""
-        given = state["states"]
-        for name, own in self.whole.items():
-            for key, value in own.items():
-                found = given.get(name, {}).get(key)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, all of it or nothing. Raises UsageError where parameters, states or shapes differ."""
+        own = [self.state[value] for group in self.param_groups for value in group["params"]]
+        given = [state_dict["state"].get(at, {}) for at in range(len(own))]
+        for name, mine, theirs in zip(self.rules, own, given, strict=True):
+            for key, value in mine.items():
+                found = theirs.get(key)
                 if found is None or found.shape != value.shape:
                     sides = {"expected": f"shape {[*value.shape]}", "found": "nothing" if found is None else f"shape {[*found.shape]}"}
                     raise UsageError("the optimizer's state does not fit this model", where=f"{key} of {name}", **sides)
         self.settle()
-        for name, own in self.whole.items():
-            for key, value in own.items():
-                value.copy_(given[name][key])
-        self.steps = int(state["steps"])
+        for mine, theirs in zip(own, given, strict=True):
+            for key, value in mine.items():
+                value.copy_(theirs[key])
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+        self.steps = int(self.count)
         self.updated.clear()
 
     def _loaded(self, module: nn.Module) -> None:
@@ -479,7 +513,7 @@ class StreamedAdamW:
         for parameter in module.parameters(recurse=False):
             if parameter not in self.names:
                 raise UsageError("load_state_dict(assign=True) exchanges parameters that are streamed", remedy="leave assign out")
-            own = self.whole.get(self.names[parameter], {})
+            own = self.state.get(parameter, {})
             if "master" in own:
                 own["master"].copy_(parameter.data)
 

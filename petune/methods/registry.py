@@ -59,6 +59,9 @@ def wrap(
     """
     config = make_config(method, settings)
     settings_of_memory = make_memory(memory)
+    if settings_of_memory.stream != "none":
+        remedy = "leave it out, and make a petune.kernels.streamed.StreamedAdamW of the wrapped model"
+        raise UsageError("memory.stream is a setting of recipes: here the optimizer is yours", where="memory.stream", remedy=remedy)
     check_kernels(model, kernels, base_dtype)
     tune(model, config)
     say(describe(model))

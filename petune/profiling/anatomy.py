@@ -20,6 +20,7 @@ from petune.profiling.memory import MemoryUse, measure
 from petune.profiling.operations import Operation, grouped, traced
 from petune.profiling.rehearsal import Rehearsal
 from petune.recipe import Recipe
+from petune.streaming import streams
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ def profile(recipe: Recipe, steps: int = 3, trace: Path | None = None) -> Profil
 
     The step is repeated 2 * steps + 4 times, each under one instrument: to warm up, for the times of phases and of modules, for FLOP,
     memory and operations. Only `trace` is written, by the first rank. A recipe with a parallel plan is profiled where a launcher has
-    started its ranks, each for itself. Raises UsageError elsewhere and for a compiled model, and what training raises.
+    started its ranks, each for itself. Raises UsageError elsewhere, for a compiled model and a streamed one, and what training raises.
     """
     if recipe.compile:
         raise UsageError("modules of a compiled model cannot be told apart", where=recipe.where("compile"), remedy="set compile=false")
+    if streams(recipe):
+        what, where = "the phases of a step whose updates are inside its backward pass cannot be told apart", recipe.where("memory.stream")
+        raise UsageError(what, where=where, remedy="set memory.stream=none clip=1.0, or measure whole steps with petune bench")
     plan = ranks.wanted(recipe)
     if plan.world > 1 and not group.joined():
         command = f"torchrun --nproc-per-node {plan.world} --no-python petune profile ..."

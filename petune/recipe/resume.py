@@ -14,6 +14,8 @@ _DO_NOT_CHANGE_NUMBERS = (
     *("device", "gradient_checkpointing", "kernels", "memory", "parallel"),
 )
 KEYS_THAT_CHANGE_NUMBERS: tuple[str, ...] = tuple(key for key in Recipe.model_fields if key not in _DO_NOT_CHANGE_NUMBERS)
+# Settings that do, of keys that do not, and what they were before there was a setting.
+_CHANGE_NUMBERS_WITHIN: Mapping[KeyPath, Any] = {("memory", "stream"): "none"}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
@@ -22,11 +24,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence[
     A key path in `allow` excuses itself and everything under it. Inputs are compared by their last path component: their content is
     what counts, and whoever loads them compares that; a moved folder is no change.
     """
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = ({**_CHANGE_NUMBERS_WITHIN, **dict(_flat(values))} for values in (old, new))
     return [
         (dotted(path), before.get(path), after.get(path))
         for path in dict.fromkeys((*before, *after))
-        if path[0] in KEYS_THAT_CHANGE_NUMBERS
+        if (path[0] in KEYS_THAT_CHANGE_NUMBERS or path in _CHANGE_NUMBERS_WITHIN)
         and _content(path, before.get(path)) != _content(path, after.get(path))
         and not any(dotted(path[:end]) in allow for end in range(1, len(path) + 1))
     ]

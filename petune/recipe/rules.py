@@ -66,6 +66,43 @@ def _fused(asking: str, leaving_none: str) -> Rule:
     return Rule((asking, leaving_none), lambda recipe: not (asks(recipe) and leaves_none(recipe)), why, f"{no_more}, or {instead}")
 
 
+def _streamed(key: str, holds: Callable[[Recipe], bool], what: str, remedy: str) -> Rule:
+    """What a recipe that streams its blocks must have of another key."""
+    return Rule((key, "memory"), lambda recipe: recipe.memory.stream == "none" or holds(recipe), what, f"{remedy}, or memory.stream: none")
+
+
+STREAMED = (
+    _streamed(
+        "method",
+        lambda recipe: recipe.method_name == "full",
+        "memory.stream is for blocks whose weights all train",
+        "set method: full",
+    ),
+    _streamed(
+        "parallel",
+        lambda recipe: recipe.parallel == ParallelConfig(),
+        "memory.stream is for one process",
+        "set parallel: none",
+    ),
+    _streamed(
+        "accumulate",
+        lambda recipe: recipe.accumulate == 1,
+        "memory.stream uses each gradient up inside the backward pass, so a step has one",
+        "set accumulate: 1",
+    ),
+    _streamed(
+        "clip",
+        lambda recipe: recipe.clip is None,
+        "memory.stream uses gradients up before the norm of all of them is known",
+        "set clip: null",
+    ),
+    _streamed(
+        "dtype",
+        lambda recipe: recipe.memory.stream == "fp32" or recipe.dtype != "fp32",
+        "memory.stream: bf16 keeps weights in bf16",
+        "set dtype: bf16, or memory.stream: fp32",
+    ),
+)
 RULES = (
     Rule(("data.path",), lambda recipe: bool(recipe.data.path.strip()), "no data is named", "for example  data: demo:docstrings"),
     Rule(
@@ -125,6 +162,7 @@ RULES = (
         "make eval_every smaller than max_steps",
     ),
     *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if asking != other),
+    *STREAMED,
     Rule(
         ("base_dtype", "method"),
         lambda recipe: recipe.base_dtype is None or recipe.method_name == "lora",
@@ -167,7 +205,7 @@ def broken_rules(written: Written, values: Mapping[str, Any], wrong: Sequence[Ke
 
 def _broken_plan(written: Written, config: ParallelConfig) -> Iterator[Found]:
     """The rules of `parallel`, which stand beside its settings. `config` holds the axes that are right by themselves."""
-    if any(path[0] == PARALLEL for path in written.refused):
+    if any(path[:1] == (PARALLEL,) for path in written.refused):
         return
     named = as_mapping((PARALLEL,), written.tree.get(PARALLEL)) or {}
     found = [*too_many_cuts(named)]
