@@ -259,8 +259,8 @@ def test_sigterm_saves_and_ends_with_75_and_the_command_goes_on(tmp_path: Path, 
     assert_whole(tmp_path / "run", straight(recipe))
 
 
-@slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_frozen_rank_is_named_once_its_time_is_over(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, _ = recipe_in(tmp_path, steps=2000, timeout=5)
     launched = launch("train", str(file))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from petune.dropout import Drop, draw, drawing, places
 from petune.errors import UsageError
@@ -137,8 +138,16 @@ class FusedBlock(nn.Module):
         dtype = self.spec.computes_in(device.type)
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
-        hooked = next((name for name, module in self.spec.inside if _hooked(module)), None)
+        hooked = self._hooked()
         return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
+
+    def _hooked(self) -> str | None:
+        """The module inside that has a hook; looked for anew where one has been registered anywhere since, or was found."""
+        count, found = self.spec.hooked
+        if count != RemovableHandle.next_id or found is not None:
+            found = next((name for name, module in self.spec.inside if _hooked(module)), None)
+            self.spec.hooked = RemovableHandle.next_id, found
+        return found
 
     def declines(self, hidden: Tensor, given: dict[str, Any]) -> str | None:
         """Why this call goes to the block's own forward, or None."""

@@ -8,12 +8,13 @@ Composite operations are taken apart to be counted, so gradients of a counted pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from petune.profiling.attribution import Attribution, Phase
 
@@ -24,29 +25,48 @@ aten = torch.ops.aten
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    """Of [batch, heads, length, d]. Keys may have fewer heads, each of which serves several: not every torch release counts those."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
 def _attention_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad_out, query, key, value))
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
 
-def _by_head(formula: Callable[..., int], tensors: int) -> Callable[..., int]:
-    """torch's formula for a kernel whose first so many tensors are [batch, length, heads, d] unless packed, which it reads as by head."""
-
-    def flop(*args: Any, **kwargs: Any) -> int:
-        first = (value.transpose(1, 2) if value.dim() == 4 else value for value in args[:tensors])
-        return formula(*first, *args[tensors:], **kwargs)
-
-    cast("Any", flop)._get_raw = True  # tensors, not shapes: the lengths of packed rows are in one
-    return flop
+def _flash(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, key_starts: Tensor | None, *_: Any, **__: Any) -> int:
+    """Of [batch, length, heads, d], or packed: [tokens, heads, d] beside where sequences start."""
+    return 2 * query.shape[-2] * _pairs(query, key, starts, key_starts) * (query.shape[-1] + value.shape[-1])
 
 
-FORMULAS = {  # what torch's registry lacks, or has for another layout
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten._flash_attention_forward: _by_head(flop_registry[aten._flash_attention_forward], 3),
-    aten._flash_attention_backward: _by_head(flop_registry[aten._flash_attention_backward], 4),
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, key_starts: Tensor | None,
+    *_: Any, **__: Any
+) -> int:  # fmt: skip
+    return 2 * query.shape[-2] * _pairs(query, key, starts, key_starts) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _pairs(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor | None) -> int:
+    """Of queries and keys of the same sequence."""
+    if starts is None or key_starts is None:
+        return query.shape[0] * query.shape[1] * key.shape[1]
+    return int((starts.diff().long() * key_starts.diff().long()).sum())
+
+
+for _formula in (_flash, _flash_backward):
+    cast("Any", _formula)._get_raw = True  # tensors, not shapes: the lengths of packed rows are in one
+FORMULAS = {  # what torch's registry lacks, or counts in newer releases only
+    **{
+        getattr(aten, f"_scaled_dot_product_{form}"): _attention
+        for form in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
+    },
+    **{
+        getattr(aten, f"_scaled_dot_product_{form}_backward"): _attention_backward
+        for form in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
+    },
+    aten._flash_attention_forward: _flash,
+    aten._flash_attention_backward: _flash_backward,
 }
 
 

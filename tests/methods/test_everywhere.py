@@ -18,7 +18,12 @@ SHORT: dict[str, dict[str, int]] = {
     "t5-seq2seq": {"num_layers": 1},
     "llama-causal": {},
 }
-COMPILED = [(name, method) for name in FOUR for method in METHODS if method != "full" or name == "bert-classify"]
+COMPILED = [
+    pytest.param(name, method, marks=() if method == "lora" or name == "bert-classify" else pytest.mark.long)
+    for name in FOUR
+    for method in METHODS
+    if method != "full" or name == "bert-classify"
+]
 
 
 def wrapped(name: str, method: str, **changes: Any) -> Any:

@@ -99,6 +99,15 @@ def test_flash_attention_by_token_counts_every_pair_of_its_rows(packed: bool) ->
     assert (one, two) == (2 * 2 * pairs, 5 * 2 * pairs)
 
 
+def test_attention_by_head_counts_every_query_head_though_keys_have_fewer() -> None:
+    query, key = (2, 4, 16, 8), (2, 2, 24, 8)
+    for form in ("flash_attention", "cudnn_attention"):
+        ahead = FORMULAS[getattr(torch.ops.aten, f"_scaled_dot_product_{form}")]
+        back = FORMULAS[getattr(torch.ops.aten, f"_scaled_dot_product_{form}_backward")]
+        assert ahead(query, key, key) == 2 * 2 * (2 * 4 * 16 * 24 * 8)
+        assert back(query, query, key, key) == 5 * 2 * (2 * 4 * 16 * 24 * 8)
+
+
 @pytest.mark.parametrize(("family", "method"), [("bert", "adapter"), ("t5", "side")])
 def test_modules_and_what_is_outside_of_them_sum_to_the_whole(family: str, method: str, rehearse: Rehearse) -> None:
     rehearsal = rehearse(family, method)
