@@ -38,7 +38,7 @@ def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: to
 
 def tuned_of(folder: Path) -> dict[str, Tensor]:
     """The tuned tensors of a written state, whole, by name. Raises FileError."""
-    return _tuned(checkpoint.read_tensors(folder / TENSORS))
+    return _tuned(checkpoint.read_tensors(folder / TENSORS, under="tuned/"))
 
 
 def _tuned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

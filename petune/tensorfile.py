@@ -282,8 +282,8 @@ def read_header(path: Path, *, links: bool = False) -> Header:
         return _header(file, path)
 
 
-def read_tensors(path: Path, *, finite: bool = True, links: bool = False) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU, each in memory of its own.
+def read_tensors(path: Path, *, finite: bool = True, links: bool = False, under: str = "") -> dict[str, Tensor]:
+    """Every tensor of a safetensors file whose name begins with `under`, on the CPU, each in memory of its own.
 
     Refused with FileError: what safetensors refuses and, beyond that, names given twice, no tensors, names that could escape a folder,
     a symbolic link (unless `links`: a hub cache is made of them) and a NaN or infinity (unless `finite` is False).
@@ -293,6 +293,9 @@ def read_tensors(path: Path, *, finite: bool = True, links: bool = False) -> dic
         header = _header(file, path)
         file.seek(header.start)
         for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].begin):
+            if not name.startswith(under):
+                file.seek(entry.end - entry.begin, os.SEEK_CUR)
+                continue
             tensors[name] = tensor = _empty(entry, f"{path}  {name}")
             _fill(_bytes(tensor), file, path)
             if entry.dtype is torch.bool and tensor.view(torch.uint8).gt(1).any():

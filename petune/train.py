@@ -394,7 +394,7 @@ class Training:
             same = "" if streams(recipe) else f" accumulate={recipe.accumulate * 2} (the same numbers)"
             ways = [f"batch_size={recipe.batch_size // 2}{same}"] * (recipe.batch_size > 1)
             ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + ["a smaller data.max_length"]
-        return ways + ["method=lora"] * isinstance(recipe.method, FullConfig)
+        return ways + ["method=lora"] * (isinstance(recipe.method, FullConfig) and not streams(recipe))
 
     # ------------------------------------------------------------ scores
 

@@ -56,7 +56,7 @@ def test_recomputed_blocks_and_dropout_are_those_of_one_process(method: str, bac
     check(case(name, method, BACKENDS[backend](name, 2), recompute=True, dropout=0.1))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
 @pytest.mark.parametrize(("method", "name"), list(zip(METHODS, FOUR, strict=True)))
 @pytest.mark.parametrize("backend", list(OVERLAPPED))
 def test_overlapped_communication_trains_as_one_process(backend: str, method: str, name: str, dropout: float) -> None:

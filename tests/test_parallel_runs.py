@@ -40,6 +40,8 @@ from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 SHAPES = [("llama", "lora"), ("bert", "adapter"), ("bart", "full"), ("t5", "side")]
+# Encoder and decoder under every plan are in tests/test_matrix.py; whole runs of them take longest.
+MOST_LONG = [pytest.param(*shape, marks=() if shape[0] in ("llama", "bert") else pytest.mark.long) for shape in SHAPES]
 PLANS: dict[str, Any] = {
     "dp": {"dp": {"shares": [3, 1]}},
     "shard": {"dp": {"size": 2, "shard": True}},
@@ -96,7 +98,7 @@ def terminate() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("family", "method"), SHAPES)
+@pytest.mark.parametrize(("family", "method"), MOST_LONG)
 def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_included(plan: str, family: str, method: str, tmp_path: Path):
     alone = trained(small(tmp_path, family, method, out="alone"))
     found = trained(small(tmp_path, family, method, parallel=PLANS[plan]))
@@ -205,7 +207,7 @@ def chain(place: Path, family: str, method: str, plans: list[str]) -> None:
     assert_same_but_for_rounding(place / "run", alone)
 
 
-@pytest.mark.parametrize(("family", "method"), SHAPES)
+@pytest.mark.parametrize(("family", "method"), MOST_LONG)
 def test_a_run_that_changes_its_plan_after_every_step_ends_as_one_that_never_had_one(family: str, method: str, tmp_path: Path):
     chain(tmp_path, family, method, ["none", "dp", "tp", "galaxy", "pp", "shard", "sp", "none", "pp", "dp", "none"])
 
@@ -415,7 +417,7 @@ def kill_and_go_on(place: Path, number: int, seed: int) -> int:
     return hits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_killed_at_four_random_moments_go_on_to_the_same_end(tmp_path: Path, fast_beats: None):
     assert kill_and_go_on(tmp_path, 4, seed=0) > 0
 

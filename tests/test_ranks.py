@@ -31,7 +31,6 @@ pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parent.parent
 PETUNE = (sys.executable, "-c", "import sys; from petune_cli.main import app; sys.argv[0] = 'petune'; app()")
 TP = {"tp": {"columns": [32, 16]}}
-slow = pytest.mark.slow
 
 
 @dataclass
@@ -243,6 +242,7 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(rank: int, tmp
     assert_same_but_for_rounding(tmp_path / "run", straight(recipe))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 def test_sigterm_saves_and_ends_with_75_and_the_command_goes_on(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, recipe = recipe_in(tmp_path, steps=100)
@@ -273,7 +273,7 @@ def test_a_frozen_rank_is_named_once_its_time_is_over(rank: int, tmp_path: Path,
     assert "last seen at step" in launched.text()
 
 
-@slow
+@pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_that_may_restart_goes_on_by_itself_after_a_kill(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, recipe = recipe_in(tmp_path, steps=20)
@@ -285,7 +285,7 @@ def test_a_run_that_may_restart_goes_on_by_itself_after_a_kill(tmp_path: Path, l
     assert_whole(tmp_path / "run", straight(recipe))
 
 
-@slow
+@pytest.mark.long
 def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, _ = recipe_in(tmp_path, steps=2000)
     launched = launch("train", str(file))
@@ -304,9 +304,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@slow
+@pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
-@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.long), "c10d"])
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_two_launchers_of_torchrun_train_as_one_of_petune(rendezvous: str, tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, recipe = recipe_in(tmp_path)
     port = free_port()
@@ -324,7 +324,7 @@ def test_two_launchers_of_torchrun_train_as_one_of_petune(rendezvous: str, tmp_p
     assert_same_but_for_rounding(tmp_path / "run", straight(recipe))
 
 
-@slow
+@pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 def test_ranks_started_by_hand_stop_together_when_one_is_told_to(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, _ = recipe_in(tmp_path, steps=100, save_every=1000)

@@ -74,18 +74,22 @@ def choose(
     segmented: bool = False,
     masked: bool = False,
     drops: bool = False,
+    plain: bool = False,
 ) -> Choice:
-    """The form for rows of `tokens` tokens (not read with segments) on `device`; asking again for the same kind of call costs a look-up."""
-    return _chosen(device, dtype, head_dim, tokens == 1, segmented, masked, drops, torch.are_deterministic_algorithms_enabled())
+    """The form for rows of `tokens` tokens (not read with segments) on `device`; asking again for the same kind of call costs a look-up.
+
+    drops: probabilities drop out. plain: no kernel of our own.
+    """
+    if drops:
+        refused = "plain torch is asked for" if plain else _no_dropped(device, dtype, head_dim, masked)
+        return Choice("dropped", "dropout of attention") if refused is None else Choice("sdpa", refused)
+    return _chosen(device, dtype, head_dim, tokens == 1, segmented, masked, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
 def _chosen(
-    device: torch.device, dtype: torch.dtype, head_dim: int, single: bool, segmented: bool, masked: bool, drops: bool, deterministic: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, single: bool, segmented: bool, masked: bool, deterministic: bool
 ) -> Choice:
-    if drops:
-        refused = _no_dropped(device, dtype, head_dim, masked)
-        return Choice("dropped", "dropout of attention") if refused is None else Choice("sdpa", refused)
     refused = _no_flash(device, dtype, head_dim, masked)
     if refused is not None:
         return Choice("sdpa", refused)
@@ -110,6 +114,7 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
     return None if torch.backends.cuda.is_flash_attention_available() else "torch was built without flash attention"
 
 
+@cache
 def _no_dropped(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
     """Why dropout of attention has no kernel of its own here, or None."""
     if masked:

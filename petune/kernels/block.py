@@ -36,10 +36,7 @@ from petune.running import running
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            groups = call.groups(tensors)
-            y, kept = call.run(groups, tensors).forward(_rows_of(x))
-        factors = [value for group in groups for value in group.factors]
+        y, kept, factors = _forward(call, x, tensors)
         ctx.call, ctx.shape, ctx.numbers = call, x.shape, (len(tensors), len(factors))
         if any(ctx.needs_input_grad):
             ctx.parked = _park(call, kept)
@@ -66,6 +63,14 @@ class _Node(torch.autograd.Function):
             run = call.run(groups, tensors)
             dx = run.backward(_rows_of(dy), kept, ctx.needs_input_grad[1], sink)
         return None, None if dx is None else dx.view(ctx.shape), *call.gradients(groups, tensors, sink)
+
+
+def _forward(call: Call, x: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Kept, list[Tensor | None]]:
+    """(the block's output as a matrix, what its rung keeps, its stacked factors)."""
+    with torch.autocast(x.device.type, enabled=False):
+        groups = call.groups(tensors)
+        y, kept = call.run(groups, tensors).forward(_rows_of(x))
+    return y, kept, [value for group in groups for value in group.factors]
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -136,6 +141,8 @@ class FusedBlock(nn.Module):
     def unready(self, device: torch.device) -> str | None:
         """Why every call at this moment goes to the block's own forward, or None."""
         dtype = self.spec.computes_in(device.type)
+        if getattr(self, "_is_replica", False):
+            return "nn.DataParallel runs copies of it, whose layers it does not know"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
         hooked = self._hooked()
@@ -167,6 +174,8 @@ class FusedBlock(nn.Module):
         draws = self.draws(parts, cache(lambda: places_of(hidden)))
         angles = (None, None) if self.spec.kind is PostNorm else angles_of(given["position_embeddings"])
         call = self.call(parts, self._how(hidden, given, draws), draws, angles)
+        if not torch.is_grad_enabled():
+            return _forward(call, hidden, self.tensors(parts))[0].view(hidden.shape)
         out: Tensor = _Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
         return out
 
@@ -194,7 +203,7 @@ class FusedBlock(nn.Module):
         spec, mask, segments = self.spec, given.get("attention_mask"), running().segments
         batch, length = hidden.shape[:2]
         kind = {"segmented": segments is not None, "masked": mask is not None, "drops": draws.attention is not None}
-        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, length, **kind)
+        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, length, **kind, plain=spec.ops.name == "reference")
         return How(spec.causal, spec.scale, batch, segments, mask, choice.backend, draws.attention)
 
     def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:

@@ -63,12 +63,14 @@ class Spec:
 
     @property
     def casts(self) -> bool:
-        """Whether autocast may have the weights rounded anew in every pass: where all are float32 and train, as it does with linears."""
+        """Whether bf16 autocast may have the weights rounded anew in every pass, as it does with those of linears: where they are float32
+        and none of them is frozen in a bank."""
         return self.dtype == torch.float32 and not any(self.banks)
 
     def computes_in(self, kind: str) -> torch.dtype:
         """What it computes in at this moment on a kind of device."""
-        return torch.get_autocast_dtype(kind) if self.casts and torch.is_autocast_enabled(kind) else self.dtype
+        rounds = self.casts and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
+        return torch.bfloat16 if rounds else self.dtype
 
     @property
     def attention_dropout(self) -> float:
@@ -154,10 +156,8 @@ class Call:
     def gradients(self, groups: Sequence[Group], tensors: Sequence[Tensor | None], sink: Sink) -> list[Tensor | None]:
         """Those of `tensors` that a backward pass has left in `sink`, in their dtypes; None for what does not train."""
         grads = [grad for group in groups for grad in group.gradients(sink)]
-        for at in range(len(grads), len(tensors)):
-            value, tensor = sink.found.get(at), tensors[at]
-            grads.append(value.to(tensor.dtype) if value is not None and tensor is not None and sink.needs[at] else None)
-        return grads
+        grads += [sink.found.get(at) if sink.needs[at] else None for at in range(len(grads), len(tensors))]
+        return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
 
 
 def _base(bank: Bank | None, parts: Sequence[Part]) -> Base | None:

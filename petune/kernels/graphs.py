@@ -39,9 +39,8 @@ from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Kept
-from petune.kernels.group import Group, Sink
+from petune.kernels.group import Sink
 from petune.kernels.memory import shape_of
-from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.segments import Segments, Unpadded
 from petune.log import say
@@ -165,7 +164,7 @@ class Arrival:
         """A call of a stack of such blocks, with nothing drawn yet."""
         hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
         kind = {"segmented": segments is not None, "drops": block.training and spec.attention_dropout > 0}
-        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, hidden.shape[1], **kind)
+        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, hidden.shape[1], **kind, plain=spec.ops.name == "reference")
         angles = angles_of(call["position_embeddings"]) if spec.kind is PreNorm else None
         return cls(hidden, angles, segments, choice.backend)
 
@@ -255,7 +254,7 @@ class Passes:
 
     def __init__(self, pieces: Sequence[Piece], inlet: Tensor, outlet: Tensor) -> None:
         self.pieces, self.inlet, self.outlet = pieces, inlet, outlet
-        self.kept: list[tuple[Piece, list[Group], PreNorm | PostNorm, Kept]] = []
+        self.kept: list[tuple[Piece, list[Tensor | None], Kept]] = []  # factors stacked by the forward pass, and what it keeps
 
     def forward(self) -> None:
         """What the backward pass needs of this rests here until it has run."""
@@ -265,18 +264,18 @@ class Passes:
             groups = piece.call.groups(piece.tensors)
             run = piece.call.run(groups, piece.tensors)
             x, kept = run.forward(x)
-            self.kept.append((piece, groups, run, kept))
+            self.kept.append((piece, [value for group in groups for value in group.factors], kept))
         self.outlet.copy_(x)
 
     def backward(self) -> None:
         """Gradients of what trains go into their rooms."""
         dx: Tensor | None = self.outlet
         while self.kept:
-            piece, groups, run, kept = self.kept.pop()
+            piece, factors, kept = self.kept.pop()
             if dx is None:
                 continue
-            sink = Sink(piece.needs)
-            dx = run.backward(dx, kept, piece.needs_x, sink)
+            sink, groups = Sink(piece.needs), piece.call.groups(piece.tensors, factors)
+            dx = piece.call.run(groups, piece.tensors).backward(dx, kept, piece.needs_x, sink)
             found = [grad for grad in piece.call.gradients(groups, piece.tensors, sink) if grad is not None]
             if found:
                 assert len(found) == len(piece.rooms), "all that trains has a gradient"
@@ -441,7 +440,7 @@ class Graphs:
         self.recorder: Recorder | None = None
         self.graphs: dict[Bucket, Graph] = {}
         self.seen: Counter[Bucket] = Counter()
-        self.rooms: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
         """See petune.stack.Whole."""
@@ -548,10 +547,11 @@ class Graphs:
     def _rooms(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
         """Inlet and outlet; recordings of about the same size share them, as they share the rest of their memory."""
         size = 1 << (arrival.bucket.tokens - 1).bit_length()
-        if size not in self.rooms:
+        key = size, arrival.hidden.dtype
+        if key not in self.rooms:
             inlet, outlet = arrival.hidden.detach().new_zeros(2, size, arrival.hidden.shape[-1])
-            self.rooms[size] = inlet, outlet
-        return self.rooms[size]
+            self.rooms[key] = inlet, outlet
+        return self.rooms[key]
 
     def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock], needs_x: bool) -> list[Piece]:
         """The blocks with their weights, as they are recorded. needs_x: whether the stack's input needs a gradient."""

@@ -237,7 +237,7 @@ class Group:
         return da
 
     def gradients(self, sink: Sink) -> list[Tensor | None]:
-        """The gradients of the parts' tensors in order, each in its tensor's dtype; None for what does not train."""
+        """The gradients of the parts' tensors in order, as they were summed; None for what does not train."""
         da, db = sink.found.get((self.first, "a")), sink.found.get((self.first, "b"))
         whole = db is not None and db.shape[1] == sum(self.ranks)  # else the blocks alone, one below the other
         found: list[Tensor | None] = []
@@ -245,15 +245,9 @@ class Group:
             own = self.first + 4 * at
             values = [sink.found.get(own), sink.found.get(own + 1)]
             values += [None, None] if part.a is None or da is None or db is None else [da[ranks], db[rows, ranks] if whole else db[rows]]
-            found += [
-                _like(value, tensor) if sink.needs[own + k] else None
-                for k, (value, tensor) in enumerate(zip(values, part.tensors, strict=True))
-            ]
+            there = [sink.needs[own + k] and tensor is not None for k, tensor in enumerate(part.tensors)]
+            found += [value if is_there else None for value, is_there in zip(values, there, strict=True)]
         return found
-
-
-def _like(value: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    return None if value is None or tensor is None else value.to(tensor.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[slice]:

@@ -36,7 +36,7 @@ class Governor:
 
     def __init__(self, config: MemoryConfig) -> None:
         self.config = config
-        self.policies: dict[tuple[int, int], Policy] = {}
+        self.policies: dict[tuple[int, int, torch.dtype], Policy] = {}
         self.model: Any = None  # a weak reference to the one that is running: a copy of a model copies its hooks
         self.said: tuple[str, ...] = ()
 
@@ -70,10 +70,11 @@ class Governor:
             offload = "none" if self.config.offload == "auto" else self.config.offload
             return [(Rung(keep, offload), self.config.tile)] * len(stack)
         size = rounded(tokens), rounded(longest, 128)
-        if size not in self.policies:
-            self.policies[size] = self._policy(stack, device, *size)
-            self._say(self.policies[size])
-        policy = self.policies[size]
+        key = (*size, _specs(stack)[0].computes_in(device.type))
+        if key not in self.policies:
+            self.policies[key] = self._policy(stack, device, *size)
+            self._say(self.policies[key])
+        policy = self.policies[key]
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
 
     def _say(self, policy: Policy) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ class Store:
         self.pinned = 0  # bytes
         cuda = device.type == "cuda"
         self.out, self.into = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy begins empty: streams and pinned memory are those of the blocks they serve."""
+        return Store, (self.device, self.limit)
 
     def park(self, tensors: Mapping[str, Tensor]) -> Parked:
         """Begin to copy `tensors` to the host; they may be dropped at once."""

@@ -684,9 +684,30 @@ def test_float32_weights_that_train_are_rounded_under_autocast_as_linears_round_
     with torch.autocast("cpu", torch.bfloat16):
         loss, grads = gradients(fused, batch(name))
     assert not blocks(fused)[0].spec.said and all(value.dtype is torch.float32 for value in grads.values())
+    inside = {name: value for name, value in grads.items() if ".layers." in name or ".layer." in name}
+    assert all(not torch.equal(value, value.bfloat16().float()) for value in inside.values()), "sums in float32 are not rounded on the way"
     assert abs(float(loss) - wanted) <= 1e-2 * wanted and distance(grads, truth) <= 2e-2
     loss, grads = gradients(fused, batch(name))  # in float32 where there is no autocast
     assert abs(float(loss) - wanted) <= 1e-6 * wanted and distance(grads, truth) <= 1e-5
+
+
+def test_no_block_computes_in_float16_because_of_autocast() -> None:
+    fused, _ = in_bf16(0, "full", weights=torch.float32)
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        assert all("autocast computes in float16" in str(block.unready(torch.device("cpu"))) for block in blocks(fused))
+
+
+@pytest.mark.parametrize("rung", [Rung("input", "input"), Rung("attention", "attention")], ids=["input", "attention"])
+def test_without_gradients_nothing_is_parked(rung: Rung) -> None:
+    fused, plain = pair("llama", LORA)
+    stand_on(fused, rung)
+    with torch.no_grad():
+        found, expected = (hidden(one, input_ids=batch("llama")["input_ids"]) for one in (fused, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert blocks(fused)[0].spec.store.pinned == 0
+    gradients(fused, batch("llama"))
+    assert blocks(fused)[0].spec.store.pinned > 0
+    assert copy.deepcopy(fused).model.layers[0].spec.store.pinned == 0, "a copy parks for itself"
 
 
 def test_frozen_float32_weights_are_left_to_their_own_forward_under_autocast() -> None:
