@@ -180,7 +180,15 @@ class FusedBlock(nn.Module):
         return out
 
     def parts(self) -> Parts:
-        """The linears as they are at this moment; in training, in their banks, though the model was copied or moved."""
+        """The linears as they are at this moment; in training, in their banks, though the model was copied or moved.
+
+        Raises UsageError where a layer has been exchanged for another: which of the two was to be computed would be a guess.
+        """
+        for parent, name, layer in self.spec.homes:
+            if parent._modules.get(name) is not layer:
+                raise UsageError(
+                    f"a layer of a fused block was exchanged: {name}", found=type(parent._modules.get(name)).__name__, remedy=_FIRST
+                )
         found = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
         for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
             if bank is not None and not isinstance(bank.base, Eight) and not bank.intact(parts):
@@ -239,6 +247,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 _RECORDS = "transformers.utils.output_capturing"
+_FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
 def _part(layer: nn.Module) -> Part:
@@ -247,8 +256,7 @@ def _part(layer: nn.Module) -> Part:
         return Part(layer.weight, layer.bias)
     part = getattr(layer, "part", None)
     if part is None:
-        remedy = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
-        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=remedy)
+        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
     return cast("Part", part())
 
 

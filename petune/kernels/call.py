@@ -52,6 +52,7 @@ class Spec:
     store: Store | None = None
     banks: list[Bank | None] = field(default_factory=list)
     inside: list[tuple[str, nn.Module]] = field(default_factory=list)  # the modules of the block, by name
+    homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)  # where each layer is: its parent, and the name there
     hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack

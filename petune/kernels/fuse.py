@@ -173,6 +173,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         spec.store, spec.said = store, said
         spec.banks = [_bank(layers, plan) for layers in spec.layers]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
+        layers = {id(layer) for group in spec.layers for layer in group}
+        spec.homes = [(parent, name, child) for parent in block.modules() for name, child in parent.named_children() if id(child) in layers]
         block.__dict__["spec"] = spec
         block.__class__ = fused_class(cast("Any", type(block)))
         _hooks_of(model).append(block.register_state_dict_post_hook(dense))

@@ -532,6 +532,15 @@ def test_a_layer_that_has_changed_its_class_is_refused_in_words() -> None:
         gradients(fused, batch("llama", padded=False))
 
 
+def test_a_layer_that_was_exchanged_for_another_is_refused_in_words() -> None:
+    fused, _ = pair("llama", LORA)
+    block_of(fused).mlp.down_proj = nn.Linear(56, 32, bias=False)
+    with pytest.raises(UsageError, match="was exchanged: down_proj"):
+        gradients(fused, batch("llama"))
+    unfuse(fused)
+    gradients(fused, batch("llama"))
+
+
 def test_hugging_faces_checkpointing_of_fused_blocks_is_refused_with_the_way_to_have_it() -> None:
     fused, _ = pair("llama", LORA)
     fused.gradient_checkpointing_enable({"use_reentrant": False})
