@@ -210,8 +210,16 @@ class FusedBlock(nn.Module):
     def _how(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> How:
         spec, mask, segments = self.spec, given.get("attention_mask"), running().segments
         batch, length = hidden.shape[:2]
-        kind = {"segmented": segments is not None, "masked": mask is not None, "drops": draws.attention is not None}
-        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, length, **kind, plain=spec.ops.name == "reference")
+        choice = attending.choose(
+            hidden.device,
+            hidden.dtype,
+            spec.head_dim,
+            length,
+            segmented=segments is not None,
+            masked=mask is not None,
+            drops=draws.attention is not None,
+            plain=spec.ops.name == "reference",
+        )
         return How(spec.causal, spec.scale, batch, segments, mask, choice.backend, draws.attention)
 
     def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:

@@ -163,8 +163,15 @@ class Arrival:
     def of(cls, call: Arguments, segments: Segments | None, block: FusedBlock) -> Arrival:
         """A call of a stack of such blocks, with nothing drawn yet."""
         hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
-        kind = {"segmented": segments is not None, "drops": block.training and spec.attention_dropout > 0}
-        choice = attending.choose(hidden.device, hidden.dtype, spec.head_dim, hidden.shape[1], **kind, plain=spec.ops.name == "reference")
+        choice = attending.choose(
+            hidden.device,
+            hidden.dtype,
+            spec.head_dim,
+            hidden.shape[1],
+            segmented=segments is not None,
+            drops=block.training and spec.attention_dropout > 0,
+            plain=spec.ops.name == "reference",
+        )
         angles = angles_of(call["position_embeddings"]) if spec.kind is PreNorm else None
         return cls(hidden, angles, segments, choice.backend)
 
@@ -216,9 +223,10 @@ class Weights:
         self.tensors = [block.tensors(parts) for block, parts in zip(blocks, self.parts, strict=True)]
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
+        self.lay = self.addresses()
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by
-            self.addresses(),
+            self.lay,
             [value.requires_grad for value in self.all],
             [(part.scale, part.dropout) for parts in self.parts for group in parts for part in group],
             [(block.training, block.spec.attention_dropout, block.spec.drops) for block in blocks],
@@ -388,7 +396,7 @@ class Turn:
                 remedy="call backward once, on the sum of the losses, or petune.kernels.graphs.ungraph(model) before training",
             )
         self.spent = True
-        if self.weights.addresses() != self.weights.recorded[1]:
+        if self.weights.addresses() != self.weights.lay:
             raise UsageError(
                 "weights were moved between the forward and the backward pass of blocks that run as CUDA graphs",
                 remedy="move them between steps, or petune.kernels.graphs.ungraph(model) before training",
