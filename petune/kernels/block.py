@@ -24,7 +24,6 @@ from petune.kernels.attending import How
 from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
-from petune.kernels.group import Sink
 from petune.kernels.offload import Parked
 from petune.kernels.parts import Bank, Part, bankable
 from petune.kernels.postnorm import PostNorm
@@ -57,20 +56,16 @@ class _Node(torch.autograd.Function):
         elif "x" not in kept:
             remedy = "set memory: {offload: none} to go back through a graph twice"
             raise UsageError("what this block had parked in host memory is gone after the first backward pass", remedy=remedy)
-        sink = Sink(ctx.needs_input_grad[2:])
+        needs_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         with torch.autocast(dy.device.type, enabled=False):
-            groups = call.groups(tensors, saved[count : count + factors])
-            run = call.run(groups, tensors)
-            dx = run.backward(_rows_of(dy), kept, ctx.needs_input_grad[1], sink)
-        return None, None if dx is None else dx.view(ctx.shape), *call.gradients(groups, tensors, sink)
+            dx, grads = call.backward(_rows_of(dy), kept, saved[count : count + factors], tensors, needs, needs_x)
+        return None, None if dx is None else dx.view(ctx.shape), *grads
 
 
 def _forward(call: Call, x: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Kept, list[Tensor | None]]:
-    """(the block's output as a matrix, what its rung keeps, its stacked factors)."""
+    """`call.forward` of hidden states [..., width] under any autocast."""
     with torch.autocast(x.device.type, enabled=False):
-        groups = call.groups(tensors)
-        y, kept = call.run(groups, tensors).forward(_rows_of(x))
-    return y, kept, [value for group in groups for value in group.factors]
+        return call.forward(_rows_of(x), tensors)
 
 
 def _rows_of(x: Tensor) -> Tensor:

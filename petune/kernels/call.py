@@ -13,7 +13,7 @@ from petune.dropout import Drop
 from petune.errors import UsageError
 from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
-from petune.kernels.frame import Frame
+from petune.kernels.frame import Frame, Kept
 from petune.kernels.group import Dropping, Group, Sink
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops
@@ -136,6 +136,27 @@ class Call:
             found.append(Group(own, self.dtype, first, base, drops, made))
             first += 4 * len(own)
         return found
+
+    def forward(self, x: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Kept, list[Tensor | None]]:
+        """(the block's output for x [m, width], what its rung keeps, its stacked factors); autocast must be off."""
+        groups = self.groups(tensors)
+        y, kept = self.run(groups, tensors).forward(x)
+        return y, kept, [value for group in groups for value in group.factors]
+
+    def backward(
+        self,
+        dy: Tensor,
+        kept: Kept,
+        factors: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        needs_x: bool,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(dx, or None where nobody needs it; the gradients of `tensors`, None for those that do not need one); kept and factors are what
+        `forward` gave."""
+        sink, groups = Sink(needs), self.groups(tensors, factors)
+        dx = self.run(groups, tensors).backward(dy, kept, needs_x, sink)
+        return dx, self.gradients(groups, tensors, sink)
 
     def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> PreNorm | PostNorm:
         """The block of these groups."""

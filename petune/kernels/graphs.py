@@ -39,7 +39,6 @@ from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Kept
-from petune.kernels.group import Sink
 from petune.kernels.memory import shape_of
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.segments import Segments, Unpadded
@@ -269,10 +268,8 @@ class Passes:
         self.kept.clear()
         x = self.inlet
         for piece in self.pieces:
-            groups = piece.call.groups(piece.tensors)
-            run = piece.call.run(groups, piece.tensors)
-            x, kept = run.forward(x)
-            self.kept.append((piece, [value for group in groups for value in group.factors], kept))
+            x, kept, factors = piece.call.forward(x, piece.tensors)
+            self.kept.append((piece, factors, kept))
         self.outlet.copy_(x)
 
     def backward(self) -> None:
@@ -282,9 +279,8 @@ class Passes:
             piece, factors, kept = self.kept.pop()
             if dx is None:
                 continue
-            sink, groups = Sink(piece.needs), piece.call.groups(piece.tensors, factors)
-            dx = piece.call.run(groups, piece.tensors).backward(dx, kept, piece.needs_x, sink)
-            found = [grad for grad in piece.call.gradients(groups, piece.tensors, sink) if grad is not None]
+            dx, grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, piece.needs_x)
+            found = [grad for grad in grads if grad is not None]
             if found:
                 assert len(found) == len(piece.rooms), "all that trains has a gradient"
                 torch._foreach_copy_(list(piece.rooms), found)

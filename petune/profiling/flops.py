@@ -58,12 +58,9 @@ for _formula in (_flash, _flash_backward):
     cast("Any", _formula)._get_raw = True  # tensors, not shapes: the lengths of packed rows are in one
 FORMULAS = {  # what torch's registry lacks, or counts in newer releases only
     **{
-        getattr(aten, f"_scaled_dot_product_{form}"): _attention
+        getattr(aten, f"_scaled_dot_product_{form}{way}"): formula
         for form in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
-    },
-    **{
-        getattr(aten, f"_scaled_dot_product_{form}_backward"): _attention_backward
-        for form in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
+        for way, formula in (("", _attention), ("_backward", _attention_backward))
     },
     aten._flash_attention_forward: _flash,
     aten._flash_attention_backward: _flash_backward,
