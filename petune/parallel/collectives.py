@@ -1,4 +1,4 @@
-"""What ranks say to one another: the six transitions between layouts as autograd functions, three plain collectives, a transfer.
+"""What ranks say to one another: the six transitions between layouts as autograd functions, five plain collectives, a transfer.
 
 The transitions act on activations [batch, seq, ...] whose dim 1 is cut by `sizes`, the tokens of every rank of `group` in order; zero
 tokens are allowed. They talk in the tensor's own dtype. The backward of each is its true adjoint, which depends on who consumes the result:
@@ -20,7 +20,7 @@ all-gathers are padded to the longest part and uneven reduce-scatters take a lis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,40 @@ def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
 def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
     """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are equal on all ranks."""
     return x if alone(group) else _gather(x.detach(), sizes, group, dim)
+
+
+@torch.no_grad()
+def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], group: Group) -> list[Tensor]:
+    """`gather_dim` of each of `parts` by its (sizes, dim), in one call for each dtype: what is asked for together has to fit together."""
+    if alone(group):
+        return list(parts)
+    found: list[Tensor] = list(parts)
+    ranks, own = range(dist.get_world_size(group)), dist.get_rank(group)
+    for places in _alike(parts):
+        shapes = [[_resized(parts[at].shape, cuts[at][1], cuts[at][0][rank]) for at in places] for rank in ranks]
+        if wrong := [at for at, shape in zip(places, shapes[own], strict=True) if parts[at].shape != shape]:
+            raise ValueError(f"{tuple(parts[wrong[0]].shape)} is not what rank {own} has of sizes and dim {cuts[wrong[0]]}")
+        counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+        lengths = tuple(map(sum, counts))
+        flat = _gather(torch.cat([parts[at].reshape(-1) for at in places]), lengths, group, 0)
+        pieces = [of_rank.split(count) for of_rank, count in zip(flat.split(lengths), counts, strict=True)]
+        for number, at in enumerate(places):
+            found[at] = torch.cat([pieces[rank][number].view(shapes[rank][number]) for rank in ranks], cuts[at][1])
+    return found
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
+    """What rank `source` of the group gives, on every rank; all give the same shapes and dtypes. One call for each dtype."""
+    if alone(group):
+        return list(tensors)
+    found: list[Tensor] = list(tensors)
+    for places in _alike(tensors):
+        flat = torch.cat([tensors[at].reshape(-1) for at in places])
+        dist.broadcast(flat, group_src=source, group=group)
+        for at, value in zip(places, flat.split([tensors[at].numel() for at in places]), strict=True):
+            found[at] = value.view(tensors[at].shape)
+    return found
 
 
 def own_slice(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
@@ -171,21 +205,33 @@ def _all_reduce_(tensors: Sequence[Tensor], operation: dist.ReduceOp.RedOpType, 
             tensor.copy_(part.view(tensor.shape))
 
 
+def _alike(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """Which of the tensors have one dtype and device, in order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(at)
+    return kinds.values()
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype and device, in order and at most BUCKET bytes together unless one alone has more."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for kind in kinds.values():
+    for places in _alike(tensors):
         bucket: list[Tensor] = []
         held = 0
-        for tensor in kind:
+        for tensor in (tensors[at] for at in places):
             if bucket and held + tensor.nbytes > BUCKET:
                 yield bucket
                 bucket, held = [], 0
             bucket.append(tensor)
             held += tensor.nbytes
         yield bucket
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """`shape` with another size of one dim."""
+    found = list(shape)
+    found[dim] = size
+    return tuple(found)
 
 
 class Transfer:

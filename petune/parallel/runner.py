@@ -9,7 +9,7 @@ over 300 lines long because a step, and what it asks of other ranks, read the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -24,12 +24,12 @@ from petune.errors import PetuneError
 from petune.kernels.streamed import StreamedAdamW
 from petune.log import say
 from petune.parallel import group
-from petune.parallel.collectives import all_sum_, gather_dim
+from petune.parallel.collectives import BUCKET, all_sum_, broadcast, gather_dims
 from petune.parallel.mesh import Axis, Mesh
 from petune.parallel.pipeline import Pipeline, cut_stages
 from petune.parallel.place import cross
 from petune.parallel.plan import ParallelPlan, apportion
-from petune.parallel.shard import copies, full, is_sharded, local, local_like, shard
+from petune.parallel.shard import copies, is_sharded, local, local_like, shard, wholes
 from petune.parallel.slices import Placed, cut
 from petune.parallel.vocabulary import cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
 from petune.parallel.work import Batch, Work
@@ -230,12 +230,12 @@ class Runner:
 
     def _sum_over_stages(self, grads: Mapping[str, Tensor]) -> None:
         """Tensors on several stages (tied embeddings, modules outside the blocks); a stage without one adds zero."""
-        for name in (name for name in self.names if len(self.holders[name]) > 1):
-            value = grads.get(name)
-            if value is None:
-                shape, dtype = self._local_shape(name)
-                value = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
-            dist.all_reduce(value, group=self.mesh.groups["pp"])
+        shared = {name: self._local_shape(name) for name in self.names if len(self.holders[name]) > 1}
+        values = [
+            grads[name] if name in grads else torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+            for name, (shape, dtype) in shared.items()
+        ]
+        all_sum_(values, self.mesh.groups["pp"])
 
     def clip(self, max_norm: float | None) -> float:
         """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they exceed it.
@@ -315,30 +315,49 @@ class Runner:
 
         Every rank must call it with the tensors it has; elsewhere the result is empty.
         """
-        found = {}
-        for name in self.names:
-            value = self._put_together(name, tensors.get(name))
+        found: dict[str, Tensor] = {}
+        for names in self._portions():
+            parts = self._put_together(names, {name: tensors[name] for name in names if name in tensors})
             if self.mesh.main:
-                found[name] = value.to("cpu", copy=True)
+                found |= {name: parts[name].to("cpu", copy=True) for name in names}
         return found
 
-    def _put_together(self, name: str, value: Tensor | None) -> Tensor:
-        shape, dtype = self.shapes[name]
-        cut = self.placed.slices.get(name)
-        part = None if value is None else full(value.detach())
-        if self.mesh.at.pp in self.holders[name] and cut is not None and self.plan.tp > 1:
-            group = self.mesh.groups["tp"]
-            if cut.dim == "owner":
-                part = part if part is not None else torch.empty(shape, dtype=dtype, device=self.mesh.device)
-                dist.broadcast(part, group_src=0, group=group)
-            else:
-                assert part is not None
-                part = gather_dim(part, cut.sizes, cut.dim, group)
-        if self.plan.pp > 1 and self.holders[name] != list(range(self.plan.pp)):
-            part = part.contiguous() if part is not None else torch.empty(shape, dtype=dtype, device=self.mesh.device)
-            dist.broadcast(part, group_src=self.holders[name][0], group=self.mesh.groups["pp"])
-        assert part is not None
-        return part
+    def _portions(self) -> Iterator[list[str]]:
+        """The tuned tensors in turn, as many as there may be whole at once beside the model: BUCKET bytes, unless one alone has more."""
+        portion: list[str] = []
+        held = 0
+        for name in self.names:
+            shape, dtype = self.shapes[name]
+            size = shape.numel() * dtype.itemsize
+            if portion and held + size > BUCKET:
+                yield portion
+                portion, held = [], 0
+            portion.append(name)
+            held += size
+        yield portion
+
+    @torch.no_grad()
+    def _put_together(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`names` whole, of this rank's `tensors`: along dp, tp and pp, one after the other."""
+        parts = dict(zip(tensors, wholes([value.detach() for value in tensors.values()]), strict=True))
+        if self.plan.tp > 1:
+            here = [name for name in names if self.mesh.at.pp in self.holders[name] and name in self.placed.slices]
+            cuts = {name: (cut.sizes, int(cut.dim)) for name in here if (cut := self.placed.slices[name]).dim != "owner"}
+            parts |= zip(cuts, gather_dims([parts[name] for name in cuts], list(cuts.values()), self.mesh.groups["tp"]), strict=True)
+            parts |= self._sent([name for name in here if name not in cuts], parts, 0, "tp")
+        for stage in range(self.plan.pp) if self.plan.pp > 1 else ():
+            there = [name for name in names if self.holders[name][0] == stage and len(self.holders[name]) < self.plan.pp]
+            parts |= self._sent(there, parts, stage, "pp")
+        return parts
+
+    def _sent(self, names: Sequence[str], parts: Mapping[str, Tensor], source: int, axis: Axis) -> dict[str, Tensor]:
+        """Whole tensors of rank `source` of an axis, for all of its ranks."""
+        shapes = {name: self.shapes[name] for name in names}
+        rooms = [
+            parts[name] if name in parts else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+            for name, (shape, dtype) in shapes.items()
+        ]
+        return dict(zip(names, broadcast(rooms, source, self.mesh.groups[axis]), strict=True))
 
     def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole tensors given by tuned name, on its device."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from petune.errors import PetuneError, UsageError
+from petune.parallel.collectives import gather_dims
 from petune.parallel.group import limit
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import ParallelPlan, Sharding
@@ -171,17 +172,28 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def full(tensor: Tensor) -> Tensor:
-    """The whole of what is sharded over dp, detached and plain, on the mesh's device; a tensor that is not sharded comes back as it is.
+def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The wholes of what is sharded over dp, detached and plain, on the mesh's device; a tensor that is not sharded comes back as it is.
 
-    Every rank of the axis must call it. A shard that rests on the CPU travels by way of the device.
+    Every rank of the axis must call it. A shard that rests on the CPU travels by way of the device. All of them are there at once.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part = tensor.to_local().to(tensor.device_mesh.device_type)
-    again = DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-    whole: Tensor = again.full_tensor()
-    return whole
+    found = list(tensors)
+    sharded = {at: tensor for at, tensor in enumerate(tensors) if isinstance(tensor, DTensor)}
+    if not sharded:
+        return found
+    mesh = next(iter(sharded.values())).device_mesh  # of all of them: it is one model's
+    axis = mesh.ndim - 1  # shards; before it replicas, which hold the same
+    parts = [tensor.to_local().to(mesh.device_type) for tensor in sharded.values()]
+    cuts = [(chunks(tensor.shape[0], mesh.size(axis)), 0) for tensor in sharded.values()]
+    for at, whole in zip(sharded, gather_dims(parts, cuts, mesh.get_group(axis)), strict=True):
+        found[at] = whole
+    return found
+
+
+def chunks(length: int, count: int) -> tuple[int, ...]:
+    """How torch's chunk rule cuts `length` rows in `count`: equal parts, then what is left, then nothing."""
+    size = -(-length // count)
+    return tuple(max(0, min(size, length - size * number)) for number in range(count))
 
 
 @torch.no_grad()
@@ -197,10 +209,8 @@ def local_like(parameter: Tensor, whole: Tensor) -> Tensor:
     part = whole
     for axis, placement in enumerate(parameter.placements):
         if placement.is_shard():
-            dim, count, index = getattr(placement, "dim", 0), parameter.device_mesh.size(axis), parameter.device_mesh.get_local_rank(axis)
-            size = -(-part.shape[dim] // count)
-            start = min(size * index, part.shape[dim])
-            part = part.narrow(dim, start, min(size, part.shape[dim] - start))
+            sizes, index = chunks(len(part), parameter.device_mesh.size(axis)), parameter.device_mesh.get_local_rank(axis)
+            part = part.narrow(0, sum(sizes[:index]), sizes[index])
     part = part.to(local(parameter).device).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -137,6 +137,56 @@ def test_gather_dim_has_no_graph() -> None:
     assert run(2, gathered) == [False, False]
 
 
+WHOLES = [((4, 3), 0, (1, 3)), ((2, 5, 2), 1, (5, 0)), ((6,), 0, (6, 0)), ((3, 4), -1, (0, 4)), ((2, 2), 0, (1, 1))]
+
+
+def filled(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    draw = torch.Generator().manual_seed(number)
+    return torch.randint(-9, 9, shape, generator=draw).to(dtype)
+
+
+def test_tensors_cut_along_any_dim_are_made_whole_together_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (torch.float32, torch.bfloat16, torch.float32, torch.bool, torch.float32)
+    wholes = [filled(at, shape, dtype) for at, ((shape, _, _), dtype) in enumerate(zip(WHOLES, kinds, strict=True))]
+
+    def gathered() -> tuple[list[Tensor], int]:
+        calls, talk = [], collectives._all_gather
+        monkeypatch.setattr(collectives, "_all_gather", lambda *args, **kwargs: (calls.append(1), talk(*args, **kwargs)))
+        rank = dist.get_rank()
+        parts = [whole.split(sizes, dim)[rank] for whole, (_, dim, sizes) in zip(wholes, WHOLES, strict=True)]
+        return collectives.gather_dims(parts, [(sizes, dim) for _, dim, sizes in WHOLES], dist.group.WORLD), len(calls)
+
+    for found, calls in run(2, gathered):
+        assert calls == 3
+        for one, whole in zip(found, wholes, strict=True):
+            assert one.dtype == whole.dtype and torch.equal(one, whole)
+
+
+def test_parts_of_the_right_number_but_the_wrong_shape_are_refused_before_anything_is_sent() -> None:
+    def gathered() -> str:
+        with pytest.raises(ValueError) as error:
+            collectives.gather_dims([drawn(0, 2), drawn(0, 4)], [((4, 4), 1), ((2, 2), 1)], dist.group.WORLD)
+        return str(error.value)
+
+    assert all("(2, 2, 3) is not what rank" in said for said in run(2, gathered))
+
+
+def test_what_one_rank_has_is_broadcast_one_call_a_dtype_and_what_was_given_is_left_alone() -> None:
+    shapes = [((3, 2), torch.float32), ((), torch.int64), ((4,), torch.float32), ((0, 2), torch.float32)]
+
+    def sent() -> tuple[list[Tensor], bool]:
+        own = [filled(10 * dist.get_rank() + at, shape, dtype) for at, (shape, dtype) in enumerate(shapes)]
+        before = [value.clone() for value in own]
+        found = collectives.broadcast(own, 1, dist.group.WORLD)
+        return found, all(map(torch.equal, own, before))
+
+    expected = [filled(10 + at, shape, dtype) for at, (shape, dtype) in enumerate(shapes)]
+    for found, untouched in run(3, sent):
+        assert untouched
+        assert [value.shape for value in found] == [value.shape for value in expected]
+        assert all(map(torch.equal, found, expected))
+
+
 def test_a_part_of_another_length_than_the_plan_says_is_refused_before_anything_is_sent() -> None:
     def gathered() -> str:
         with pytest.raises(ValueError) as error:

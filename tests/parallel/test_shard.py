@@ -20,7 +20,7 @@ from petune.parallel import place, slices
 from petune.parallel.collectives import gather_dim
 from petune.parallel.mesh import Mesh, coordinate, make_mesh
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
-from petune.parallel.shard import copies, full, is_sharded, local, local_like, shard
+from petune.parallel.shard import chunks, copies, is_sharded, local, local_like, shard, wholes
 from petune.parallel.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_loss
 from petune.stack import own_stacks
 from petune.tasks.loss import loss_sum, trained_positions
@@ -112,7 +112,7 @@ def clip(model: nn.Module, plan: ParallelPlan, bound: float) -> float:
 
 
 def whole(tensors: Tensors) -> Tensors:
-    return {key: full(value).clone() for key, value in tensors.items()}
+    return {key: value.clone() for key, value in zip(tensors, wholes(list(tensors.values())), strict=True)}
 
 
 def together(build: Callable[[], Any], name: str, rows: Tensors, plan: ParallelPlan, steps: int = 3) -> dict[str, Any]:
@@ -160,8 +160,15 @@ def assert_as_alone(name: str, build: Callable[[], Any], plan: ParallelPlan, tol
 # ------------------------------------------------------------------ against one process
 
 
-@pytest.mark.parametrize("method", sorted(SETTINGS))
-@pytest.mark.parametrize("name", FOUR)
+# tests/test_matrix.py has the numbers of every cell; what is held is the same for all families.
+HALVES = [
+    pytest.param(name, method, marks=pytest.mark.long if (row + column) % 2 else ())
+    for row, name in enumerate(FOUR)
+    for column, method in enumerate(sorted(SETTINGS))
+]
+
+
+@pytest.mark.parametrize(("name", "method"), HALVES)
 def test_a_sharded_model_trains_as_one_process_does_and_holds_half(name: str, method: str) -> None:
     for found in assert_as_alone(name, lambda: model_of(name, method), plan_of(2)):
         assert found["held"] == pytest.approx(0.5, abs=0.01)
@@ -236,7 +243,7 @@ def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
         grads = {}
         for key, value in tuned_parameters(model).items():
             assert value.grad is not None
-            grads[key] = full(value.grad)
+            grads[key] = wholes([value.grad])[0]
             if key in placed.partial:
                 dist.all_reduce(grads[key], group=mesh.groups["tp"])
             elif (found := placed.slices.get(key)) is not None:
@@ -335,7 +342,7 @@ def test_parameters_and_optimizer_states_go_whole_and_back(replicas: int, offloa
         optimizer.step()
         for parameter, state in optimizer.state.items():
             for value in (parameter.detach(), *state.values()):
-                again = local_like(parameter, full(value))
+                again = local_like(parameter, wholes([value])[0])
                 assert type(again) is type(value) and again.shape == value.shape and again.dtype == value.dtype
                 assert torch.equal(local(again), local(value))
                 assert copies(value, plan) == (replicas if is_sharded(value) else 4)
@@ -387,3 +394,12 @@ def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
 def test_a_plan_with_nothing_to_shard_over_is_refused(plan: ParallelPlan) -> None:
     with pytest.raises(UsageError, match="nothing to shard over"):
         shard(nn.Linear(2, 2), plan, Mesh(plan, 0, coordinate(plan, 0), torch.device("cpu")), ())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [0, 1, 4, 7, 12])
+def test_chunks_are_those_of_torchs_rule(length: int, count: int) -> None:
+    found = chunks(length, count)
+    parts = [len(part) for part in torch.empty(length).chunk(count)] if length else []
+    assert len(found) == count and sum(found) == length
+    assert [size for size in found if size] == [size for size in parts if size]
