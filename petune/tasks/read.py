@@ -81,10 +81,10 @@ class Line(NamedTuple):
 def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
     """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also ends the reading."""
     with path.open("rb") as file:
-        number = 0
+        name, number = shown(path), 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            where = f"{shown(path)}:{number}"
+            where = f"{name}:{number}"
             if len(raw) > MAX_LINE_BYTES:
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(2**20)
@@ -140,8 +140,9 @@ def kind_of(value: object) -> str:
 
 def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
     """One object a line; blank lines are counted."""
+    name = shown(path)
     for line in lines(path, faults):
-        where = f"{shown(path)}:{line.number}"
+        where = f"{name}:{line.number}"
         if not line.text.strip():
             faults.blanks += 1
             continue
@@ -192,7 +193,7 @@ def read_json(path: Path, faults: Faults) -> Iterator[Record]:
 
 def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
     """Walk the array element by element, so that each keeps its line."""
-    position, line, seen = text.index("[") + 1, 1, 0
+    name, position, line, seen = shown(path), text.index("[") + 1, 1, 0
 
     def skip(characters: str) -> str:
         nonlocal position
@@ -202,14 +203,14 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
 
     while (head := skip(" \t\r\n")) != "]":
         line, seen = line + text.count("\n", seen, position), position
-        where = f"{shown(path)}:{line}"
+        where = f"{name}:{line}"
         try:
             if not head:
                 raise BadValue("the array is not closed")
             value, position = DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError):
-                where = f"{shown(path)}:{error.lineno}:{error.colno}"
+                where = f"{name}:{error.lineno}:{error.colno}"
             faults.add(Problem(_said(error), where, remedy="nothing after this place was read"), fatal=True)
             return
         if isinstance(value, dict):
@@ -219,7 +220,7 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
         if skip(" \t\r\n") == ",":
             position += 1
         elif text[position : position + 1] != "]":
-            faults.add(Problem("expected , or ] after a row", f"{shown(path)}:{line + text.count(chr(10), seen, position)}"), fatal=True)
+            faults.add(Problem("expected , or ] after a row", f"{name}:{line + text.count(chr(10), seen, position)}"), fatal=True)
             return
 
 
@@ -229,14 +230,14 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
 def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
     """A header and rows of as many cells; an empty cell is a missing value."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    limit = csv.field_size_limit(MAX_LINE_BYTES)  # process-wide, so put back
+    name, limit = shown(path), csv.field_size_limit(MAX_LINE_BYTES)  # the limit is the process', so put back
     try:
         reader = csv.reader((line.text + "\n" for line in lines(path, faults, fatal=True)), delimiter=delimiter, strict=True)
         header: list[str] = []
         line = 1
         try:
             for cells in reader:
-                where, line = f"{shown(path)}:{line}", reader.line_num + 1
+                where, line = f"{name}:{line}", reader.line_num + 1
                 if not cells or cells == [""]:
                     faults.blanks += 1
                 elif not header:
@@ -245,9 +246,9 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
                     what, remedy = "a row of another width than the header", "quote cells that hold the separator"
                     faults.add(Problem(what, where, f"{len(header)} cells", str(len(cells)), remedy))
                 else:
-                    yield Record(where, {name: cell if cell else None for name, cell in zip(header, cells, strict=True)})
+                    yield Record(where, {column: cell if cell else None for column, cell in zip(header, cells, strict=True)})
         except csv.Error as error:
-            faults.add(Problem(f"not CSV: {error}", f"{shown(path)}:{line}", remedy="nothing after this place was read"), fatal=True)
+            faults.add(Problem(f"not CSV: {error}", f"{name}:{line}", remedy="nothing after this place was read"), fatal=True)
     finally:
         csv.field_size_limit(limit)
 
@@ -262,9 +263,10 @@ def _header(cells: list[str], where: str) -> list[str]:
 
 def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
     """A row of plain text per line."""
+    name = shown(path)
     for line in lines(path, faults):
         if line.text.strip():
-            yield Record(f"{shown(path)}:{line.number}", {"text": line.text})
+            yield Record(f"{name}:{line.number}", {"text": line.text})
         else:
             faults.blanks += 1
 
@@ -276,11 +278,11 @@ def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        number = 0
+        name, number = shown(path), 0
         for batch in file.iter_batches():
             for columns in batch.to_pylist():
                 number += 1
-                yield Record(f"{shown(path)}:{number}", columns)
+                yield Record(f"{name}:{number}", columns)
     except (pyarrow.ArrowException, ValueError) as error:
         raise DataError(f"not a whole Parquet file: {error}", where=shown(path), remedy="fetch or write it again") from error
 
