@@ -54,14 +54,20 @@ def _pairs(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor
     return int((starts.diff().long() * key_starts.diff().long()).sum())
 
 
+def _addmm(addend: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """Of [n, k] and [k, m]. A dtype of the result may follow, which torch's own formula takes for its shape."""
+    return 2 * left[0] * left[1] * right[1]
+
+
 for _formula in (_flash, _flash_backward):
     cast("Any", _formula)._get_raw = True  # tensors, not shapes: the lengths of packed rows are in one
-FORMULAS = {  # what torch's registry lacks, or counts in newer releases only
+FORMULAS = {  # what torch's registry lacks, counts in newer releases only, or cannot take
     **{
         getattr(aten, f"_scaled_dot_product_{form}{way}"): formula
         for form in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
         for way, formula in (("", _attention), ("_backward", _attention_backward))
     },
+    aten.addmm: _addmm,
     aten._flash_attention_forward: _flash,
     aten._flash_attention_backward: _flash_backward,
 }

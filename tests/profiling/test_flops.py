@@ -99,6 +99,15 @@ def test_flash_attention_by_token_counts_every_pair_of_its_rows(packed: bool) ->
     assert (one, two) == (2 * 2 * pairs, 5 * 2 * pairs)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["rounded", "wide"])
+def test_a_product_is_counted_whatever_dtype_it_is_summed_in(dtype: torch.dtype | None) -> None:
+    x, y, addend = (torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 3), (3, 4), (2, 4)))
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        torch.addmm(addend, x, y) if dtype is None else torch.addmm(addend.float(), x, y, dtype)
+        torch.mm(x, y) if dtype is None else torch.mm(x, y, out_dtype=dtype)
+    assert counter.get_total_flops() == 2 * (2 * 2 * 3 * 4)
+
+
 def test_attention_by_head_counts_every_query_head_though_keys_have_fewer() -> None:
     query, key = (2, 4, 16, 8), (2, 2, 24, 8)
     for form in ("flash_attention", "cudnn_attention"):
