@@ -9,7 +9,8 @@ chosen once per device and kind of call by `choose`:
     cudnn    rows of equal length; about twice as fast as flash on Hopper. cuDNN plans each new (batch, length) for tens of ms
     flash    rows of equal length (Dao 2023, arXiv:2307.08691)
     varlen   segments, the same kernels
-    dropped  dropout of the probabilities by index, which no library draws: a kernel of our own, for rows and segments
+    triton   kernels of our own: segments of narrow heads on Hopper, in 0.55 to 0.95 of flash's time there (benchmarks/RESULTS.md), and
+             dropout of the probabilities by index, which no library draws, for rows and segments
     sdpa     whatever else: torch's scaled_dot_product_attention, its backward by computing the forward again
 """
 
@@ -30,9 +31,10 @@ from petune.dropout import Drop, dropped_attention
 from petune.kernels.ops import refusal
 from petune.kernels.segments import Segments
 
-Backend = Literal["cudnn", "flash", "varlen", "dropped", "sdpa"]
+Backend = Literal["cudnn", "flash", "varlen", "triton", "sdpa"]
 Kept = tuple[Any, ...]  # what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+NARROW, SHORT = 64, 1024  # columns of a head and tokens of a segment up to which our kernels were measured to be ahead of flash
 
 aten: Any = torch.ops.aten
 
@@ -76,24 +78,28 @@ def choose(
     drops: bool = False,
     plain: bool = False,
 ) -> Choice:
-    """The form for rows of `tokens` tokens (not read with segments) on `device`; asking again for the same kind of call costs a look-up.
+    """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; asking again for the same kind costs a look-up.
 
     drops: probabilities drop out. plain: no kernel of our own.
     """
     if drops:
-        refused = "plain torch is asked for" if plain else _no_dropped(device, dtype, head_dim, masked)
-        return Choice("dropped", "dropout of attention") if refused is None else Choice("sdpa", refused)
-    return _chosen(device, dtype, head_dim, tokens == 1, segmented, masked, torch.are_deterministic_algorithms_enabled())
+        refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked)
+        return Choice("triton", "dropout of attention") if refused is None else Choice("sdpa", refused)
+    ours = segmented and tokens <= SHORT and not plain
+    return _chosen(device, dtype, head_dim, tokens == 1, segmented, ours, masked, torch.are_deterministic_algorithms_enabled())
 
 
 @cache
 def _chosen(
-    device: torch.device, dtype: torch.dtype, head_dim: int, single: bool, segmented: bool, masked: bool, deterministic: bool
+    device: torch.device, dtype: torch.dtype, head_dim: int, single: bool, segmented: bool, ours: bool, masked: bool, deterministic: bool
 ) -> Choice:
     refused = _no_flash(device, dtype, head_dim, masked)
     if refused is not None:
         return Choice("sdpa", refused)
     if segmented:
+        fast = ours and head_dim <= NARROW and torch.cuda.get_device_capability(device)[0] == 9
+        if fast and _no_triton(device, dtype, head_dim, masked) is None:
+            return Choice("triton", "short segments of narrow heads on Hopper")
         return Choice("varlen", "segments of unequal length")
     refused = _no_cudnn(device, head_dim, single, deterministic)
     return Choice("cudnn", "rows of equal length on a device that cuDNN is best on") if refused is None else Choice("flash", refused)
@@ -115,8 +121,8 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
 
 
 @cache
-def _no_dropped(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-    """Why dropout of attention has no kernel of its own here, or None."""
+def _no_triton(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    """Why our kernels cannot be used here, or None."""
     if masked:
         return "a mask"
     if head_dim % 8 or head_dim > 128:
@@ -209,15 +215,15 @@ def _laid_out(how: How, *tensors: Tensor) -> tuple[Sequence[Tensor], Tensor | No
     return [x.view(how.batch, -1, *x.shape[1:]) for x in tensors], None, len(tensors[0]) // how.batch
 
 
-# ------------------------------------------------------------------ dropped
+# ------------------------------------------------------------------ triton
 
 
-def _dropped(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
     out, lse = _kernels().forward(q, k, v, *_starts(how, q), how.causal, how.scale, how.drop)
     return out, (lse,)
 
 
-def _dropped_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How) -> Gradients:
+def _triton_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How) -> Gradients:
     found: Gradients = _kernels().backward(dout, q, k, v, out, kept[0], *_starts(how, q), how.causal, how.scale, how.drop)
     return found
 
@@ -287,6 +293,6 @@ _FORMS: dict[Backend, tuple[Callable[..., tuple[Tensor, Kept]], Callable[..., Gr
     "cudnn": (_cudnn, _cudnn_backward),
     "flash": (_flash, _flash_backward),
     "varlen": (_flash, _flash_backward),
-    "dropped": (_dropped, _dropped_backward),
+    "triton": (_triton, _triton_backward),
     "sdpa": (_sdpa, _sdpa_backward),
 }

@@ -174,8 +174,8 @@ class FusedBlock(nn.Module):
         out: Tensor = _Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
         return out
 
-    def parts(self) -> Parts:
-        """The linears as they are at this moment; in training, in their banks, though the model was copied or moved.
+    def linears(self) -> Parts:
+        """The linears as they are at this moment.
 
         Raises UsageError where a layer has been exchanged for another: which of the two was to be computed would be a guess.
         """
@@ -184,7 +184,11 @@ class FusedBlock(nn.Module):
                 raise UsageError(
                     f"a layer of a fused block was exchanged: {name}", found=type(parent._modules.get(name)).__name__, remedy=_FIRST
                 )
-        found = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        return tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+
+    def parts(self) -> Parts:
+        """`linears`; in training, in their banks, though the model was copied or moved."""
+        found = self.linears()
         for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
             if bank is not None and not isinstance(bank.base, Eight) and not bank.intact(parts):
                 layers = self.spec.layers[at]
@@ -209,7 +213,7 @@ class FusedBlock(nn.Module):
             hidden.device,
             hidden.dtype,
             spec.head_dim,
-            length,
+            length if segments is None else segments.longest,
             segmented=segments is not None,
             masked=mask is not None,
             drops=draws.attention is not None,

@@ -18,7 +18,7 @@ long because the buffers, the recording and the rules when to replay it have to 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -48,11 +48,11 @@ from petune.stack import Call as Arguments
 from petune.stack import Stack
 
 LAUNCH_BOUND = 1e-3  # predicted seconds of a block's forward pass, below which its launches take about as long
-QUANTUM = 256  # tokens of a batch with segments are rounded up to a multiple of this
+QUANTUM = 256  # tokens of a batch with segments are rounded up to a multiple of this, or of an eighth of the power of two below them
 SLOTS = 8  # and so are its segments, with at least one slot for tokens it lacks
 SHORTEST = 64  # the longest segment is rounded up to a power of two of at least this: it sizes a grid whose spare programs end at once
-WASTE = 1 / 8  # of a bucket's tokens: how much larger a recording may be that is used in the place of its own
-OFTEN = 8  # batches of a bucket, after which it gets its own all the same
+ONE_BY_ONE = 5  # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
+RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
 LIMIT = 16  # recordings of a stack
 PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
 
@@ -127,7 +127,8 @@ class Bucket:
             return cls(shape[0] * shape[1], shape[0], shape[1], False, kind)
         rows = _rounded(len(segments.lengths) + 1, SLOTS)
         spare = rows - len(segments.lengths)
-        tokens = _rounded(segments.total + spare, QUANTUM)
+        needed = segments.total + spare
+        tokens = _rounded(needed, max(QUANTUM, (1 << needed.bit_length() - 1) // 8))
         longest = max(SHORTEST, segments.longest, -(-(tokens - segments.total) // spare))
         return cls(tokens, rows, 1 << (longest - 1).bit_length(), True, kind)
 
@@ -166,7 +167,7 @@ class Arrival:
             hidden.device,
             hidden.dtype,
             spec.head_dim,
-            hidden.shape[1],
+            hidden.shape[1] if segments is None else segments.longest,
             segmented=segments is not None,
             drops=block.training and spec.attention_dropout > 0,
             plain=spec.ops.name == "reference",
@@ -217,9 +218,9 @@ class Learned:
 class Weights:
     """The tensors of a stack's blocks as they are at this moment, and what of them is part of a recording."""
 
-    def __init__(self, blocks: Sequence[FusedBlock]) -> None:
-        self.parts: list[Parts] = [block.parts() for block in blocks]
-        self.tensors = [block.tensors(parts) for block, parts in zip(blocks, self.parts, strict=True)]
+    def __init__(self, blocks: Sequence[FusedBlock], parts: Sequence[Parts]) -> None:
+        self.parts = parts
+        self.tensors = [block.tensors(own) for block, own in zip(blocks, parts, strict=True)]
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
@@ -227,7 +228,7 @@ class Weights:
             [id(value) for value in places],  # of None too: an update may be passed by
             self.lay,
             [value.requires_grad for value in self.all],
-            [(part.scale, part.dropout) for parts in self.parts for group in parts for part in group],
+            [(part.scale, part.dropout) for own in parts for group in own for part in group],
             [(block.training, block.spec.attention_dropout, block.spec.drops) for block in blocks],
         )
 
@@ -239,6 +240,17 @@ class Weights:
     def trained(self) -> list[Tensor]:
         """Those that train."""
         return [value for value in self.all if value.requires_grad]
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether anything drops out."""
+        *_, parts, blocks = self.recorded
+        return any(dropout for _, dropout in parts) or any(training and any((p, *others)) for training, p, others in blocks)
+
+    @cached_property
+    def undrawn(self) -> Sequence[Draws]:
+        """What is drawn where nothing drops out."""
+        return [Draws(tuple(tuple(None for _ in group) for group in parts), None, (None, None)) for parts in self.parts]
 
 
 # ------------------------------------------------------------------ both passes
@@ -420,7 +432,8 @@ class _Node(torch.autograd.Function):
 
 
 class Graphs:
-    """A way through a fused stack (petune.stack.Whole) by recordings, which it makes when a bucket comes for the second time.
+    """A way through a fused stack (petune.stack.Whole) by recordings, each made once the batches of its bucket have lost more time
+    without it than it takes. Segments that no recording holds get one at once: whatever is smaller will use it too.
 
     Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, hooks on blocks,
     and with all activations kept on the device. Everything else goes block by block; a reason that is worth knowing is said once.
@@ -443,7 +456,7 @@ class Graphs:
         self.weights, self.learned = weights, Learned(weights.trained if weights else ())
         self.recorder: Recorder | None = None
         self.graphs: dict[Bucket, Graph] = {}
-        self.seen: Counter[Bucket] = Counter()
+        self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
         self.rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
@@ -460,7 +473,7 @@ class Graphs:
         if reason is not None:
             self._say(f"{stack.name} runs block by block, not as CUDA graphs: {reason}")
             return None
-        arrival = replace(arrival, draws=_drawn(stack, weights, arrival.hidden, here))
+        arrival = replace(arrival, draws=_drawn(stack, weights, arrival.hidden, here) if weights.drops else weights.undrawn)
         graph = self._graph(stack.name, blocks, arrival)
         if graph is None:
             return None
@@ -485,21 +498,21 @@ class Graphs:
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
         """The weights; recordings of others are forgotten."""
-        weights = Weights(blocks)
-        if self.weights is None or self.weights.recorded != weights.recorded:
-            self._begin(weights)
-            return weights
+        if self.weights is None or self.weights.recorded != Weights(blocks, [block.linears() for block in blocks]).recorded:
+            self._begin(Weights(blocks, [block.parts() for block in blocks]))  # which may have moved some into their banks
+        assert self.weights is not None
         return self.weights
 
     def _graph(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
         """The recording to replay, made if it is due; None where one by one is the way this time."""
         self.calls += 1
-        self.seen[arrival.bucket] += 1
-        turn = self.turn()
+        turn, bucket = self.turn(), arrival.bucket
         if turn is not None and not turn.spent:
             return None
         graph = self._fitting(arrival)
-        if self._due(arrival.bucket, graph) and self._has_room():
+        self.lost[bucket] += ONE_BY_ONE if graph is None else graph.bucket.tokens / bucket.tokens - 1
+        due = graph is None and bucket.segmented or self.lost[bucket] > RECORDING
+        if bucket not in self.graphs and due and self._has_room():
             graph = self._recorded(name, blocks, arrival) or graph
         if graph is not None:
             graph.used = self.calls
@@ -513,13 +526,6 @@ class Graphs:
         larger = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind and size.holds(segments)]
         return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
 
-    def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
-        """Whether a bucket that has `graph` should have its own: when it comes again and that wastes much, when it comes often anyway."""
-        if bucket in self.graphs:
-            return False
-        close = graph is not None and graph.bucket.tokens <= bucket.tokens * (1 + WASTE)
-        return self.seen[bucket] > (OFTEN if close else 1)
-
     def _has_room(self) -> bool:
         """Whether there may be one recording more, now that one which has not been used for long may have gone."""
         if len(self.graphs) < LIMIT:
@@ -527,7 +533,7 @@ class Graphs:
         oldest = min(self.graphs.values(), key=lambda graph: graph.used)
         if self.calls - oldest.used < PATIENCE:
             return False
-        del self.graphs[oldest.bucket], self.seen[oldest.bucket]
+        del self.graphs[oldest.bucket], self.lost[oldest.bucket]
         return True
 
     def _recorded(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
@@ -543,8 +549,7 @@ class Graphs:
             first = str(error).partition("\n")[0]
             self._say(f"{name} runs block by block on {bucket.tokens} tokens: they could not be recorded as CUDA graphs: {first}")
             return None
-        sizes = f"{QUANTUM} tokens a bucket" if bucket.segmented else "those of each size of batch"
-        self._say(f"{name} runs as CUDA graphs, {sizes}")
+        self._say(f"{name} runs as CUDA graphs, recorded {'as larger batches come' if bucket.segmented else 'for each size of batch'}")
         self.graphs[bucket] = graph
         return graph
 

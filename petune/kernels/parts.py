@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, cast, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One linear: weight [n, k], bias [n] or None; A [r, k] and B [n, r] of a LoRA update or None, its scale and its dropout."""
 
     weight: Tensor
@@ -37,7 +36,7 @@ class Part:
         """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
         if self.weight.dtype == dtype:
             return self
-        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+        return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
 @runtime_checkable

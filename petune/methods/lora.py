@@ -94,9 +94,10 @@ class LoraLinear(LoraLayer, nn.Linear):
 
     def part(self) -> Part:
         """Itself as fused blocks read it."""
+        own = self._parameters  # asked in every pass of every block, where attributes of a module take ten times as long
         if self.passes_by():
-            return Part(self.weight, self.bias)
-        return Part(self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dropout)
+            return Part(cast("Tensor", own["weight"]), own["bias"])
+        return Part(cast("Tensor", own["weight"]), own["bias"], own["lora_A"], own["lora_B"], self.scale, self.dropout)
 
 
 class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says Parameter where torch says Tensor

@@ -122,7 +122,10 @@ def test_on_the_cpu_torch_attends() -> None:
     [
         ((9, 0), BF16, 128, 2048, "", "cudnn", "cuDNN is best on"),
         ((10, 0), torch.float16, 64, 2048, "", "cudnn", "cuDNN is best on"),
-        ((9, 0), BF16, 128, 2048, "segmented", "varlen", "unequal length"),
+        ((9, 0), BF16, 128, 512, "segmented", "varlen", "unequal length"),
+        ((9, 0), BF16, 64, 1024, "segmented", "triton", "narrow heads on Hopper"),
+        ((9, 0), BF16, 64, 1025, "segmented", "varlen", "unequal length"),
+        ((8, 0), BF16, 64, 512, "segmented", "varlen", "unequal length"),
         ((8, 0), BF16, 128, 2048, "", "flash", "no faster"),
         ((9, 0), BF16, 160, 2048, "", "flash", "not 160"),
         ((9, 0), BF16, 128, 1, "", "flash", "one token"),
@@ -140,6 +143,10 @@ def test_the_form_follows_from_device_dtype_and_call(
     found = choose(GPU, dtype, head_dim, tokens, segmented=kind == "segmented", masked=kind == "masked")
     assert found.backend == expected
     assert reason in found.reason
+
+
+def test_plain_torch_is_given_no_kernel_of_ours(device: Any) -> None:
+    assert choose(GPU, BF16, 64, 512, segmented=True, plain=True).backend == "varlen"
 
 
 def test_a_run_that_must_be_deterministic_is_not_given_cudnn(device: Any) -> None:
@@ -227,14 +234,14 @@ def test_fused_forms_call_the_library_as_it_wants(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "kv", "head_dim"), [(8, 2, 128), (4, 4, 64), (6, 1, 32)])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "varlen"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "varlen", "triton"])
 def test_fused_forms_agree_with_float32_on_a_gpu(
     backend: Any, causal: bool, heads: int, kv: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     if backend == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN is not chosen here")
     lengths = (300, 1, 77, 128, 6)
-    segments = segments_of(lengths, "cuda") if backend == "varlen" else None
+    segments = segments_of(lengths, "cuda") if backend in ("varlen", "triton") else None
     how = How(causal, head_dim**-0.5, 4, segments, backend=backend)
     q, k, v = split(sum(lengths), heads, kv, head_dim, dtype, "cuda")
     dout = torch.randn(len(q), heads, head_dim, device="cuda").to(dtype)

@@ -106,6 +106,12 @@ def test_ragged_segments_attend_as_the_padded_batch_does(p: float, causal: bool)
     assert all(bool(found[name].any()) == (p < 1) for name in ("out", "dq", "dk", "dv"))
 
 
+def test_without_a_draw_nothing_drops_out() -> None:
+    case = given(RAGGED, p=0.0)
+    drawn, undrawn = ran(case), ran(case._replace(how=None))  # type: ignore[arg-type]
+    assert all(map(torch.equal, drawn.values(), undrawn.values()))
+
+
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)], ids=str)
 def test_half_precision_too_on_both_sides_of_its_blocks_edge(dtype: torch.dtype, causal: bool) -> None:
     case = given([(0, 0, 65), (1, 2, 63), (2, 1, 64), (3, 0, 1)], dtype, heads=2, kv=1)

@@ -1,4 +1,4 @@
-"""Attention within segments whose probabilities are dropped out by index, forward and backward: no score and no mask is ever stored.
+"""Attention within segments, forward and backward, whose probabilities may drop out by index: no score and no mask is ever stored.
 
         out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(scale q k^T) within a segment
 
@@ -112,24 +112,26 @@ def _forward_kernel(
     tl.store(lse + head * m + row, (highest + tl.log2(total)) * _LN2, real)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, causal: bool, scale: float, how: Drop) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None
+) -> tuple[Tensor, Tensor]:
     """(out [m, heads, d] dense, lse float32 [heads, m]: the logarithms of sum_j exp(scale q_i . k_j), natural, before anything is dropped).
 
     q [m, heads, d], k and v [m, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last dim; d is a multiple of 8 up
     to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts: int32 [segments + 1] on the device; rows starts[i] to
-    starts[i + 1], none of them or at most `longest`, attend to each other, if causal none to a later one. how: `numbers` [m] as
-    `petune.dropout.places` gives them, `base` a number or a tensor [1] on the device.
+    starts[i + 1], none of them or at most `longest`, attend to each other, if causal none to a later one. how: what drops out, with
+    `numbers` [m] as `petune.dropout.places` gives them and `base` a number or a tensor [1] on the device.
     """
     (m, heads, d), out = q.shape, torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((heads, m), dtype=torch.float32)
     if m:
         block, warps = _tile(q.dtype, d, longest)
-        numbers, least, rescale = _draw(how)
+        numbers, base, least, rescale = _draw(how)
         blocks = triton.cdiv(longest, block)
         _forward_kernel[((len(starts) - 1) * heads * blocks,)](
-            *(q, k, v, out, lse, starts, numbers, how.base, blocks, m, least, rescale, float(scale)),
+            *(q, k, v, out, lse, starts, numbers, base, blocks, m, least, rescale, float(scale)),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(heads, heads // k.shape[1], d, _width(d), block, causal, isinstance(how.base, Tensor)),
+            *(heads, heads // k.shape[1], d, _width(d), block, causal, isinstance(base, Tensor)),
             num_warps=warps,
             num_stages=_STAGES,
         )
@@ -228,7 +230,7 @@ def _queries_kernel(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    starts: Tensor, longest: int, causal: bool, scale: float, how: Drop,
+    starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq [m, heads, d], dk, dv [m, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest is what `forward` had."""
     (m, heads, d), groups = q.shape, k.shape[1]
@@ -236,12 +238,12 @@ def backward(
     if not m:
         return dq, dk, dv
     block, warps = _tile(q.dtype, d, longest)
-    numbers, least, rescale = _draw(how)
+    numbers, base, least, rescale = _draw(how)
     delta = torch.empty_like(lse)
     places = None if numbers is None else torch.empty_like(lse, dtype=torch.int64)
     _prepare_kernel[(triton.cdiv(m, block) * heads,)](
-        *(dout, out, delta, places, numbers, how.base, m, dout.stride(0), dout.stride(1)),
-        *(heads, d, _width(d), block, isinstance(how.base, Tensor)),
+        *(dout, out, delta, places, numbers, base, m, dout.stride(0), dout.stride(1)),
+        *(heads, d, _width(d), block, isinstance(base, Tensor)),
         num_warps=warps,
     )
     blocks = triton.cdiv(longest, block)
@@ -257,9 +259,11 @@ def backward(
 # ------------------------------------------------------------------ what is launched
 
 
-def _draw(how: Drop) -> tuple[Tensor | None, int, float]:
-    """(numbers, or None where nothing is drawn; what an int32 has to reach; 1 / (1 - p), or 0 where all is dropped)."""
-    return how.numbers if how.p else None, threshold(how.p), 1 / (1 - how.p) if how.p < 1 else 0.0
+def _draw(how: Drop | None) -> tuple[Tensor | None, int | Tensor, int, float]:
+    """(numbers and base, or None and 0 where nothing is drawn; what an int32 has to reach; 1 / (1 - p), or 0 where all is dropped)."""
+    if how is None or not how.p:
+        return None, 0, 0, 1.0
+    return how.numbers, how.base, threshold(how.p), 1 / (1 - how.p) if how.p < 1 else 0.0
 
 
 def _width(d: int) -> int:
