@@ -7,6 +7,7 @@ patched is patched in its ranks. `ends` is for ranks that are meant to fail: it 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -108,6 +109,7 @@ def _gather(processes: list[Any], pipes: list[Connection], deadline: float) -> l
 
 
 def _rank(rank: int, world: int, port: int, pipes: list[tuple[Connection, Connection]], function: Callable[..., Any], args: Any) -> None:
+    gc.freeze()  # see tests/pool.py
     for other, (theirs, mine) in enumerate(pipes):
         theirs.close()
         if other != rank:

@@ -8,6 +8,7 @@ earlier test, least of all a hung one. A rank that fails hangs its peers, so the
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -120,6 +121,7 @@ def _end(process: Any) -> None:
 
 def _rank(rank: int, world: int, folder: str, ends: list[tuple[Connection, Connection]], timeout: float, function: Any, args: Any) -> None:
     """Join the group, call, report, and stay until the parent has heard of every rank: a closed socket would upset the slower ones."""
+    gc.freeze()  # what came from the parent is not searched for garbage, which would copy every page of it
     for other, (theirs, mine) in enumerate(ends):
         theirs.close()
         if other != rank:

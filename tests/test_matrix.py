@@ -16,11 +16,17 @@ from tests.methods.zoo import FOUR, SETTINGS
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, LOOPED, OVERLAPPED, pp, settings_of
 
+long = pytest.mark.long
 METHODS = tuple(SETTINGS)
 CELLS = [(method, backend, name) for name in FOUR for method in METHODS for backend in BACKENDS]
 # One cell for each backend, so that the family and the method go round.
 ROUND = [(METHODS[at % 4], backend, FOUR[(at + at // 4) % 4]) for at, backend in enumerate(BACKENDS)]
-COMPOSITIONS = [(METHODS[(at + turn) % 4], composed, FOUR[at]) for at in range(4) for turn, composed in enumerate(COMPOSED)]
+# Each composition with two families here and with the other two in the long part, which has them with dropout and every method too.
+COMPOSITIONS = [
+    pytest.param(METHODS[(at + turn) % 4], composed, FOUR[at], marks=long if (at + turn) % 2 else ())
+    for at in range(4)
+    for turn, composed in enumerate(COMPOSED)
+]
 OTHERS = (
     "bert-tokens",
     "bert-mlm",
@@ -33,7 +39,6 @@ OTHERS = (
     "qwen3-causal",
     "qwen3-classify",
 )
-long = pytest.mark.long
 
 
 def case(name: str, method: str, plan: ParallelPlan, **changes: object) -> Case:
@@ -56,9 +61,16 @@ def test_recomputed_blocks_and_dropout_are_those_of_one_process(method: str, bac
     check(case(name, method, BACKENDS[backend](name, 2), recompute=True, dropout=0.1))
 
 
+# tests/parallel/test_overlap.py has every method and family under galaxy.
+OVERLAPS = [
+    pytest.param(backend, METHODS[at], FOUR[at], marks=long if (at + turn) % 2 else ())
+    for at in range(4)
+    for turn, backend in enumerate(OVERLAPPED)
+]
+
+
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
-@pytest.mark.parametrize(("method", "name"), list(zip(METHODS, FOUR, strict=True)))
-@pytest.mark.parametrize("backend", list(OVERLAPPED))
+@pytest.mark.parametrize(("backend", "method", "name"), OVERLAPS)
 def test_overlapped_communication_trains_as_one_process(backend: str, method: str, name: str, dropout: float) -> None:
     check(case(name, method, OVERLAPPED[backend](name, 2), recompute=dropout > 0, dropout=dropout))
 
@@ -94,7 +106,7 @@ def test_four_ranks_of_two_axes_train_as_one_process(method: str, composed: str,
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("method", "backend", "name"), CELLS)
 def test_float64_leaves_nothing_to_rounding(method: str, backend: str, name: str, ranks: int) -> None:
-    check(case(name, method, BACKENDS[backend](name, ranks), dtype=torch.float64))
+    check(case(name, method, BACKENDS[backend](name, ranks), dtype=torch.float64, steps=3))
 
 
 @long
@@ -103,7 +115,7 @@ def test_float64_leaves_nothing_to_rounding(method: str, backend: str, name: str
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", list(OVERLAPPED))
 def test_overlapped_communication_in_float64(backend: str, method: str, name: str, ranks: int) -> None:
-    check(case(name, method, OVERLAPPED[backend](name, ranks), dtype=torch.float64))
+    check(case(name, method, OVERLAPPED[backend](name, ranks), dtype=torch.float64, steps=3))
 
 
 @long

@@ -5,6 +5,7 @@ Ranks are forked; each trains a tiny model as `python -m petune` would. What the
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -51,6 +52,15 @@ PLANS: dict[str, Any] = {
     "pp": {"pp": {"size": 2, "microbatches": 2}},
 }
 EVERYWHERE: dict[str, Any] = {"none": "none", **PLANS}
+SOME = [pytest.param(plan, marks=() if plan in ("dp", "galaxy", "pp") else pytest.mark.long) for plan in PLANS]
+# Llama under every plan, BERT under some.
+PAIRS = [
+    pytest.param(
+        plan, family, method, marks=() if family == "llama" or (family, plan) in {("bert", "shard"), ("bert", "sp")} else pytest.mark.long
+    )
+    for family, method in SHAPES
+    for plan in PLANS
+]
 
 
 def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, Any]:
@@ -71,6 +81,20 @@ def trained(recipe: dict[str, Any], **options: Any) -> Path:
 
 def _train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     run(recipe, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The run folder of what `small` says in one process, trained when it is first asked for."""
+    place, made = tmp_path_factory.mktemp("alone"), dict[str, Path]()
+
+    def trained_once(family: str, method: Any, **changes: Any) -> Path:
+        key = json.dumps([family, method, changes])
+        if key not in made:
+            made[key] = run(small(place, family, method, **changes, out=f"run-{len(made)}")).folder
+        return made[key]
+
+    return trained_once
 
 
 def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
@@ -97,12 +121,12 @@ def terminate() -> None:
 # ------------------------------------------------------------------ the numbers of one process
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("family", "method"), MOST_LONG)
-def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_included(plan: str, family: str, method: str, tmp_path: Path):
-    alone = trained(small(tmp_path, family, method, out="alone"))
+@pytest.mark.parametrize(("plan", "family", "method"), PAIRS)
+def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_included(
+    plan: str, family: str, method: str, tmp_path: Path, alone: Callable[..., Path]
+):
     found = trained(small(tmp_path, family, method, parallel=PLANS[plan]))
-    assert_same_but_for_rounding(found, alone)
+    assert_same_but_for_rounding(found, alone(family, method))
 
 
 def test_dropout_is_on_in_these_runs(tmp_path: Path):
@@ -120,36 +144,37 @@ WISHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _half(wish: int, plan: int) -> Any:
-    """Every other cell of the crossing is left to the long suite."""
-    return [pytest.mark.long] if (wish + plan) % 2 else []
+def _half(row: int, column: int) -> Any:
+    """Every other cell of a crossing is left to the long suite."""
+    return [pytest.mark.long] if (row + column) % 2 else []
 
 
 CROSSED = [pytest.param(wish, plan, marks=_half(i, j)) for i, wish in enumerate(WISHES) for j, plan in enumerate(PLANS)]
 
 
 @pytest.mark.parametrize(("wish", "plan"), CROSSED)
-def test_what_a_recipe_may_ask_for_changes_nothing_of_that(wish: str, plan: str, tmp_path: Path):
+def test_what_a_recipe_may_ask_for_changes_nothing_of_that(wish: str, plan: str, tmp_path: Path, alone: Callable[..., Path]):
     family, changes = WISHES[wish]
     method = list(METHODS)[(list(WISHES).index(wish) + list(PLANS).index(plan)) % 4]
-    alone = trained(small(tmp_path, family, method, **changes, out="alone"))
-    assert_same_but_for_rounding(trained(small(tmp_path, family, method, **changes, parallel=PLANS[plan])), alone)
+    found = trained(small(tmp_path, family, method, **changes, parallel=PLANS[plan]))
+    assert_same_but_for_rounding(found, alone(family, method, **changes))
 
 
 THREE: dict[str, Any] = {"dp": {"dp": 3}, "shard": {"dp": {"size": 3, "shard": True}}, "pp": {"pp": {"size": 2, "microbatches": 4}}}
 
 
 @pytest.mark.parametrize("plan", THREE)
-def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_as_it_should(plan: str, tmp_path: Path):
+def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_as_it_should(
+    plan: str, tmp_path: Path, alone: Callable[..., Path]
+):
     shape = {"batch_size": 4, "accumulate": 1, "data": {"max_rows": 9}, "epochs": 3, "max_steps": None}
-    alone = trained(small(tmp_path, "bert", "lora", **shape, out="alone"))
-    assert_same_but_for_rounding(trained(small(tmp_path, "bert", "lora", **shape, parallel=THREE[plan])), alone)
+    found = trained(small(tmp_path, "bert", "lora", **shape, parallel=THREE[plan]))
+    assert_same_but_for_rounding(found, alone("bert", "lora", **shape))
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str, tmp_path: Path):
+def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str, tmp_path: Path, alone: Callable[..., Path]):
     shape = {
-        "method": "full",
         "lr": 0.03,
         "warmup": 0,
         "schedule": "constant",
@@ -158,23 +183,23 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str
         "epochs": 20,
         "max_steps": None,
     }
-    shape |= {"save_every": 50, "family": "bert"}
-    alone = run(small(tmp_path, **shape, out="alone"))
-    assert 0 < alone.summary["best_step"] < alone.summary["steps"] < 60, "this run does not show what it should"
-    found = petune.train.load_run(trained(small(tmp_path, **shape, parallel=PLANS[plan])))
-    assert (found.summary["steps"], found.summary["best_step"]) == (alone.summary["steps"], alone.summary["best_step"])
-    assert (found.folder / "best").read_text().splitlines()[0] == (alone.folder / "best").read_text().splitlines()[0]
-    assert found.summary["after"] == pytest.approx(alone.summary["after"], rel=1e-3)
-    assert found.eval()["tuned"] == pytest.approx(alone.eval()["tuned"], rel=1e-3)
+    shape |= {"save_every": 50}
+    one = petune.train.load_run(alone("bert", "full", **shape))
+    assert 0 < one.summary["best_step"] < one.summary["steps"] < 60, "this run does not show what it should"
+    found = petune.train.load_run(trained(small(tmp_path, "bert", "full", **shape, parallel=PLANS[plan])))
+    assert (found.summary["steps"], found.summary["best_step"]) == (one.summary["steps"], one.summary["best_step"])
+    assert (found.folder / "best").read_text().splitlines()[0] == (one.folder / "best").read_text().splitlines()[0]
+    assert found.summary["after"] == pytest.approx(one.summary["after"], rel=1e-3)
+    assert found.eval()["tuned"] == pytest.approx(one.eval()["tuned"], rel=1e-3)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, tmp_path: Path):
+@pytest.mark.parametrize("plan", SOME)
+def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, tmp_path: Path, alone: Callable[..., Path]):
     shape = {"head_only": True, "max_steps": 1, "warmup": 0}
-    alone = run(small(tmp_path, "bert", "lora", **shape, out="alone"))
+    expected = petune.train.load_run(alone("bert", "lora", **shape)).summary["head_only"]
     found = petune.train.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
-    assert alone.summary["head_only"] is not None
-    assert found.summary["head_only"] == pytest.approx(alone.summary["head_only"], abs=1e-9)
+    assert expected is not None
+    assert found.summary["head_only"] == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_method_that_tunes_the_last_blocks_alone_is_saved_where_the_first_stage_trains_nothing(tmp_path: Path):
@@ -224,15 +249,15 @@ def test_every_plan_goes_on_from_every_other(tmp_path: Path):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_checkpoint_of_any_plan_holds_whole_tensors(plan: str, tmp_path: Path):
-    alone = trained(small(tmp_path, "llama", "full", max_steps=1, warmup=0, out="alone"))
+def test_a_checkpoint_of_any_plan_holds_whole_tensors(plan: str, tmp_path: Path, alone: Callable[..., Path]):
+    expected = alone("llama", "full", max_steps=1, warmup=0)
     found = trained(small(tmp_path, "llama", "full", max_steps=1, warmup=0, parallel=PLANS[plan]))
-    (tensors, facts), (others, other_facts) = state_of(newest(found)), state_of(newest(alone))
+    (tensors, facts), (others, other_facts) = state_of(newest(found)), state_of(newest(expected))
     assert {name: (value.shape, value.dtype) for name, value in tensors.items()} == {
         name: (value.shape, value.dtype) for name, value in others.items()
     }
     assert facts["optimizer"] == other_facts["optimizer"]
-    first, second = (checkpoint.verify(newest(folder)).facts for folder in (found, alone))
+    first, second = (checkpoint.verify(newest(folder)).facts for folder in (found, expected))
     assert {key: first[key] for key in ("rows", "frozen", "method")} == {key: second[key] for key in ("rows", "frozen", "method")}
 
 
@@ -261,10 +286,9 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, ran
     checkpoint.verify(newest(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path):
+@pytest.mark.parametrize("plan", SOME)
+def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path, alone: Callable[..., Path]):
     shape = {"eval_every": 2, "save_every": 50}
-    alone = trained(small(tmp_path, "bert", "lora", **shape, out="alone"))
     recipe = small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])
 
     def in_evaluation(recipe: dict[str, Any], options: dict[str, Any]) -> None:
@@ -281,7 +305,7 @@ def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path):
     found = ends(2, in_evaluation, recipe, {})
     assert [end.code for end in found] == [Stopped.code] * 2, found
     trained(recipe, resume=True)
-    assert_same_records(tmp_path / "run", alone)
+    assert_same_records(tmp_path / "run", alone("bert", "lora", **shape))
 
 
 # ------------------------------------------------------------------ training faults
@@ -313,9 +337,14 @@ def infinite_gradient() -> None:
     Runner._complete = spoil  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("what", [infinite_loss, infinite_gradient])
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_value_that_is_not_finite_on_one_rank_ends_all_before_the_update(plan: str, what: Callable[[], None], tmp_path: Path):
+FAULTS = (infinite_loss, infinite_gradient)
+SPOILT = [pytest.param(plan, what, marks=_half(i, j)) for i, plan in enumerate(PLANS) for j, what in enumerate(FAULTS)]
+
+
+@pytest.mark.parametrize(("plan", "what"), SPOILT)
+def test_a_value_that_is_not_finite_on_one_rank_ends_all_before_the_update(
+    plan: str, what: Callable[[], None], tmp_path: Path, alone: Callable[..., Path]
+):
     recipe = small(tmp_path, "bert", "lora", parallel=PLANS[plan])
     found = ends(2, spoilt(1, 3, what), recipe, {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
@@ -324,9 +353,8 @@ def test_a_value_that_is_not_finite_on_one_rank_ends_all_before_the_update(plan:
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         checkpoint.verify(path)
         assert all(bool(value.isfinite().all()) for value in state_of(path)[0].values() if value.is_floating_point())
-    alone = trained(small(tmp_path, "bert", "lora", out="alone"))
     trained(recipe, resume=True)
-    assert_same_but_for_rounding(tmp_path / "run", alone)
+    assert_same_but_for_rounding(tmp_path / "run", alone("bert", "lora"))
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -212,6 +212,7 @@ def patched(place: Path, rank: int, step: int, act: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'cli'}"}
 
 
+@pytest.mark.long  # what a launcher makes of it is in tests/parallel/test_launch.py, what a rank says in tests/test_parallel_runs.py
 def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, _ = recipe_in(tmp_path)
     launched = launch("train", str(file), env=patched(tmp_path, 1, 3, "raise DataError('the row is no object', where='rows.jsonl:7')"))
@@ -226,7 +227,7 @@ def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(tmp_path: P
 @pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
-    file, recipe = recipe_in(tmp_path, steps=100)
+    file, recipe = recipe_in(tmp_path, steps=50)
     launched = launch("train", str(file))
     launched.until(lambda: launched.steps() >= 12)
     os.kill(launched.rank(rank), signal.SIGKILL)

@@ -511,7 +511,7 @@ class Graphs:
             return None
         graph = self._fitting(arrival)
         self.lost[bucket] += ONE_BY_ONE if graph is None else graph.bucket.tokens / bucket.tokens - 1
-        due = graph is None and bucket.segmented or self.lost[bucket] > RECORDING
+        due = (graph is None and bucket.segmented) or self.lost[bucket] > RECORDING
         if bucket not in self.graphs and due and self._has_room():
             graph = self._recorded(name, blocks, arrival) or graph
         if graph is not None:

@@ -19,7 +19,7 @@ SHORT: dict[str, dict[str, int]] = {
     "llama-causal": {},
 }
 COMPILED = [
-    pytest.param(name, method, marks=() if method == "lora" or name == "bert-classify" else pytest.mark.long)
+    pytest.param(name, method, marks=() if method == "lora" or (name, method) == ("bert-classify", "side") else pytest.mark.long)
     for name in FOUR
     for method in METHODS
     if method != "full" or name == "bert-classify"
