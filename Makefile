@@ -26,11 +26,12 @@ demo: setup
 	$(RUN) eval $(DEMO)
 	$(RUN) generate $(DEMO) "Return the sum of the given numbers, or zero when there are none."
 
+# Halves of the list that are stolen from, so that what a file's tests share is made once.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
 test-long: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -38,7 +38,6 @@ from petune.parallel.footprint import first_trained
 from petune.recipe import Recipe, load_recipe
 from petune.reporting import Silent
 from petune.run_folder import RunFolder
-from petune.schedule import units_of_step
 from petune.sites import Role, Site, StackName, find_sites
 from petune.stack import Stack
 from petune.stopping import StopRequest
@@ -264,10 +263,6 @@ class _Bench(Training):
     def _check_disk(self) -> None:
         """Nothing is saved, so no room is needed."""
 
-    def rows(self, step: int) -> list[Example]:
-        """What step `step` trains on."""
-        return [self.units[index] for index in units_of_step(step, self.steps, self.recipe.seed)]
-
 
 def _measure(case: Case, training: _Bench, steps: int, warm: float) -> Measured:
     began, device = None, training.place.device
@@ -276,7 +271,7 @@ def _measure(case: Case, training: _Bench, steps: int, warm: float) -> Measured:
         began = began or time.perf_counter()  # the first step may compile
     first = training.progress.step
     seconds = tuple(_timed(training) for _ in range(steps))
-    rows = [training.rows(step) for step in range(first, first + steps)]
+    rows = [training.rows_of(step) for step in range(first, first + steps)]
     counted = flops_of(sketch(case.recipe))
     kept = _kept(training, counted.linears) if counted else {}
     return Measured(

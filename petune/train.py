@@ -280,11 +280,12 @@ class Training:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This replica's padded batches of step `step` (from 0), one per forward pass, on the CPU. `rows` numbers them within the step."""
-        numbered = list(enumerate(self._units_of(step)))
+        numbered = list(enumerate(self.rows_of(step)))
         found = (self._batch(chunk, self.prepared.encoded.packed) for chunk in _chunks(numbered, self.recipe.batch_size))
         return [batch for batch in found if batch is not None]
 
-    def _units_of(self, step: int) -> list[Example]:
+    def rows_of(self, step: int) -> list[Example]:
+        """What step `step` (from 0) trains on, over all replicas."""
         return [self.units[index] for index in units_of_step(step, self.steps, self.recipe.seed)]
 
     def _batch(self, numbered: Sequence[tuple[int, Example]], packed: bool = False) -> Batch | None:
@@ -340,7 +341,7 @@ class Training:
     def _refuse_non_finite(self, loss: float, norm: float, number: int) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        places = [example.where for example in self._units_of(number)]
+        places = [example.where for example in self.rows_of(number)]
         made = self.runner.streamed is not None and math.isfinite(loss)
         what = "its update was made inside the backward pass, so this state is lost" if made else "the update was not made"
         raise TrainingFault(
@@ -352,7 +353,7 @@ class Training:
 
     def _record(self, loss: float, norm: float, lr: float, seconds: float) -> dict[str, Any]:
         progress = self.progress
-        tokens = sum(example.tokens for example in self._units_of(progress.step))
+        tokens = sum(example.tokens for example in self.rows_of(progress.step))
         progress.step += 1
         progress.tokens += tokens
         progress.seconds += seconds

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         while child.poll() is None and not (metrics.exists() and '"step": 2,' in metrics.read_text()):
-            pass
+            time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
         _, said = child.communicate(timeout=60)
     finally:

@@ -165,7 +165,7 @@ def test_the_last_step_of_an_epoch_takes_the_rows_that_are_left(tmp_path: Path):
     listener = Listener()
     run(settings(tmp_path, batch_size=5, accumulate=2, epochs=2), listener)
     made = training(settings(tmp_path, batch_size=5, accumulate=2, epochs=2, out="other"))
-    assert [len(made._units_of(step)) for step in range(6)] == [10, 10, 4, 10, 10, 4]
+    assert [len(made.rows_of(step)) for step in range(6)] == [10, 10, 4, 10, 10, 4]
     assert [record["epoch"] for record in listener.steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2], abs=1e-4)
     every = sum(len(example.input_ids) for example in made.units)
     assert listener.steps[2]["tokens"] == every
@@ -266,7 +266,7 @@ def test_a_non_finite_value_ends_the_run_before_the_update_and_names_step_and_ro
     text = str(caught.value)
     assert text.startswith("step 4  ") and f"the {what} is not finite" in text
     made = training(settings(tmp_path, out="other"))
-    rows = [example.where for example in made._units_of(3)]
+    rows = [example.where for example in made.rows_of(3)]
     assert all(row.startswith("causal.jsonl:") or "/causal.jsonl:" in row for row in rows)
     assert all(row in text for row in rows)
     # the state before the update is there, verifies, and goes on to what the straight run came to

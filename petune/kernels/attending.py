@@ -9,9 +9,11 @@ chosen once per device and kind of call by `choose`:
     cudnn    rows of equal length; about twice as fast as flash on Hopper. cuDNN plans each new (batch, length) for tens of ms
     flash    rows of equal length (Dao 2023, arXiv:2307.08691)
     varlen   segments, the same kernels
-    triton   kernels of our own: segments of narrow heads on Hopper, in 0.55 to 0.95 of flash's time there (benchmarks/RESULTS.md), and
+    triton   kernels of our own: segments of narrow heads on Hopper, in 0.50 to 0.94 of flash's time there (benchmarks/RESULTS.md), and
              dropout of the probabilities by index, which no library draws, for rows and segments
     sdpa     whatever else: torch's scaled_dot_product_attention, its backward by computing the forward again
+
+The file is a little over 300 lines long because the forms and the choice between them rest on the same few facts.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from petune.attention import probabilities
 from petune.dropout import Drop, dropped_attention
 from petune.kernels.ops import refusal
 from petune.kernels.segments import Segments
+from petune.log import say
 
 Backend = Literal["cudnn", "flash", "varlen", "triton", "sdpa"]
 Kept = tuple[Any, ...]  # what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
@@ -80,13 +83,23 @@ def choose(
 ) -> Choice:
     """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; asking again for the same kind costs a look-up.
 
-    drops: probabilities drop out. plain: no kernel of our own.
+    drops: probabilities drop out. plain: no kernel of our own. On a CUDA device each form is told of when it is first chosen.
     """
     if drops:
         refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked)
-        return Choice("triton", "dropout of attention") if refused is None else Choice("sdpa", refused)
-    ours = segmented and tokens <= SHORT and not plain
-    return _chosen(device, dtype, head_dim, tokens == 1, segmented, ours, masked, torch.are_deterministic_algorithms_enabled())
+        found = Choice("triton", "dropout of attention") if refused is None else Choice("sdpa", refused)
+    else:
+        ours, deterministic = segmented and tokens <= SHORT and not plain, torch.are_deterministic_algorithms_enabled()
+        found = _chosen(device, dtype, head_dim, tokens == 1, segmented, ours, masked, deterministic)
+    if device.type == "cuda":
+        _tell(found)
+    return found
+
+
+@cache
+def _tell(choice: Choice) -> None:
+    """Once in a process."""
+    say(f"kernels: attention by {choice.backend}: {choice.reason}")
 
 
 @cache

@@ -39,7 +39,7 @@ from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Kept
-from petune.kernels.memory import shape_of
+from petune.kernels.memory import rounded, shape_of
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.segments import Segments, Unpadded
 from petune.log import say
@@ -125,12 +125,12 @@ class Bucket:
         """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`."""
         if segments is None:
             return cls(shape[0] * shape[1], shape[0], shape[1], False, kind)
-        rows = _rounded(len(segments.lengths) + 1, SLOTS)
-        spare = rows - len(segments.lengths)
-        needed = segments.total + spare
-        tokens = _rounded(needed, max(QUANTUM, (1 << needed.bit_length() - 1) // 8))
-        longest = max(SHORTEST, segments.longest, -(-(tokens - segments.total) // spare))
-        return cls(tokens, rows, 1 << (longest - 1).bit_length(), True, kind)
+        longest = 1 << (max(SHORTEST, segments.longest) - 1).bit_length()
+        least = segments.total + SLOTS  # so that each of the slots below has a token
+        tokens = rounded(least, max(QUANTUM, (1 << least.bit_length() - 1) // 8))
+        spare = -(-(tokens - segments.total) // longest)  # at least, so that none of them is longer than the others
+        rows = rounded(len(segments.lengths) + spare, SLOTS)
+        return cls(tokens, rows, longest, True, kind)
 
     def holds(self, segments: Segments) -> bool:
         """Whether the segments fit, and the tokens they lack into the slots they leave: at least one each, at most `longest`."""
@@ -142,10 +142,6 @@ class Bucket:
         total, spare = segments.total, self.rows - len(segments.lengths)
         lacking = self.tokens - total
         return [*accumulate(segments.lengths, initial=0), *(total + lacking * (slot + 1) // spare for slot in range(spare))]
-
-
-def _rounded(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,12 +220,14 @@ class Weights:
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
+        self.scaled = [(part.scale, part.dropout) for own in parts for group in own for part in group]
+        self.modes = [(block.training, block.spec.attention_dropout, *block.spec.drops) for block in blocks]
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by
             self.lay,
             [value.requires_grad for value in self.all],
-            [(part.scale, part.dropout) for own in parts for group in own for part in group],
-            [(block.training, block.spec.attention_dropout, block.spec.drops) for block in blocks],
+            self.scaled,
+            self.modes,
         )
 
     def addresses(self) -> list[int]:
@@ -244,8 +242,7 @@ class Weights:
     @cached_property
     def drops(self) -> bool:
         """Whether anything drops out."""
-        *_, parts, blocks = self.recorded
-        return any(dropout for _, dropout in parts) or any(training and any((p, *others)) for training, p, others in blocks)
+        return any(dropout for _, dropout in self.scaled) or any(training and any(others) for training, *others in self.modes)
 
     @cached_property
     def undrawn(self) -> Sequence[Draws]:
@@ -433,7 +430,7 @@ class _Node(torch.autograd.Function):
 
 class Graphs:
     """A way through a fused stack (petune.stack.Whole) by recordings, each made once the batches of its bucket have lost more time
-    without it than it takes. Segments that no recording holds get one at once: whatever is smaller will use it too.
+    without it than it takes. Segments that no recording holds get one at once: what is smaller and of their kind will use it too.
 
     Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, hooks on blocks,
     and with all activations kept on the device. Everything else goes block by block; a reason that is worth knowing is said once.
@@ -511,8 +508,7 @@ class Graphs:
             return None
         graph = self._fitting(arrival)
         self.lost[bucket] += ONE_BY_ONE if graph is None else graph.bucket.tokens / bucket.tokens - 1
-        due = (graph is None and bucket.segmented) or self.lost[bucket] > RECORDING
-        if bucket not in self.graphs and due and self._has_room():
+        if self._due(bucket, graph) and self._has_room():
             graph = self._recorded(name, blocks, arrival) or graph
         if graph is not None:
             graph.used = self.calls
@@ -525,6 +521,11 @@ class Graphs:
             return self.graphs.get(bucket)
         larger = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind and size.holds(segments)]
         return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
+
+    def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
+        """Whether a bucket that `graph` serves, or none, should have its own."""
+        at_once = graph is None and bucket.segmented
+        return bucket not in self.graphs and (at_once or self.lost[bucket] > RECORDING)
 
     def _has_room(self) -> bool:
         """Whether there may be one recording more, now that one which has not been used for long may have gone."""

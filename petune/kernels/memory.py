@@ -116,7 +116,7 @@ def _specs(stack: Stack) -> list[Spec]:
 
 
 def rounded(tokens: int, step: int = ROUND) -> int:
-    """`tokens` as a policy is asked for, so that unequal batches share one."""
+    """The next multiple of `step`, so that batches of nearly as many tokens share a policy, or a recording."""
     return -(-tokens // step) * step
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -94,10 +94,15 @@ class LoraLinear(LoraLayer, nn.Linear):
 
     def part(self) -> Part:
         """Itself as fused blocks read it."""
-        own = self._parameters  # asked in every pass of every block, where attributes of a module take ten times as long
         if self.passes_by():
-            return Part(cast("Tensor", own["weight"]), own["bias"])
-        return Part(cast("Tensor", own["weight"]), own["bias"], own["lora_A"], own["lora_B"], self.scale, self.dropout)
+            return Part(_own(self, "weight"), _own(self, "bias"))
+        return Part(_own(self, "weight"), _own(self, "bias"), _own(self, "lora_A"), _own(self, "lora_B"), self.scale, self.dropout)
+
+
+def _own(layer: nn.Module, name: str) -> Any:
+    """A parameter past nn.Module's own look-up, which takes ten times as long; fused blocks ask for all of them in every pass."""
+    found = layer._parameters.get(name)
+    return getattr(layer, name) if found is None else found
 
 
 class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says Parameter where torch says Tensor

@@ -96,10 +96,15 @@ def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], grou
         return list(parts)
     found: list[Tensor] = list(parts)
     ranks, own = range(dist.get_world_size(group)), dist.get_rank(group)
+    for part, (sizes, dim) in zip(parts, cuts, strict=True):
+        if part.shape[dim] != sizes[own]:
+            raise ValueError(f"dim {dim} of {tuple(part.shape)} does not have this rank's {sizes[own]} of {sizes}")
     for places in _alike(parts):
+        if len(places) == 1:  # a large one is not copied into a flat one first
+            sizes, dim = cuts[places[0]]
+            found[places[0]] = _gather(parts[places[0]], sizes, group, dim)
+            continue
         shapes = [[_resized(parts[at].shape, cuts[at][1], cuts[at][0][rank]) for at in places] for rank in ranks]
-        if wrong := [at for at, shape in zip(places, shapes[own], strict=True) if parts[at].shape != shape]:
-            raise ValueError(f"{tuple(parts[wrong[0]].shape)} is not what rank {own} has of sizes and dim {cuts[wrong[0]]}")
         counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         lengths = tuple(map(sum, counts))
         flat = _gather(torch.cat([parts[at].reshape(-1) for at in places]), lengths, group, 0)

@@ -181,7 +181,7 @@ def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
     sharded = {at: tensor for at, tensor in enumerate(tensors) if isinstance(tensor, DTensor)}
     if not sharded:
         return found
-    mesh = next(iter(sharded.values())).device_mesh  # of all of them: it is one model's
+    mesh = next(iter(sharded.values())).device_mesh  # those of all units have the same ranks
     axis = mesh.ndim - 1  # shards; before it replicas, which hold the same
     parts = [tensor.to_local().to(mesh.device_type) for tensor in sharded.values()]
     cuts = [(chunks(tensor.shape[0], mesh.size(axis)), 0) for tensor in sharded.values()]

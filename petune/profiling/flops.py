@@ -2,7 +2,8 @@
 
 Counted are matrix products, convolutions and attention as they are executed: a causal mask halves nothing, and the backward pass of fused
 attention has five products of its size, as it computes the scores again. One multiply-accumulate (MAC) is two operations. Not counted, as
-everywhere in the field: element by element work; and what a Triton kernel multiplies by itself, since only dispatched operations are seen.
+everywhere in the field: element by element work; and what a Triton kernel multiplies by itself, our own attention among it, since only
+dispatched operations are seen.
 Composite operations are taken apart to be counted, so gradients of a counted pass may differ from others in the last bits.
 """
 

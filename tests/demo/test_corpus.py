@@ -84,6 +84,7 @@ def test_provenance_states_counts_and_hashes() -> None:
         assert line.split() == [str(value) for value in found], name
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the corpus is frozen from Python 3.11.7")
 def test_the_script_makes_the_frozen_files_again(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0

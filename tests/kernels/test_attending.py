@@ -149,6 +149,21 @@ def test_plain_torch_is_given_no_kernel_of_ours(device: Any) -> None:
     assert choose(GPU, BF16, 64, 512, segmented=True, plain=True).backend == "varlen"
 
 
+def test_each_form_is_told_of_once(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(attending, "say", said.append)
+    attending._tell.cache_clear()
+    for tokens in (512, 512, 256):
+        choose(GPU, BF16, 128, tokens)
+    choose(GPU, BF16, 128, 512, masked=True)
+    choose(torch.device("cpu"), BF16, 128, 512)
+    attending._tell.cache_clear()
+    assert said == [
+        "kernels: attention by cudnn: rows of equal length on a device that cuDNN is best on",
+        "kernels: attention by sdpa: a mask",
+    ]
+
+
 def test_a_run_that_must_be_deterministic_is_not_given_cudnn(device: Any) -> None:
     assert choose(GPU, BF16, 64, 128).backend == "cudnn"
     torch.use_deterministic_algorithms(True)

@@ -361,6 +361,7 @@ def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(le
     assert bucket.holds(segments)
     assert bucket.tokens % graphs.QUANTUM == 0
     assert bucket.tokens - sum(lengths) <= max(graphs.QUANTUM, sum(lengths) / 8) + graphs.SLOTS
+    assert bucket.longest < 2 * max(graphs.SHORTEST, *lengths), "a spare slot is longer than the segments"
     starts = bucket.starts(segments)
     slots = [end - start for start, end in pairwise(starts)]
     assert tuple(slots[: len(lengths)]) == lengths

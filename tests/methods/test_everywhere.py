@@ -18,8 +18,9 @@ SHORT: dict[str, dict[str, int]] = {
     "t5-seq2seq": {"num_layers": 1},
     "llama-causal": {},
 }
+IN_SHORT = {("llama-causal", "lora"), ("t5-seq2seq", "lora"), ("bert-classify", "side")}
 COMPILED = [
-    pytest.param(name, method, marks=() if method == "lora" or (name, method) == ("bert-classify", "side") else pytest.mark.long)
+    pytest.param(name, method, marks=() if (name, method) in IN_SHORT else pytest.mark.long)
     for name in FOUR
     for method in METHODS
     if method != "full" or name == "bert-classify"

@@ -10,7 +10,8 @@ mean). Compared are
 - logits in eval mode,
 - loss and norm of the gradient of every step, on every rank,
 - every gradient of the first step, whole,
-- every tuned tensor after two steps of clipped AdamW, the second with moments of the first; after three in the long suite.
+- every tuned tensor after two steps of clipped AdamW, the second with moments of the first (one step in most cells of the matrix, three
+  in its long part).
 
 Tolerances, float32: a gradient may differ by 1e-6, or by 1e-5 of the largest entry of its tensor, whichever is more. AdamW divides each
 entry by its own size, so rounding decides the update of an entry that is itself rounding (a key's bias in attention, whose true gradient
@@ -242,7 +243,7 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
     runner = place(case, plan)
     trace = Trace(tuple(runner.names))
     assert_only_the_tuned_train(runner)
-    start = dict(tuned_parameters(_built(case)))
+    start = {name: value.detach().clone() for name, value in tuned_parameters(_built(case)).items()}
     assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors at the start")
     own = {name: local(value) for name, value in runner.local(start).items()}
     assert_same({name: local(value) for name, value in runner.tuned.items()}, own, 0.0, "this rank's parts at the start")

@@ -302,7 +302,7 @@ def case_of(name: str, method: str, at: int) -> Case:
 
 
 def _cell(row: int, column: int) -> Any:
-    """Every other one is left to the long suite; tests/test_matrix.py has them in float32 as well."""
+    """Every other one is left to the long suite."""
     case = case_of(FOUR[row], list(SETTINGS)[column], row + column // 2)
     return pytest.param(case, marks=pytest.mark.long if (row + column) % 2 else (), id=f"{case.name} {case.method}")
 
