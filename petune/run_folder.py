@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def _step_of(line: str) -> int:
         return 2**62  # a line cut off by a crash
 
 
+@cache
 def environment() -> dict[str, Any]:
     """Versions and machine, without names of users or hosts."""
     import torch
