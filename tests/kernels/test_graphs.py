@@ -352,9 +352,10 @@ def test_a_batch_is_served_by_a_larger_recording_however_large_and_gets_one_wher
     assert (recorder.recorded, recorder.forwards) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1,), (500,), (64,) * 40, (7, 255, 3), (1,) * 300, tuple(range(1, 60)), (1, 4000), (5000, 243), (100_001,)]
-)
+LENGTHS = [(1,), (500,), (64,) * 40, (7, 255, 3), (1,) * 300, tuple(range(1, 60)), (1, 4000), (5000, 243), (100_001,)]
+
+
+@pytest.mark.parametrize("lengths", [*LENGTHS, (65,) * 127, (40,) * 207, (8,) * 7])  # the last ones leave one slot of eight
 def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(lengths: tuple[int, ...]) -> None:
     segments = Segments(torch.empty(0), lengths, None, (1, sum(lengths)))
     bucket = Bucket.of((1, sum(lengths), 8), segments)
