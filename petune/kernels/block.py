@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from petune.dropout import Drop, draw, drawing, places
 from petune.errors import UsageError
 from petune.kernels import attending
-from petune.kernels.attending import How
+from petune.kernels.attending import Backend, How
 from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
@@ -208,18 +208,21 @@ class FusedBlock(nn.Module):
 
     def _how(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> How:
         spec, mask, segments = self.spec, given.get("attention_mask"), running().segments
-        batch, length = hidden.shape[:2]
-        choice = attending.choose(
+        backend = self.form(hidden, segments, masked=mask is not None, drops=draws.attention is not None)
+        return How(spec.causal, spec.scale, len(hidden), segments, mask, backend, draws.attention)
+
+    def form(self, hidden: Tensor, segments: Segments | None, *, masked: bool = False, drops: bool = False) -> Backend:
+        """The form of its attention for hidden states [b, t, w], or [1, total, w] in `segments`."""
+        return attending.choose(
             hidden.device,
             hidden.dtype,
-            spec.head_dim,
-            length if segments is None else segments.longest,
+            self.spec.head_dim,
+            hidden.shape[1] if segments is None else segments.longest,
             segmented=segments is not None,
-            masked=mask is not None,
-            drops=draws.attention is not None,
-            plain=spec.ops.name == "reference",
-        )
-        return How(spec.causal, spec.scale, batch, segments, mask, choice.backend, draws.attention)
+            masked=masked,
+            drops=drops,
+            plain=self.spec.ops.name == "reference",
+        ).backend
 
     def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:
         """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its tokens, see `places_of`."""

@@ -32,7 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from petune.dropout import Drop
 from petune.errors import UsageError
-from petune.kernels import attending, cost
+from petune.kernels import cost
 from petune.kernels.attending import Backend, How
 from petune.kernels.block import FusedBlock, angles_of, places_of
 from petune.kernels.call import Call, Draws, Parts, Spec
@@ -159,17 +159,9 @@ class Arrival:
     def of(cls, call: Arguments, segments: Segments | None, block: FusedBlock) -> Arrival:
         """A call of a stack of such blocks, with nothing drawn yet."""
         hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
-        choice = attending.choose(
-            hidden.device,
-            hidden.dtype,
-            spec.head_dim,
-            hidden.shape[1] if segments is None else segments.longest,
-            segmented=segments is not None,
-            drops=block.training and spec.attention_dropout > 0,
-            plain=spec.ops.name == "reference",
-        )
+        backend = block.form(hidden, segments, drops=block.training and spec.attention_dropout > 0)
         angles = angles_of(call["position_embeddings"]) if spec.kind is PreNorm else None
-        return cls(hidden, angles, segments, choice.backend)
+        return cls(hidden, angles, segments, backend)
 
     @cached_property
     def bucket(self) -> Bucket:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 Group = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
+T = TypeVar("T")
 
 SEQ = 1  # the dim of an activation that holds tokens
 BUCKET = 64 * 2**20  # bytes of one flat all-reduce: long enough for bandwidth, short enough not to matter beside the model
@@ -97,12 +98,10 @@ def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], grou
     found: list[Tensor] = list(parts)
     ranks, own = range(dist.get_world_size(group)), dist.get_rank(group)
     for part, (sizes, dim) in zip(parts, cuts, strict=True):
-        if part.shape[dim] != sizes[own]:
-            raise ValueError(f"dim {dim} of {tuple(part.shape)} does not have this rank's {sizes[own]} of {sizes}")
+        _check(part, sizes, dim, own)
     for places in _alike(parts):
         if len(places) == 1:  # a large one is not copied into a flat one first
-            sizes, dim = cuts[places[0]]
-            found[places[0]] = _gather(parts[places[0]], sizes, group, dim)
+            found[places[0]] = gather_dim(parts[places[0]], *cuts[places[0]], group)
             continue
         shapes = [[_resized(parts[at].shape, cuts[at][1], cuts[at][0][rank]) for at in places] for rank in ranks]
         counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
@@ -149,9 +148,8 @@ def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
     """All-gather along `dim`: every part padded to the longest, moved in one call, and trimmed."""
     if x.dtype is torch.bool:  # not every backend has it
         return _gather(x.to(torch.uint8), sizes, group, dim).bool()
-    longest, own = max(sizes), sizes[dist.get_rank(group)]
-    if x.shape[dim] != own:
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not have this rank's {own} of {sizes}")
+    _check(x, sizes, dim, dist.get_rank(group))
+    longest, own = max(sizes), x.shape[dim]
     if longest == 0:
         return x.clone()
     part = x.movedim(dim, 0)
@@ -162,6 +160,12 @@ def _gather(x: Tensor, sizes: Sizes, group: Group, dim: int = SEQ) -> Tensor:
     if min(sizes) == longest:
         return found.movedim(0, dim).contiguous()
     return torch.cat([found[rank * longest :][:size].movedim(0, dim) for rank, size in enumerate(sizes)], dim)
+
+
+def _check(x: Tensor, sizes: Sizes, dim: int, rank: int) -> None:
+    """Raise ValueError unless `x` is the part of `rank`."""
+    if x.shape[dim] != sizes[rank]:
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not have this rank's {sizes[rank]} of {sizes}")
 
 
 def _reduce_scatter(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
@@ -219,17 +223,23 @@ def _alike(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, in order and at most BUCKET bytes together unless one alone has more."""
+    """The `portions` of tensors of one dtype and device."""
     for places in _alike(tensors):
-        bucket: list[Tensor] = []
-        held = 0
-        for tensor in (tensors[at] for at in places):
-            if bucket and held + tensor.nbytes > BUCKET:
-                yield bucket
-                bucket, held = [], 0
-            bucket.append(tensor)
-            held += tensor.nbytes
-        yield bucket
+        yield from portions([tensors[at] for at in places], lambda tensor: tensor.nbytes)
+
+
+def portions(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in order, at most BUCKET bytes together unless one alone has more."""
+    portion: list[T] = []
+    held = 0
+    for item in items:
+        if portion and held + nbytes(item) > BUCKET:
+            yield portion
+            portion, held = [], 0
+        portion.append(item)
+        held += nbytes(item)
+    if portion:
+        yield portion
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ over 300 lines long because a step, and what it asks of other ranks, read the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -24,7 +24,7 @@ from petune.errors import PetuneError
 from petune.kernels.streamed import StreamedAdamW
 from petune.log import say
 from petune.parallel import group
-from petune.parallel.collectives import BUCKET, all_sum_, broadcast, gather_dims
+from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
 from petune.parallel.mesh import Axis, Mesh
 from petune.parallel.pipeline import Pipeline, cut_stages
 from petune.parallel.place import cross
@@ -230,12 +230,8 @@ class Runner:
 
     def _sum_over_stages(self, grads: Mapping[str, Tensor]) -> None:
         """Tensors on several stages (tied embeddings, modules outside the blocks); a stage without one adds zero."""
-        shared = {name: self._local_shape(name) for name in self.names if len(self.holders[name]) > 1}
-        values = [
-            grads[name] if name in grads else torch.zeros(shape, dtype=dtype, device=self.mesh.device)
-            for name, (shape, dtype) in shared.items()
-        ]
-        all_sum_(values, self.mesh.groups["pp"])
+        shared = [name for name in self.names if len(self.holders[name]) > 1]
+        all_sum_([grads[name] if name in grads else self._zeros(name) for name in shared], self.mesh.groups["pp"])
 
     def clip(self, max_norm: float | None) -> float:
         """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they exceed it.
@@ -316,25 +312,16 @@ class Runner:
         Every rank must call it with the tensors it has; elsewhere the result is empty.
         """
         found: dict[str, Tensor] = {}
-        for names in self._portions():
+        for names in portions(self.names, self._nbytes):
             parts = self._put_together(names, {name: tensors[name] for name in names if name in tensors})
             if self.mesh.main:
                 found |= {name: parts[name].to("cpu", copy=True) for name in names}
         return found
 
-    def _portions(self) -> Iterator[list[str]]:
-        """The tuned tensors in turn, as many as there may be whole at once beside the model: BUCKET bytes, unless one alone has more."""
-        portion: list[str] = []
-        held = 0
-        for name in self.names:
-            shape, dtype = self.shapes[name]
-            size = shape.numel() * dtype.itemsize
-            if portion and held + size > BUCKET:
-                yield portion
-                portion, held = [], 0
-            portion.append(name)
-            held += size
-        yield portion
+    def _nbytes(self, name: str) -> int:
+        """Of a whole tuned tensor."""
+        shape, dtype = self.shapes[name]
+        return shape.numel() * dtype.itemsize
 
     @torch.no_grad()
     def _put_together(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -352,12 +339,13 @@ class Runner:
 
     def _sent(self, names: Sequence[str], parts: Mapping[str, Tensor], source: int, axis: Axis) -> dict[str, Tensor]:
         """Whole tensors of rank `source` of an axis, for all of its ranks."""
-        shapes = {name: self.shapes[name] for name in names}
-        rooms = [
-            parts[name] if name in parts else torch.empty(shape, dtype=dtype, device=self.mesh.device)
-            for name, (shape, dtype) in shapes.items()
-        ]
+        rooms = [parts[name] if name in parts else self._room(name) for name in names]
         return dict(zip(names, broadcast(rooms, source, self.mesh.groups[axis]), strict=True))
+
+    def _room(self, name: str) -> Tensor:
+        """Memory for a whole tuned tensor."""
+        shape, dtype = self.shapes[name]
+        return torch.empty(shape, dtype=dtype, device=self.mesh.device)
 
     def local(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole tensors given by tuned name, on its device."""
@@ -374,9 +362,10 @@ class Runner:
         rank = self.mesh.at.tp
         return value.narrow(cut.dim, sum(cut.sizes[:rank]), cut.sizes[rank]).contiguous()
 
-    def _local_shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    def _zeros(self, name: str) -> Tensor:
+        """In the shape of what this rank would hold of a tuned tensor."""
         shape, dtype = self.shapes[name]
-        return tuple(self._part(name, torch.empty(shape, device="meta")).shape), dtype
+        return torch.zeros(self._part(name, torch.empty(shape, device="meta")).shape, dtype=dtype, device=self.mesh.device)
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
