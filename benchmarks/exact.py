@@ -1,47 +1,230 @@
-"""How exact fused training is: losses over steps and the first step's gradients, beside the unfused model in bf16 and in float32.
+"""How exact fused training is: which share of an update survives rounding at each site, losses over steps, and the first gradients.
 
-    PYTHONPATH=. python3 benchmarks/exact.py                  50 steps of four blocks of the 8B shape
-    PYTHONPATH=. python3 benchmarks/exact.py --steps 200 --fp8
+    PYTHONPATH=. python3 benchmarks/exact.py survival            on the device there is; --tiny on a CPU
+    PYTHONPATH=. python3 benchmarks/exact.py losses              50 steps of four blocks of the 8B shape, LoRA r=16
+    PYTHONPATH=.:SITE python3 benchmarks/exact.py losses --layers 2 --steps 200 --rank 64 --peers --plot exact.svg
 
-The same weights, tokens (a small set of sequences, so that there is something to learn) and factors in every variant; LoRA r=16 on all
-projections, AdamW at 2e-4.
+Survival: y is the first rounded tensor behind a site, y(0) without its update and y(B) with it, u the update of y in float64 and small:
+|u| / |y| = 4e-4. The share is <y(B) - y(0), u> / <u, u>, the mean of 8 seeds: 1 where nothing is lost, 0 where all of it is rounded away.
+
+Losses: the same weights, tokens (a small set of sequences, so that there is something to learn) and factors in every variant, LoRA on all
+projections, AdamW at 2e-4. --peers adds transformers + peft and Unsloth, --fp8 a base in eight bits. Losses go to exact.jsonl in $OUT.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+if sys.argv[-1].startswith('{"variant": "unsloth"'):
+    import unsloth  # type: ignore[import-not-found] # noqa: F401  # has to come before transformers
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import petune
-from benchmarks.peers import SHAPES
+from benchmarks.peers import SHAPES, TARGETS, answer, in_own_process, prepare
+from petune.kernels import reference
+from petune.kernels.block import FusedBlock
+from petune.kernels.call import Draws
+from petune.kernels.fuse import fused_blocks
+from petune.kernels.group import Group, spans
+from petune.kernels.ops import Ops, reference_ops, select
+from petune.kernels.region import fuse_sites
+from petune.methods.configs import LoraConfig
+from petune.methods.lora import tune
 
 ROWS, TOKENS, BATCHES = 2, 1024, 8
+SMALL = 4e-4  # |u| / |y|
+SEEDS = 8
+SIZES = {"8b": (4096, 14336, 32), "tiny": (256, 512, 4)}  # width, columns of the MLP, heads
+
+# ------------------------------------------------------------------ what survives of an update
+
+Site = Callable[[Tensor | None], Tensor]  # factors b [n, r], None for zero, to the first rounded tensor
 
 
-def build(dtype: torch.dtype, layers: int, **settings: Any) -> nn.Module:
-    """The model of a variant on the device; the same numbers for all."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPES["8b"] | {"num_hidden_layers": layers, "vocab_size": 32000}, tie_word_embeddings=False))
-    model = model.to("cuda", torch.bfloat16).to(dtype)  # float32 weights are the bf16 ones
-    torch.manual_seed(1)
-    petune.wrap(model, r=16, **settings)
+def share(site: Site, b: Tensor, change: Tensor) -> float:
+    """<y(b) - y(0), u> / <u, u>; change: u, float64."""
+    moved = site(b).double() - site(None).double()
+    return float((moved * change).sum() / change.square().sum())
+
+
+def small(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(b of an update that is `SMALL` beside the layer's result, that result, the update), the last two in float64."""
+    y = reference.wide(x).double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    b = (b * (SMALL * y.norm() / (x.double() @ a.double().T @ b.double().T).norm())).to(x.dtype)
+    return b, y, (x @ a.T).double() @ b.double().T
+
+
+def block_of(kind: str, size: str, rank: int, device: str, kernels: str) -> FusedBlock:
+    """One fused block in bf16 with updates at every site."""
+    width, columns, heads = SIZES[size]
+    model: nn.Module
+    if kind == "llama":
+        config = SHAPES["8b"] | {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": width, "intermediate_size": columns}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "head_dim": width // heads}
+        model = LlamaForCausalLM(LlamaConfig(**config))
+    else:
+        sizes = {"hidden_size": width, "intermediate_size": columns, "num_attention_heads": heads, "num_hidden_layers": 1}
+        model = BertModel(BertConfig(**sizes, vocab_size=64))  # biases are drawn below
+    model = model.to(device, torch.bfloat16)
+    petune.wrap(model, method="lora", r=rank, kernels=cast("Any", kernels))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("bias"):
+                value.normal_()
+    return cast("FusedBlock", fused_blocks(model)[0])
+
+
+def groups_of(block: FusedBlock) -> list[Group]:
+    """The block's groups as a call makes them."""
+    parts = block.parts()
+    nothing = Draws(tuple((None,) * len(group) for group in parts), None, (None, None))
+    call = block.call(parts, cast("Any", None), nothing, (None, None))
+    return call.groups(block.tensors(parts))
+
+
+@torch.no_grad()
+def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
+    """The shares that survive at the sites of one group of a block, gate and up behind the activation if that adds their update."""
+    group, ops = groups_of(block)[at], block.spec.ops
+    torch.manual_seed(seed)
+    weight = torch.cat([part.weight for part in group.parts])
+    bias = None if group.parts[0].bias is None else torch.cat([cast("Tensor", part.bias) for part in group.parts])
+    x = torch.randn(512, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    drawn = torch.zeros(len(weight), sum(group.ranks), device=weight.device)
+    for rows, ranks in zip(spans(group.widths), spans(group.ranks), strict=True):
+        drawn[rows, ranks] = torch.randn(rows.stop - rows.start, ranks.stop - ranks.start, device=weight.device)
+    b, y, change = small(x, weight, bias, group.a, drawn)
+
+    def site(b: Tensor | None) -> Tensor:
+        group.b = torch.zeros_like(group.b) if b is None else b
+        h, inlet = group.inlet(x)
+        s = group.low(h.copy_(x))
+        out = group.product(h, s, inlet)
+        if not group.defers:
+            return out
+        m, _ = ops.activate(out, block.spec.act, block.spec.gated, group.deferred(s), None, group.paired)
+        return cast("Tensor", m)
+
+    if group.defers:
+        act = partial(reference.activate, act=block.spec.act, gated=block.spec.gated)
+        return {"gate | up" if block.spec.gated else "up": share(site, b, act(y + change)[0] - act(y)[0])}
+    rows = dict(zip(_NAMES[at][-len(group.widths) :], spans(group.widths), strict=True))
+    return {name: share(lambda b, own=own: site(b)[:, own], b, change[:, own]) for name, own in rows.items()}  # type: ignore[misc]
+
+
+_NAMES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+
+
+@torch.no_grad()
+def of_site(ops: Ops | None, size: str, rank: int, device: str, seed: int, bias: bool = True) -> float:
+    """The share that survives at a tuned linear by itself, fused (T5, BART, layers that a plan cuts) or, without `ops`, not."""
+    torch.manual_seed(seed)
+    width, columns, _ = SIZES[size]
+    base = nn.Linear(width, columns, bias, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    layer = cast("Any", tune(base, LoraConfig(r=rank)))
+    x = torch.randn(512, width, device=device, dtype=torch.bfloat16)
+    a = (layer.lora_A * layer.scale).to(x.dtype)
+    b, _, change = small(x, base.weight, base.bias, a, torch.randn_like(layer.lora_B))
+    if ops is not None:
+        fuse_sites(holder := nn.ModuleList([layer]), ops)
+        layer = holder[0]
+
+    def site(b: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            layer.lora_B.copy_(torch.zeros_like(layer.lora_B) if b is None else b)
+            return cast("Tensor", layer(x))
+
+    return share(site, b, change)
+
+
+def survival(size: str, ranks: tuple[int, ...], device: str, seeds: int = SEEDS) -> Iterator[tuple[str, int, float]]:
+    """(site, rank, mean share) of every site: blocks of Llama and BERT, a linear by itself, one that is not fused."""
+    kernels = "reference" if device == "cpu" else "triton"
+    ops = select(cast("Any", kernels), torch.device(device), torch.bfloat16) or reference_ops()
+    for rank in ranks:
+        for kind in ("llama", "bert"):
+            block = block_of(kind, size, rank, device, kernels)
+            for at in range(len(_NAMES)):
+                found = [of_group(block, at, seed) for seed in range(seeds)]
+                for name in found[0]:
+                    yield f"{kind} {name}", rank, statistics.mean(one[name] for one in found)
+        for name, used, bias in (("linear", ops, False), ("linear with a bias", ops, True), ("kernels: off", None, True)):
+            yield name, rank, statistics.mean(of_site(used, size, rank, device, seed, bias) for seed in range(seeds))
+
+
+# ------------------------------------------------------------------ losses
+
+
+def build(variant: str, rank: int, folder: Path) -> nn.Module:
+    """The tuned model of a variant on the device; the same numbers for all, factors too."""
+    if variant == "unsloth":
+        return _unsloth(rank, folder)
+    dtype = torch.float32 if variant == "float32" else torch.bfloat16
+    model = cast("nn.Module", LlamaForCausalLM.from_pretrained(folder, dtype=dtype)).to("cuda")
+    if variant == "peft":
+        from peft import LoraConfig as PeftConfig
+        from peft import get_peft_model
+
+        model = get_peft_model(model, PeftConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS))
+    else:
+        petune.wrap(model, r=rank, **VARIANTS[variant])
+    _draw(model)
     return model.train()
 
 
-def train(model: nn.Module, dtype: torch.dtype, steps: int) -> tuple[list[float], Tensor]:
+def _unsloth(rank: int, folder: Path) -> nn.Module:
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=TOKENS, dtype=torch.bfloat16, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(model, r=rank, lora_alpha=2 * rank, lora_dropout=0, target_modules=TARGETS, bias="none")
+    _draw(model)
+    return cast("nn.Module", model).train()
+
+
+def _draw(model: nn.Module) -> None:
+    """Factors A from one generator in the order of blocks and roles, B = 0; float32."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    factors = {name.replace(".default", "").removeprefix("base_model.model."): value for name, value in model.named_parameters()}
+    for name in sorted(name for name in factors if "lora_A" in name):
+        value = factors[name]
+        bound = value.shape[1] ** -0.5
+        value.data = torch.empty(value.shape, device="cuda").uniform_(-bound, bound, generator=generator)
+    for name in (name for name in factors if "lora_B" in name):
+        factors[name].data = torch.zeros(factors[name].shape, device="cuda")
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {"kernels": "off"},
+    "petune": {"kernels": "triton"},
+    "petune, input kept": {"kernels": "triton", "memory": {"keep": "input", "offload": "input"}},
+    "petune, kernels: off": {"kernels": "off"},
+    "petune, fp8 base": {"kernels": "triton", "base_dtype": "fp8"},
+}
+
+
+def train(model: nn.Module, exact: bool, steps: int) -> tuple[list[float], Tensor]:
     """Losses of every step, and the gradients of a second pass at the start, when B is no longer zero, as one vector."""
     parameters = [value for value in model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=2e-4, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.0, fused=True)
     generator = torch.Generator("cuda").manual_seed(2)
     data = torch.randint(4, 2000, (BATCHES, ROWS, TOKENS), device="cuda", generator=generator)
     losses, gradient = [], torch.empty(0)
     for step in range(steps):
         ids = data[step % BATCHES]
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=not exact):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if step == 1:
@@ -52,32 +235,86 @@ def train(model: nn.Module, dtype: torch.dtype, steps: int) -> tuple[list[float]
     return losses, gradient
 
 
+def worker(request: Mapping[str, Any]) -> dict[str, Any]:
+    """One variant in a process of its own: its losses, and its gradients in a file."""
+    variant, folder = request["variant"], Path(request["folder"])
+    model = build(variant, request["rank"], folder)
+    losses, gradient = train(model, variant == "float32", request["steps"])
+    save_file({"gradient": gradient.cpu()}, folder.with_name(f"{variant}.safetensors"))
+    return {"variant": variant, "rank": request["rank"], "losses": losses}
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Train every variant, each in its own process, and print how far it is from float32."""
+    names = [name for name in VARIANTS if given.fp8 or "fp8" not in name] + ["peft", "unsloth"] * given.peers
+    out = Path(os.environ.get("OUT", "."))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "model")
+        SHAPES["exact"] = SHAPES["8b"] | {"num_hidden_layers": given.layers, "vocab_size": 32000}
+        prepare("exact", folder, "cuda")
+        torch.set_default_dtype(torch.float32)
+        rows: list[dict[str, Any]] = []
+        for name in names:
+            request = {"variant": name, "rank": given.rank, "steps": given.steps, "folder": str(folder)}
+            rows.append(in_own_process(__file__, request, 600) | {"variant": name})
+            _print(rows, folder)
+    with (out / "exact.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    if given.plot:
+        plot([row for row in rows if "losses" in row], out / given.plot)
+
+
+def _print(rows: list[dict[str, Any]], folder: Path) -> None:
+    """The last of `rows` beside the first, which is float32."""
+    row, exact = rows[-1], rows[0]["losses"]
+    if "losses" not in row:
+        print(f"{row['variant']:24} {row.get('error')}", flush=True)
+        return
+    found, wanted = (load_file(folder.with_name(f"{one['variant']}.safetensors"))["gradient"] for one in (row, rows[0]))
+    cosine = float(nn.functional.cosine_similarity(found, wanted, dim=0)) if found.shape == wanted.shape else float("nan")
+    apart = [abs(a - b) for a, b in zip(row["losses"], exact, strict=True)]
+    again = f"again (step {2 * BATCHES + 1}) {row['losses'][2 * BATCHES]:.5f}" if len(exact) > 2 * BATCHES else ""
+    shown = f"{row['variant']:24} first {row['losses'][0]:.5f} {again} last {row['losses'][-1]:.5f}"
+    print(f"{shown}, mean |difference| {statistics.mean(apart):.2e}, largest {max(apart):.2e}, gradient cosine {cosine:.6f}", flush=True)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """|loss - float32's| by step, averaged over a turn of the batches, as SVG."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    exact = rows[0]["losses"]
+    for row in rows[1:]:
+        apart = torch.tensor([abs(a - b) for a, b in zip(row["losses"], exact, strict=True)])
+        turns = apart[: len(apart) // BATCHES * BATCHES].view(-1, BATCHES).mean(1)
+        axes.plot(range(BATCHES, BATCHES * len(turns) + 1, BATCHES), turns, label=row["variant"])
+    axes.set(xlabel="step", ylabel="|loss - loss in float32|", yscale="log", title=f"LoRA r={rows[0]['rank']}, bf16, beside float32")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> None:
-    """Train every variant and print how far each is from the unfused float32 model."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Read the words of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("survival", "losses"), default="losses")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true", help="survival: small layers")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="transformers + peft, and Unsloth")
+    parser.add_argument("--plot", metavar="FILE", help="draw the differences (matplotlib)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    variants: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-        "unfused float32": (torch.float32, {"kernels": "off"}),
-        "unfused bf16": (torch.bfloat16, {"kernels": "off"}),
-        "fused bf16": (torch.bfloat16, {"kernels": "triton"}),
-        "fused bf16, keep input": (torch.bfloat16, {"kernels": "triton", "memory": {"keep": "input", "offload": "input"}}),
-    }
-    if given.fp8:
-        variants["fused fp8 base"] = (torch.bfloat16, {"kernels": "triton", "base_dtype": "fp8"})
-    wanted: tuple[list[float], Tensor] | None = None
-    for name, (dtype, settings) in variants.items():
-        model = build(dtype, given.layers, **settings)
-        losses, gradient = train(model, dtype, given.steps)
-        wanted = wanted or (losses, gradient)
-        worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted[0], strict=True))
-        cosine = float(nn.functional.cosine_similarity(gradient, wanted[1], dim=0))
-        shown = f"{name:24} first {losses[0]:.5f} last {losses[-1]:.5f}"
-        print(f"{shown}, worst relative difference {worst:.2e}, gradient cosine {cosine:.6f}", flush=True)
-        del model
-        torch.cuda.empty_cache()
+    if given.worker:
+        answer(worker(json.loads(given.worker)))
+    elif given.what == "survival":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for name, rank, found in survival("tiny" if given.tiny else "8b", (16, 40, 64, 256), device):
+            print(f"{name:20} r={rank:<4} {found:.4f}", flush=True)
+    else:
+        compare(given)
 
 
 if __name__ == "__main__":

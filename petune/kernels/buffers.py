@@ -8,9 +8,9 @@ x -> h1 -> qkv -> a, lse -> o -> r = x + o -> h2 -> u -> m -> d -> y = r + d. Po
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from petune.kernels.cost import BlockShape, Keep
+from petune.kernels.cost import BlockShape, Keep, Ranks
 from petune.kernels.head import chunk_rows
 
 STREAMED_BLOCKS = 3  # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
@@ -19,13 +19,20 @@ ADAMW_STATES = 2  # numbers AdamW keeps for each one that trains
 
 def tensors(shape: BlockShape) -> dict[str, int]:
     """Bytes per token of every tensor that the tables below name."""
-    size, ranks = shape.itemsize, shape.ranks
+    size, ranks, wide = shape.itemsize, shape.ranks, 4 * shape.fp8
+    room = Ranks() if shape.fp8 else replace(ranks, gate=0, up=0) if shape.defers else ranks
     sizes = {
-        "x h1 o r t h2 d z y dy dz dh2 dr dt dh1 dx": shape.width * size,
+        "x o r t d z y dy dz dh2 dr dt dh1 dx": shape.width * size,
+        "h1 x_s": (shape.width + room.qkv) * size,
+        "h2": (shape.width + room.gu) * size,
         "qkv dq_dk_dv dqkv": shape.qkv * size,
         "a da": shape.queries * size,
         "u du": shape.gu * size,
-        "m dm": shape.columns * size,
+        "m": (shape.columns + room.down) * size,
+        "dm m_again": shape.columns * size,
+        "qkv_sum": shape.qkv * wide * (ranks.qkv > 0),
+        "o_sum": shape.width * 4 * (ranks.o > 0),
+        "d_sum": shape.width * wide * (ranks.down > 0),
         "s": ranks.qkv * size,
         "s_o": ranks.o * size,
         "s_up": ranks.gu * size,
@@ -57,23 +64,26 @@ _KEPT: dict[str, dict[Keep, str]] = {
 
 # Phase: the tensors alive in it. What the rung keeps is counted beside a working set, not in it. The MLP's tensors exist a tile at a time;
 # `tiles` are a result's pieces, which are still there when the `whole` is joined.
-_IN_TILES = "o r t h2 u m m_fp8 d z y dz dm du du_fp8 dh2"
+_IN_TILES = "o o_sum r t h2 u m m_again m_fp8 d d_sum z y dz dm du du_fp8 dh2"
 _FORWARD: dict[str, dict[str, str]] = {
     "rms": {
-        "projection": "x h1 qkv s",
+        "projection": "x h1 qkv_sum qkv s",
         "attention": "x qkv s a lse",
+        "output": "x a lse o_sum o y_tiles",
         "norm": "x a lse o r h2 y_tiles",
         "up": "x a lse r h2 u s_up y_tiles",
         "activation": "x a lse r u s_up m y_tiles",
-        "down": "x a lse r m m_fp8 d y y_tiles",
+        "down": "x a lse r m m_fp8 d_sum d y_tiles",
         "joining": "x a lse y_tiles y_whole r_whole",
     },
     "layer": {
-        "projection": "x qkv s",
+        "projection": "x x_s qkv_sum qkv s",
         "attention": "x qkv s a lse",
+        "output": "x a lse o_sum o y_tiles",
         "norm": "x a lse o t h2 y_tiles",
         "activation": "x a lse o t h2 u s_up m y_tiles",
-        "down": "x a lse o t h2 u s_up m m_fp8 d z y y_tiles",
+        "down": "x a lse o t h2 u s_up m m_fp8 d_sum d y_tiles",
+        "last norm": "x a lse o t h2 u s_up d z y y_tiles",
         "joining": "x a lse y_tiles y_whole t_whole",
     },
 }
@@ -91,19 +101,19 @@ _MLP_BACKWARD: dict[str, dict[str, str]] = {
 }
 _ATTENTION_BACKWARD: dict[str, dict[str, str]] = {
     "rms": {
-        "projection, again": "dy dr da x a lse h1 qkv s",
+        "projection, again": "dy dr da x a lse h1 qkv_sum qkv s",
         "attention, backward": "dy dr da x a lse qkv s dq_dk_dv dq_sum delta",
         "rotation, backward": "dy dr da x a lse qkv s dq_dk_dv dqkv",
         "projection, backward": "dy dr da x a lse qkv s dqkv dh1",
         "first norm, backward": "dy dr da x a lse qkv s dh1 dx",
     },
     "layer": {
-        "projection, again": "dy dt da x a lse qkv s",
+        "projection, again": "dy dt da x a lse x_s qkv_sum qkv s",
         "attention, backward": "dy dt da x a lse qkv s dq_dk_dv dq_sum delta",
         "projection, backward": "dy dt da x a lse qkv s dq_dk_dv dqkv dx",
     },
 }
-_AGAIN_FROM_INPUT = {"projection, again": "dy x h1 qkv s", "attention, again": "dy x qkv s a lse"}
+_AGAIN_FROM_INPUT = {"projection, again": "dy x h1 qkv_sum qkv s", "attention, again": "dy x qkv s a lse"}
 _AGAIN_FROM_ATTENTION = {
     "rms": {"norm, again": "dy x a lse o r h2 dr_tiles"},
     "layer": {"norm, again": "dy x a lse o t h2 dr_tiles", "down, again": "dy x a lse t h2 u s_up m d z y dr_tiles"},
@@ -154,7 +164,7 @@ def _backward_phases(shape: BlockShape, keep: Keep) -> Iterator[tuple[str, str]]
     if keep in ("input", "attention"):
         yield from ((name, alive + held) for name, alive in _AGAIN_FROM_ATTENTION[norm].items())
     for name, alive in _MLP_BACKWARD[norm].items():
-        again = " m" if shape.makes_m_again and name == "activation, backward" else ""
+        again = " m_again" if shape.makes_m_again and name == "activation, backward" else ""
         # A pre-norm block that keeps u has no use for h2 unless weights train: the norm's scale is applied to the gradient's rows.
         spared = alive.replace(" h2 ", " ") if norm == "rms" and keep == "all" and not shape.trained else alive
         yield name, spared + again + held
@@ -186,9 +196,12 @@ def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> i
 
 
 def standing_bytes(shape: BlockShape) -> int:
-    """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of the computation, and frozen
-    weights in eight bits, twice."""
-    return _stacked(shape) * shape.itemsize + 2 * shape.parameters * shape.fp8
+    """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of the computation, the room for
+    them behind frozen weights, and frozen weights in eight bits, twice."""
+    ranks = shape.ranks
+    up = ranks.gu * shape.gu if shape.gated or not shape.defers else 0
+    room = 0 if shape.fp8 else ranks.qkv * shape.qkv + up + ranks.down * shape.width
+    return (_stacked(shape) + room) * shape.itemsize + 2 * shape.parameters * shape.fp8
 
 
 def _stacked(shape: BlockShape) -> int:

@@ -22,6 +22,7 @@ from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.reference import Act
 
+UP = 2  # gate | up among the groups
 Parts = tuple[tuple[Part, ...], ...]  # of each group
 Where = tuple[nn.Module, str] | None  # an attribute of a module
 
@@ -61,6 +62,11 @@ class Spec:
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return cast("Tensor", self.layers[0][0].weight).dtype
+
+    @property
+    def defers(self) -> bool:
+        """Whether the activation may add the update of gate | up: its result must be no number of the narrow grid, as ReLU's is."""
+        return self.act != "relu"
 
     @property
     def casts(self) -> bool:
@@ -133,7 +139,7 @@ class Call:
             base = _base(self.spec.banks[at], own)
             a, b = factors[2 * at : 2 * at + 2] or (None, None)
             made = None if a is None or b is None else (a, b)
-            found.append(Group(own, self.dtype, first, base, drops, made))
+            found.append(Group(own, self.dtype, first, self.spec.ops, base, drops, made, self.spec.defers and at == UP))
             first += 4 * len(own)
         return found
 

@@ -20,6 +20,7 @@ from petune.kernels.operations import (
     activate,
     activate_backward,
     adamw,
+    add,
     add_low,
     attention,
     attention_backward,
@@ -175,6 +176,11 @@ class BlockShape:
         return from_width + ranks.o * (self.queries + self.width) + (ranks.gu + ranks.down) * mlp
 
     @property
+    def defers(self) -> bool:
+        """Whether the activation adds the update of gate | up, as petune.kernels.group says."""
+        return 0 < self.ranks.gu <= FOLDED and (not self.gated or self.ranks.gate == self.ranks.up)
+
+    @property
     def makes_m_again(self) -> bool:
         """Whether the down projection's gradients need its input, which otherwise lives within one kernel."""
         return self.trained or self.ranks.down > FOLDED
@@ -185,25 +191,22 @@ def forward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = No
     width, size, ranks = shape.width, shape.itemsize, shape.ranks
     times, rows = _tiles(tokens, tile)
     rms = shape.norm == "rms"
-    turned = rope_(tokens, shape.qkv, size, ranks.qkv) if rms else low_rank_update(tokens, shape.qkv, ranks.qkv, size)
-    summed = add_low(rows, width, size, ranks.down) if rms else low_rank_update(rows, width, ranks.down, size)
+    beside, deferred = (ranks.gu, 0) if not shape.defers else (0, ranks.gu)
     normed = rms_norm if rms else layer_norm
     return costing(
         Operation("h1", "memory", rms_norm(tokens, width, size) if rms else Cost()),
         Operation("qkv", "memory", low_rank(tokens, width, ranks.qkv, size)),
-        *_weighted("qkv", shape, tokens, width, shape.qkv),
-        Operation("qkv", "memory", turned),
+        *_updated("qkv", shape, tokens, width, shape.qkv, ranks.qkv),
+        Operation("qkv", "memory", rope_(tokens, shape.qkv, size) if rms else Cost()),
         Operation("a", "attention", _attention(shape, tokens, sequence)),
         Operation("o", "memory", low_rank(rows, shape.queries, ranks.o, size), times),
-        *_weighted("o", shape, rows, shape.queries, width, times),
-        Operation("o", "memory", low_rank_update(rows, width, ranks.o, size), times),
+        *_updated("o", shape, rows, shape.queries, width, ranks.o, times, room=False),
         Operation("h2", "memory", normed(rows, width, size, residual=True), times),
         Operation("u", "memory", low_rank(rows, width, ranks.gu, size), times),
-        *_weighted("u", shape, rows, width, shape.gu, times),
-        Operation("m", "memory", activate(rows, shape.columns, shape.gated, size, ranks.gu, ranks.down), times),
-        *_weighted("d", shape, rows, shape.columns, width, times),
-        Operation("d", "memory", summed, times),
-        Operation("y", "memory", Cost() if rms else layer_norm(rows, width, size, residual=True), times),
+        *_updated("u", shape, rows, width, shape.gu, beside, times),
+        Operation("m", "memory", activate(rows, shape.columns, shape.gated, size, deferred, ranks.down), times),
+        *_updated("d", shape, rows, shape.columns, width, ranks.down, times),
+        Operation("y", "memory", add(rows, width, size) if rms else layer_norm(rows, width, size, residual=True), times),
     )
 
 
@@ -212,7 +215,7 @@ def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = N
     width, size, ranks = shape.width, shape.itemsize, shape.ranks
     times, rows = _tiles(tokens, tile)
     rms = shape.norm == "rms"
-    last = rms_norm_backward(tokens, width, size, dresidual=True) if rms else add_low(tokens, width, size)
+    last = rms_norm_backward(tokens, width, size, dresidual=True) if rms else add(tokens, width, size)
     middle = rms_norm_backward if rms else layer_norm_backward
     return costing(
         Operation("dz", "memory", Cost() if rms else layer_norm_backward(rows, width, size), times),
@@ -279,6 +282,15 @@ def _weighted(stage: str, shape: BlockShape, rows: float, inner: int, columns: i
     if not shape.fp8:
         return (Operation(stage, "matmul", product, times),)
     return (Operation(stage, "memory", quantise(rows, inner, shape.itemsize), times), Operation(stage, "matmul_fp8", product, times))
+
+
+def _updated(stage: str, shape: BlockShape, rows: float, inner: int, columns: int, rank: int, times: int = 1, room: bool = True) -> Work:
+    """A matmul with a weight and its low-rank update: one product where the weight has room for the factor, else a sum in float32."""
+    if not rank or (room and not shape.fp8):
+        return _weighted(stage, shape, rows, inner + rank, columns, times)
+    wider = Operation(stage, "memory", Cost(0, (4 - shape.itemsize) * rows * columns), times)
+    summed = Operation(stage, "memory", add_low(rows, columns, shape.itemsize, rank), times)
+    return (*_weighted(stage, shape, rows, inner, columns, times), wider, summed)
 
 
 def _weight_gradient(stage: str, shape: BlockShape, rows: float, outputs: int, inputs: int, times: int = 1) -> Work:

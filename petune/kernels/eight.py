@@ -1,8 +1,8 @@
 """Frozen weights as eight-bit floats (e4m3): about twice the rate of bf16 on Hopper, and not exact.
 
 Each row of a matrix has a scale of its own. The forward product sums over the columns of W and the backward one over its rows, so W is
-held twice, quantised along each; activations and gradients are quantised as they come. Products are summed in float32 and rounded to bf16.
-LoRA's own factors, norms, attention, the head and the weights that a merge reads stay as they are.
+held twice, quantised along each; activations and gradients are quantised as they come. Products are summed in float32, low-rank updates
+among them, and rounded to bf16. LoRA's own factors, norms, attention, the head and the weights that a merge reads stay as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from petune.errors import UsageError
 from petune.kernels.ops import Ops
+from petune.kernels.reference import Low
 
 
 class Eight:
@@ -34,6 +35,16 @@ class Eight:
         """See petune.kernels.parts.Base."""
         y = _product(self.ops.quantise(x), self.by_output, self.output_scale, x.dtype)
         return y if self.bias is None else y.add_(self.bias)
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """See petune.kernels.parts.Base."""
+        return None
+
+    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """See petune.kernels.parts.Base."""
+        product = _product(self.ops.quantise(x), self.by_output, self.output_scale, torch.float32)
+        y: Tensor = ops.add_low(None if self.bias is None else self.bias.expand_as(product), product, low)
+        return y
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """See petune.kernels.parts.Base."""

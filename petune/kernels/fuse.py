@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.kernels.around import InDtype, NoCache, Ready, dense
 from petune.kernels.block import FusedBlock, fused_class
-from petune.kernels.call import Spec
+from petune.kernels.call import UP, Spec
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
 from petune.kernels.eight import Eight, refuse_eight
 from petune.kernels.graphs import Graphs, ungraph
+from petune.kernels.group import FOLDED
 from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
@@ -32,7 +33,7 @@ from petune.log import say
 from petune.sites import Family
 from petune.stack import Stack, own_stacks, unownable
 
-WIDE = 2  # times as many outputs as inputs, from which on room for b beside the weights pays
+OWN_INPUT = 1  # the group whose input attention writes, where no s can be put beside it: o
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = store, said
-        spec.banks = [_bank(layers, plan) for layers in spec.layers]
+        spec.banks = [_bank(layers, plan, room=at != OWN_INPUT, alone=at == UP and spec.defers) for at, layers in enumerate(spec.layers)]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
         layers = {id(layer) for group in spec.layers for layer in group}
         spec.homes = [(parent, name, child) for parent in block.modules() for name, child in parent.named_children() if id(child) in layers]
@@ -205,14 +206,18 @@ def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:
         refuse_eight(weights[0].device, weights[0].dtype, (sum(map(len, weights)), weights[0].shape[1]))
 
 
-def _bank(layers: Sequence[nn.Module], plan: Plan) -> Bank | None:
-    """One tensor for the frozen weights of several linears; None where they train, differ or are not whole."""
-    if not bankable(layers) or (len(layers) == 1 and plan.base_dtype is None):
-        return None
+def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> Bank | None:
+    """One tensor for the frozen weights of linears, with room for their factors b; None where that is of no use or they train or differ.
+
+    alone: of a single linear, a rank that the activation adds needs no room.
+    """
     weights = [cast("torch.Tensor", layer.weight) for layer in layers]
     parts = [cast("Part", part_of(layer)) for layer in layers]
-    rank, outputs = sum(0 if part.a is None else len(part.a) for part in parts), sum(map(len, weights))
-    bank = Bank(layers, rank if outputs > WIDE * weights[0].shape[1] and plan.base_dtype is None else 0)
+    rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
+    single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
+    if single or not bankable(layers):
+        return None
+    bank = Bank(layers, rank)
     if plan.base_dtype == "fp8":
         bank.base = Eight(bank.weight, bank.bias, plan.ops, tuple(weight._version for weight in weights))
     return bank

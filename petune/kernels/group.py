@@ -5,7 +5,9 @@ factors: s is then [m, sum of ranks] and b block-diagonal. The backward pass nee
 
         ds = dy b        dx = dy W + ds a        dA = scale * ds^T x        dB = dy^T s        (dW = dy^T x where W trains)
 
-No intermediate is ever as large as W. What trains gets its gradient in float32, whatever the dtype of the computation.
+No intermediate is ever as large as W. What trains gets its gradient in float32, whatever the dtype of the computation. x W^T and s b^T meet
+in float32 and are rounded once: within one product, where the weight has room for b behind it, else in `Ops.linear_low`, or in the
+registers of an activation, whose result lies on no grid that the product was rounded to.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from petune.kernels.ops import Ops
 from petune.kernels.parts import Base, Dense, Part, matmul32
-from petune.kernels.reference import Low
+from petune.kernels.reference import Added, Low
 
 Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
-FOLDED = 64  # the largest stacked rank that the element-wise kernels add on their way
+FOLDED = 64  # the largest rank that the element-wise kernels add or read on their way
 
 
 class Sink:
@@ -72,7 +76,7 @@ class Group:
     """Linears of one input, as their parts are at this moment: [m, k] -> [m, sum of outputs].
 
     `first` is the place of its first tensor among a block's; `base` its frozen part, where that is one product. With `drops`, one per
-    part, each update reads its own dropout of the input.
+    part, each update reads its own dropout of the input. gates: an activation reads these, which can add their update.
     """
 
     def __init__(
@@ -80,18 +84,20 @@ class Group:
         parts: Sequence[Part],
         dtype: torch.dtype,
         first: int,
+        ops: Ops,
         base: Base | None = None,
         drops: Sequence[Dropping | None] = (),
         factors: tuple[Tensor, Tensor] | None = None,
+        gates: bool = False,
     ) -> None:
-        self.parts, self.first = tuple(parts), first
+        self.parts, self.first, self.ops = tuple(parts), first, ops
         self.widths = [len(part.weight) for part in parts]
         self.ranks = [0 if part.a is None else len(part.a) for part in parts]
         self.whole = base or (Dense(self.parts[0].weight, self.parts[0].bias) if len(parts) == 1 else None)
         self.tuned = any(self.ranks)
         self.drops = tuple(drops) if any(drops) else ()
         self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
-        self.folds = self.tuned and sum(self.ranks) <= FOLDED
+        self.defers = gates and 0 < sum(self.ranks) <= FOLDED and (self.paired or len(parts) == 1)
         if self.tuned:
             self.a, self.b = factors or (self._stacked(dtype), self._diagonal(dtype))
 
@@ -128,9 +134,15 @@ class Group:
     @property
     def folds_input(self) -> bool:
         """Whether a kernel that makes or reads this group's input may compute s and add ds a on its way."""
-        return self.folds and not self.drops
+        return self.tuned and sum(self.ranks) <= FOLDED and not self.drops
 
     # ------------------------------------------------------------ forward
+
+    def inlet(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where a kernel writes the input that it makes of x [m, ...]: (a matrix [m, k], what `__call__` takes beside it)."""
+        k = self.parts[0].weight.shape[1]
+        whole = self.whole.inlet(len(x), sum(self.ranks)) if self.whole is not None and self.tuned and not self.defers else None
+        return (x.new_empty(len(x), k), None) if whole is None else (whole[:, :k], whole)
 
     def low(self, x: Tensor) -> Tensor | None:
         """s = x a^T, [m, sum of ranks]; None where nothing is tuned."""
@@ -159,23 +171,35 @@ class Group:
                 torch.addmm(part.bias, x, part.weight.T, out=out)
         return y
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y, s), the update in y."""
+    def __call__(self, x: Tensor, inlet: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(y, s), the update in y unless it is `deferred`. inlet: what `inlet` gave, if x was written there."""
         s = self.low(x)
-        return self.updated(self.base(x), s), s
+        return self.product(x, s, inlet), s
 
-    def begun(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y, s), the update in y only if it is too large for `late`."""
-        s = self.low(x)
-        return (self.base(x) if self.folds else self.updated(self.base(x), s)), s
+    def product(self, x: Tensor, s: Tensor | None, inlet: Tensor | None = None) -> Tensor:
+        """x W^T + bias + s b^T, rounded once; without the update where it is `deferred`."""
+        if s is None or self.defers:
+            return self.base(x)
+        if self.whole is not None:
+            return self.whole.linear_low(x, (s, self.b), self.ops, inlet)
+        y = x.new_empty(len(x), sum(self.widths))
+        for part, rows, ranks in zip(self.parts, spans(self.widths), spans(self.ranks), strict=True):
+            if part.b is None:
+                y[:, rows] = F.linear(x, part.weight, part.bias)
+            else:
+                y[:, rows] = self.ops.linear_low(x, part.weight, part.bias, (s[:, ranks], self.b[rows, ranks]))
+        return y
 
-    def late(self, s: Tensor | None) -> Low | None:
-        """The update that `begun` has left out, for a kernel to add."""
-        return (s, self.b) if s is not None and self.folds else None
+    def deferred(self, s: Tensor | None) -> Low | None:
+        """The update that `product` has left to the activation."""
+        return (s, self.b) if s is not None and self.defers else None
 
-    def updated(self, y: Tensor, s: Tensor | None) -> Tensor:
-        """y + s b^T, in place."""
-        return y if s is None else y.addmm_(s, self.b.T)
+    def read(self, s: Tensor | None) -> Added | None:
+        """What the activation's backward reads of the update, to make the gradient of b on its way; None where ranks are too large."""
+        if s is None or self.defers:
+            return self.deferred(s)
+        rank = sum(self.ranks) // (1 + self.paired)
+        return (s, None) if rank <= FOLDED else None
 
     # ------------------------------------------------------------ backward
 

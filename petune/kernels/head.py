@@ -86,13 +86,13 @@ def linear_cross_entropy(
     dtype = _matmul_dtype(hidden)
     if part is None:
         entropy: Entropy = partial(_entropy, ops, softcap, smoothing, z_loss)
-        chunk = chunk or chunk_rows(len(weight), dtype.itemsize)
+        chunk = chunk or chunk_rows(len(weight), dtype.itemsize if low is None else 4 * dtype.itemsize)  # the product is float32 on its way
     else:
         entropy = partial(_entropy_of_slice, ops, softcap, z_loss, part)
         chunk = chunk or ROWS // 2  # must not depend on the slice's width: its holders talk once a chunk
     a, b = (None, None) if low is None else (low[0] * low[2], low[1])
     summed: Tensor = cast("Any", _LinearCrossEntropy).apply(
-        hidden, weight, bias, a, b, labels, entropy, chunk, dtype, torch.is_grad_enabled()
+        hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, torch.is_grad_enabled()
     )
     if missed is not None:
         summed = summed.masked_fill(missed.to(summed.device, non_blocking=True), torch.nan)
@@ -156,6 +156,7 @@ class _LinearCrossEntropy(Function):
         entropy: Entropy,
         chunk: int,
         dtype: torch.dtype,
+        ops: Ops,
         differentiated: bool,
     ) -> Tensor:
         inputs = (hidden, weight, bias, a, b)
@@ -165,7 +166,7 @@ class _LinearCrossEntropy(Function):
             if value is not None and differentiated and ctx.needs_input_grad[place]:
                 found[place] = torch.zeros_like(value, dtype=sums) if place else torch.empty_like(value, dtype=dtype)
         ctx.found, ctx.dtypes = found, [None if value is None else value.dtype for value in inputs]
-        return _chunks([None if value is None else value.to(dtype) for value in inputs], labels, entropy, chunk, found)
+        return _chunks([None if value is None else value.to(dtype) for value in inputs], labels, entropy, chunk, ops, found)
 
     @staticmethod
     @once_differentiable
@@ -174,10 +175,10 @@ class _LinearCrossEntropy(Function):
         if found is None:
             raise RuntimeError("the gradient of linear_cross_entropy is made in the forward pass and given away once: run that again")
         scaled = [None if value is None else _scale_(value, grad).to(dtype) for value, dtype in zip(found, ctx.dtypes, strict=True)]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
-def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk: int, found: list[Tensor | None]) -> Tensor:
+def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk: int, ops: Ops, found: list[Tensor | None]) -> Tensor:
     """The summed loss; what `found` has of the gradients of hidden, weight, bias, a and b is filled."""
     hidden, weight, bias, a, b = inputs
     assert hidden is not None and weight is not None
@@ -189,15 +190,14 @@ def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk
     for start in range(0, len(hidden), max(1, rows)):
         now = slice(start, start + rows)
         x = hidden[now]
-        logits = buffer[: len(x)]
-        if bias is None:
+        logits, s = buffer[: len(x)], None
+        if a is not None and b is not None:
+            s = x @ a.T
+            logits.copy_(ops.linear_low(x, weight, bias, (s, b)))
+        elif bias is None:
             torch.mm(x, weight.T, out=logits)
         else:
             torch.addmm(bias, x, weight.T, out=logits)
-        s = None
-        if a is not None and b is not None:
-            s = x @ a.T
-            logits.addmm_(s, b.T)
         losses[now] = entropy(logits, labels[now])
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[now])

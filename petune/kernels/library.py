@@ -18,7 +18,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library, custom_op
 
@@ -193,10 +192,10 @@ def _(ctx: Any, dy: Tensor | None, _: None, __: None, dtotal: Tensor | None) -> 
 # ------------------------------------------------------------------ rotary positions
 
 
-@_op(lambda qkv, cos, sin, heads, s=None, b=None: _same(qkv))
-def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, s: Tensor | None = None, b: Tensor | None = None) -> Tensor:
-    """`qkv` with low added and its first `heads` heads turned. cos and sin have no gradient."""
-    return _ops(qkv).rope_(qkv.clone(memory_format=torch.contiguous_format), cos, sin, heads, _low(s, b))
+@_op(lambda qkv, cos, sin, heads: _same(qkv))
+def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """`qkv` with its first `heads` heads turned. cos and sin have no gradient."""
+    return _ops(qkv).rope_(qkv.clone(memory_format=torch.contiguous_format), cos, sin, heads)
 
 
 @_op(lambda dq, dk, dv, cos, sin: dq.new_empty(dq.shape[0], (dq.shape[1] + dk.shape[1] + dv.shape[1]) * dq.shape[2]))
@@ -206,16 +205,16 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def _keep_rope(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    _, cos, sin, ctx.heads, s, b = inputs
-    ctx.save_for_backward(cos, sin, s, b)
+    _, cos, sin, ctx.heads = inputs
+    ctx.save_for_backward(cos, sin)
 
 
 @_gradient(rope, _keep_rope)
 def _(ctx: Any, dy: Tensor) -> Gradients:
-    cos, sin, *low = ctx.saved_tensors
+    cos, sin = ctx.saved_tensors
     heads, queries = dy.unflatten(1, (-1, cos.shape[1])), ctx.heads // 2  # or so: queries and keys are turned alike
     grad = rope_backward(heads[:, :queries], heads[:, queries : ctx.heads], heads[:, ctx.heads :], cos, sin)
-    return grad, None, None, None, *_low_gradients(_needs(ctx, 6)[4:], grad, *low)
+    return grad, None, None, None
 
 
 # ------------------------------------------------------------------ activations
@@ -272,15 +271,29 @@ def _(ctx: Any, dh: Tensor, ds: Tensor) -> Gradients:
 # ------------------------------------------------------------------ sums, loss, eight-bit floats, dropout
 
 
-@_op(lambda x, y, s=None, b=None: _same(x))
-def add_low(x: Tensor, y: Tensor, s: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+@_op(lambda x, y, s, b: _same(x))
+def add_low(x: Tensor, y: Tensor, s: Tensor, b: Tensor) -> Tensor:
     """x + y + low."""
-    return _ops(x).add_low(x, y, _low(s, b))
+    return _ops(x).add_low(x, y, (s, b))
 
 
 @_gradient(add_low, lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]))
 def _(ctx: Any, grad: Tensor) -> Gradients:
     return grad, grad, *_low_gradients(_needs(ctx, 4)[2:], grad, *ctx.saved_tensors)
+
+
+@_op(lambda x, weight, *args: x.new_empty(x.shape[0], weight.shape[0]))
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, s: Tensor, b: Tensor) -> Tensor:
+    """x W^T + bias + low, all of one dtype."""
+    return _ops(x).linear_low(x, weight, bias, (s, b))
+
+
+@_gradient(linear_low, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+def _(ctx: Any, dy: Tensor) -> Gradients:
+    x, weight, bias, s, b = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dbias = dy.sum(0, dtype=_wide(dy).dtype) if needs[2] else None
+    return *_low_gradients(needs[:2], dy, x, weight), _made(dbias, bias), *_low_gradients(needs[3:], dy, s, b)
 
 
 @_op(lambda logits, labels, *args: (_wide(logits, logits.shape[0]), _wide(logits, logits.shape[0]), _same(logits)))
@@ -327,7 +340,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Te
     have another. The backward pass computes x A^T again.
     """
     s = x @ (a * scale).to(x.dtype).T
-    return F.linear(x, weight, bias).addmm_(s, b.to(x.dtype).T)
+    return _ops(x).linear_low(x, weight, bias, (s, b.to(x.dtype)))
 
 
 def lora_gradients(

@@ -28,12 +28,14 @@ class WithMlp:
             yield rows
         self.rows = self.o.rows = self.up.rows = self.down.rows = None
 
-    def _activate(self, u: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(m, s of the down projection)."""
-        m, s_down = self.ops.activate(
-            u, self.frame.act, self.frame.gated, self.up.late(s), self.down.a if self.down.folds_input else None, self.up.paired
-        )
-        return m, self.down.low(m) if s_down is None else s_down
+    def _activated(self, u: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(d, s of the down projection): the MLP from its activation on."""
+        m, inlet = self.down.inlet(u)
+        a = self.down.a if self.down.folds_input else None
+        s_down = self.ops.activate(u, self.frame.act, self.frame.gated, self.up.deferred(s), a, self.up.paired, m)[1]
+        if s_down is None:
+            s_down = self.down.low(m)
+        return self.down.product(m, s_down, inlet), s_down
 
     def _down_backward(self, dy: Tensor, u: Tensor, s_up: Tensor | None, s: Tensor | None, sink: Sink) -> tuple[Tensor, Tensor | None]:
         """du, and the gradient of up's stacked B where the kernel makes it."""
@@ -42,8 +44,7 @@ class WithMlp:
         below = (ds, down.a) if ds is not None and down.folds_input else None
         if below is None:
             down.dupdated(dm, ds)
-        late = self.up.late(s_up)
-        entered = Rows.again(lambda: self.ops.activate(u, frame.act, frame.gated, late, None, self.up.paired)[0])
-        du, db, da = self.ops.activate_backward(dm, u, frame.act, frame.gated, late, below, self.up.paired)
+        entered = Rows.again(lambda: self.ops.activate(u, frame.act, frame.gated, self.up.deferred(s_up), None, self.up.paired)[0])
+        du, db, da = self.ops.activate_backward(dm, u, frame.act, frame.gated, self.up.read(s_up), below, self.up.paired)
         down.learn(sink, dy, entered, s, ds, da=da)
         return du, db

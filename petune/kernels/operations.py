@@ -66,7 +66,7 @@ def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cos
 
 
 def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
-    """y += s b^T, y read and written. Nothing for rank 0."""
+    """dx += ds a, dx read and written. Nothing for rank 0."""
     return Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank)) if rank else Cost()
 
 
@@ -90,9 +90,9 @@ def layer_norm_backward(rows: float, columns: float, itemsize: int = 2, dresidua
     return rms_norm_backward(rows, columns, itemsize, dresidual) + Cost(3 * rows * columns, 4 * rows)
 
 
-def rope_(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
-    """qkv read and written in place, its low-rank part added on the way."""
-    return Cost((3 + 2 * rank) * rows * columns, itemsize * (2 * rows * columns + (rows + columns) * rank))
+def rope_(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """qkv read and written in place."""
+    return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
 
 
 def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
@@ -114,9 +114,20 @@ def activate_backward(rows: float, columns: float, gated: bool, itemsize: int = 
     return Cost(flop, itemsize * (rows * (2 * wide + columns + rank + below) + 3 * (wide * rank + columns * below)))
 
 
-def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
+def add(rows: float, columns: float, itemsize: int = 2) -> Cost:
     """x and y read, their sum written."""
-    return Cost((1 + 2 * rank) * rows * columns, itemsize * (3 * rows * columns + (rows + columns) * rank))
+    return Cost(rows * columns, 3 * itemsize * rows * columns)
+
+
+def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
+    """A product in float32 read, its low-rank part added, the sum written."""
+    return Cost((1 + 2 * rank) * rows * columns, (4 + itemsize) * rows * columns + itemsize * (rows + columns) * rank)
+
+
+def linear_low(rows: float, inner: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
+    """A matmul that writes float32, and `add_low`."""
+    wider = Cost(0, (4 - itemsize) * rows * columns)
+    return matmul(rows, inner, columns, itemsize) + wider + add_low(rows, columns, itemsize, rank)
 
 
 def cross_entropy_(rows: float, vocabulary: int, itemsize: int = 2) -> Cost:

@@ -36,6 +36,7 @@ class Ops:
     activate: Callable[..., Any]
     activate_backward: Callable[..., Any]
     add_low: Callable[..., Any]
+    linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
     drop: Callable[..., Any]
@@ -45,7 +46,7 @@ _FILES = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), "norm"),
     **dict.fromkeys(("rope_", "rope_backward"), "rope"),
     **dict.fromkeys(("activate", "activate_backward"), "gated"),
-    **dict.fromkeys(("add_low", "quantise"), "sums"),
+    **dict.fromkeys(("add_low", "linear_low", "quantise"), "sums"),
     "cross_entropy_": "loss",
     "drop": "dropout",
 }

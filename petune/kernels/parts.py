@@ -1,4 +1,8 @@
-"""A linear layer as the fused blocks read it, and several frozen ones that share an input moved into one tensor."""
+"""A linear layer as the fused blocks read it, and several frozen ones that share an input moved into one tensor.
+
+A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T + s b^T of [x | s], summed in
+float32 and rounded once, and one product gives dy W and dy b.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,9 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from petune.kernels.ops import Ops
+from petune.kernels.reference import Low
 
 
 class Part(NamedTuple):
@@ -69,11 +76,22 @@ def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     return product if scale == 1.0 else product.mul_(scale)
 
 
+WIDE = 2  # times as many outputs as inputs, from which on one product gives dy W and dy b sooner than two
+
+
 class Base(Protocol):
     """The frozen part of a group as one product."""
 
     def linear(self, x: Tensor) -> Tensor:
         """x W^T + bias, [m, k] -> [m, sum of outputs]."""
+        ...
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no use for it."""
+        ...
+
+    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """x W^T + bias + low, rounded once. inlet: what `inlet` gave, if x is its left part."""
         ...
 
     def dlinear(self, dy: Tensor) -> Tensor:
@@ -91,11 +109,37 @@ class Dense:
 
     weight: Tensor
     bias: Tensor | None
-    room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b, so that one product gives both
+    room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
 
     def linear(self, x: Tensor) -> Tensor:
         """See Base."""
         return F.linear(x, self.weight, self.bias)
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """See Base."""
+        return self.weight.new_empty(m, self.weight.shape[1] + rank) if self._has_room(rank) else None
+
+    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """See Base."""
+        s, b = low
+        if not self._has_room(s.shape[1]):
+            product: Tensor = ops.linear_low(x, self.weight, self.bias, low)
+            return product
+        if inlet is None:
+            inlet = torch.cat((x, s), 1)
+        else:
+            inlet[:, x.shape[1] :].copy_(s)
+        return F.linear(inlet, self._with(b), self.bias)
+
+    def _has_room(self, rank: int) -> bool:
+        return self.room is not None and self.room.shape[1] >= self.weight.shape[1] + rank
+
+    def _with(self, b: Tensor) -> Tensor:
+        """[W | b]."""
+        assert self.room is not None
+        k = self.weight.shape[1]
+        self.room[:, k : k + b.shape[1]].copy_(b)
+        return self.room[:, : k + b.shape[1]]
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """See Base."""
@@ -103,19 +147,18 @@ class Dense:
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See Base."""
-        k = self.weight.shape[1]
-        if self.room is None or self.room.shape[1] < k + b.shape[1]:
+        outputs, k = self.weight.shape
+        if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
             return dy @ self.weight, dy @ b
-        self.room[:, k : k + b.shape[1]].copy_(b)
-        both = dy @ self.room
-        return both[:, :k], both[:, k : k + b.shape[1]]
+        both = dy @ self._with(b)
+        return both[:, :k], both[:, k:]
 
 
 class Bank:
     """Weights that do not train, moved into one tensor so that linears of one input are one product; the layers keep views of it.
 
     A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
-    have so many columns more, for the factors b: where outputs are many, a product of its own with b costs as much as reading them.
+    have so many columns more, for the factors b.
     """
 
     def __init__(self, layers: Sequence[nn.Module], room: int = 0) -> None:

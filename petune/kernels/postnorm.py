@@ -60,10 +60,11 @@ class PostNorm(WithMlp):
         found = []
         for rows in self._tiles(len(x)):
             o, s_o = self.o(a[rows])
-            h, first = self._norm(0, o, x[rows])
-            u, s_up = self.up.begun(h)
-            m, s_down = self._activate(u, s_up)
-            y, last = self._norm(1, self.down.updated(self.down.base(m), s_down), h)
+            h, inlet = self.up.inlet(o)
+            first = self._norm(0, o, x[rows], h)[1]
+            u, s_up = self.up(h, inlet)
+            d, s_down = self._activated(u, s_up)
+            y, last = self._norm(1, d, h)
             tile: Kept = {"s_o": s_o, "s_down": s_down, "y": y}
             if keep in ("all", "projections"):
                 tile |= {"t": first.total, "t_mean": first.mean, "t_rstd": first.rstd}
@@ -71,15 +72,15 @@ class PostNorm(WithMlp):
             if keep == "all":
                 tile |= {"u": u, "s_up": s_up}
             found.append(tile)
-            del o, h, u, m, y, first, last, tile
+            del o, h, inlet, u, d, y, first, last, tile
         kept |= {name: joined([tile[name] for tile in found]) for name in found[0]}
         return kept.pop("y"), kept
 
-    def _norm(self, at: int, x: Tensor, residual: Tensor) -> tuple[Tensor, Normed]:
+    def _norm(self, at: int, x: Tensor, residual: Tensor, out: Tensor | None = None) -> tuple[Tensor, Normed]:
         drop = self.drops[at]
         weight, bias = self.norms[2 * at : 2 * at + 2]
         dropped = x if drop is None else drop(x, self.rows)
-        y, mean, rstd, total = self.ops.layer_norm(dropped, weight, bias, self.frame.eps, residual=residual)
+        y, mean, rstd, total = self.ops.layer_norm(dropped, weight, bias, self.frame.eps, residual=residual, out=out)
         return y, Normed(total, mean, rstd)
 
     # ------------------------------------------------------------ backward
@@ -119,14 +120,15 @@ class PostNorm(WithMlp):
         weight, bias = self.norms[:2]
         if kept.get("t") is not None:
             first, last = (Normed(kept[name], kept[f"{name}_mean"], kept[f"{name}_rstd"]) for name in ("t", "z"))
-            h = self.ops.layer_norm(first.total, weight, bias, self.frame.eps)[0]
-            u, s_up = (kept["u"], kept["s_up"]) if kept.get("u") is not None else self.up.begun(h)
+            h, inlet = self.up.inlet(x)
+            self.ops.layer_norm(first.total, weight, bias, self.frame.eps, out=h)
+            u, s_up = (kept["u"], kept["s_up"]) if kept.get("u") is not None else self.up(h, inlet)
             return first, last, h, u, s_up
-        h, first = self._norm(0, self.o.updated(self.o.base(a), kept["s_o"]), x)
-        u, s_up = self.up.begun(h)
-        m, s_down = self._activate(u, s_up)
-        last = self._norm(1, self.down.updated(self.down.base(m), s_down), h)[1]
-        return first, last, h, u, s_up
+        h, inlet = self.up.inlet(x)
+        first = self._norm(0, self.o.product(a, kept["s_o"]), x, h)[1]
+        u, s_up = self.up(h, inlet)
+        d = self._activated(u, s_up)[0]
+        return first, self._norm(1, d, h)[1], h, u, s_up
 
     def _norm_backward(self, at: int, dy: Tensor, read: Normed, sink: Sink) -> tuple[Tensor, Tensor]:
         """The gradient of the residual, and that of what was added to it."""

@@ -62,11 +62,15 @@ class PreNorm(WithMlp):
         return self._second_half(x, a, kept), kept
 
     def _project(self, x: Tensor) -> Projected:
-        h, rstd, _ = self.ops.rms_norm(x, self.norm1, self.frame.eps)
-        if self._turns_later:
-            return Projected(*self.qkv(h), rstd)
-        qkv, s = self.qkv.begun(h)
-        return Projected(self.ops.rope_(qkv, *self.angles, self.frame.heads + self.frame.kv_heads, self.qkv.late(s)), s, rstd)
+        h, inlet = self.qkv.inlet(x)
+        rstd = self.ops.rms_norm(x, self.norm1, self.frame.eps, out=h)[1]
+        qkv, s = self.qkv(h, inlet)
+        return Projected(qkv if self._turns_later else self._turn_(qkv), s, rstd)
+
+    def _turn_(self, qkv: Tensor) -> Tensor:
+        """q and k turned by their positions, in place."""
+        turned: Tensor = self.ops.rope_(qkv, *self.angles, self.frame.heads + self.frame.kv_heads)
+        return turned
 
     @property
     def _turns_later(self) -> bool:
@@ -82,8 +86,7 @@ class PreNorm(WithMlp):
             assert weight is not None
             normed, _, _ = self.ops.rms_norm(qkv[:, columns].reshape(-1, frame.head_dim), weight, frame.eps)
             out[:, columns] = normed.view(len(qkv), columns.stop - columns.start)
-        turned: Tensor = self.ops.rope_(out, *self.angles, frame.heads + frame.kv_heads, None)
-        return turned
+        return self._turn_(out)
 
     def _head_columns(self) -> tuple[slice, slice]:
         """The columns of q and of k."""
@@ -95,27 +98,29 @@ class PreNorm(WithMlp):
         keep, found = self.frame.rung.keep, []
         for rows in self._tiles(len(x)):
             o, s_o = self.o(a[rows])
-            h, rstd, r = self.ops.rms_norm(o, self.norm2, self.frame.eps, residual=x[rows])
+            h, rstd, r, inlet = self._connected(o, x[rows])
             del o
-            u, s_up = self.up.begun(h)
-            del h
-            m, s_down = self._activate(u, s_up)
+            u, s_up = self.up(h, inlet)
+            del h, inlet
+            d, s_down = self._activated(u, s_up)
             tile: Kept = {"s_o": s_o, "s_down": s_down}
             if keep in ("all", "projections"):
                 tile |= {"r": r, "rstd2": rstd}
             if keep == "all":
                 tile |= {"u": u, "s_up": s_up}
             del u
-            found.append(tile | {"y": self._out(r, m, s_down)})
-            del r, m
+            found.append(tile | {"y": d.add_(r)})
+            del r, d
         kept |= {name: joined([tile[name] for tile in found]) for name in found[0]}
         y: Tensor = kept.pop("y")
         return y
 
-    def _out(self, r: Tensor, m: Tensor, s: Tensor | None) -> Tensor:
-        d, late = self.down.base(m), self.down.late(s)
-        y: Tensor = self.ops.add_low(r, d if late else self.down.updated(d, s), late)
-        return y
+    def _connected(self, o: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(h, 1 / rms(r), r, the inlet that h lies in), r = x + o, or x itself."""
+        h, inlet = self.up.inlet(x)
+        read, residual = (x, None) if o is None else (o, x)
+        _, rstd, r = self.ops.rms_norm(read, self.norm2, self.frame.eps, residual=residual, out=h)
+        return h, rstd, r, inlet
 
     # ------------------------------------------------------------ backward
 
@@ -163,11 +168,10 @@ class PreNorm(WithMlp):
         r, rstd, u = kept.get("r"), kept.get("rstd2"), kept.get("u")
         if r is not None and rstd is not None and u is not None:
             return r, rstd, u, kept["s_up"], None
-        if r is None:
-            h, rstd, r = self.ops.rms_norm(self.o.updated(self.o.base(a), kept["s_o"]), self.norm2, self.frame.eps, residual=x)
-        else:
-            h, rstd, _ = self.ops.rms_norm(r, self.norm2, self.frame.eps)
-        u, s_up = self.up.begun(h)
+        o = self.o.product(a, kept["s_o"]) if r is None else None
+        h, rstd, r, inlet = self._connected(o, x if r is None else r)
+        del o
+        u, s_up = self.up(h, inlet)
         return r, rstd, u, s_up, h
 
     def _through_attention(self, dr: Tensor, a: Tensor, lse: Any, qkv: Tensor, s: Tensor | None, sink: Sink) -> Tensor:

@@ -5,8 +5,9 @@ returns what its backward wants, and petune.kernels.block, .head and .library st
 with the last dim dense; rows may be strided. Arithmetic is float32 (float64 for float64 tensors), and a result is rounded once, to the
 dtype of the input.
 
-A low-rank update rides on operations that read the matrix anyway: `low = (s, b)` with s [rows, r] and b [columns, r], both in the matrix's
-dtype, stands for `+ s b^T`. LoRA's forward is then x W^T + s b^T with s = x a^T, where a carries the scale.
+A low-rank update is `low = (s, b)` with s [rows, r] and b [columns, r], both in the matrix's dtype: it stands for `+ s b^T`. LoRA's forward
+is then x W^T + s b^T with s = x a^T, where a carries the scale. Rounded once: product and update meet in float32, as an update smaller than
+half a unit in the last place of x W^T would be lost if that were rounded first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from petune.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
+Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -28,19 +30,26 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def written(values: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """`values` rounded to `dtype`, in `out` if it is given."""
+    return values.to(dtype) if out is None else out.copy_(values)
+
+
 # ------------------------------------------------------------------ norms
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(total / rms(total) * weight, 1 / rms, total), where total = residual + x, rounded, or x itself.
 
-    x, residual [m, n]; weight [n], any float dtype; the second result is float32 [m] (float64 for float64). Zhang and Sennrich 2019
-    (arXiv:1910.07467): rms(v) = sqrt(mean(v^2) + eps).
+    x, residual [m, n]; weight [n], any float dtype; the second result is float32 [m] (float64 for float64). out: where the first result is
+    written, [m, n] with any row stride. Zhang and Sennrich 2019 (arXiv:1910.07467): rms(v) = sqrt(mean(v^2) + eps).
     """
     total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
     values = wide(total)
     rstd = torch.rsqrt(values.square().mean(-1) + eps)
-    return (values * rstd[:, None] * wide(weight)).to(x.dtype), rstd, total
+    return written(values * rstd[:, None] * wide(weight), x.dtype, out), rstd, total
 
 
 def rms_norm_backward(
@@ -56,15 +65,15 @@ def rms_norm_backward(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """((total - mean) / std * weight + bias, mean, 1 / std, total), total as for `rms_norm` (Ba et al. 2016, arXiv:1607.06450)."""
+    """((total - mean) / std * weight + bias, mean, 1 / std, total); total and out as for `rms_norm` (Ba et al. 2016, arXiv:1607.06450)."""
     total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
     values = wide(total)
     mean = values.mean(-1)
     centred = values - mean[:, None]
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
-    return (centred * rstd[:, None] * wide(weight) + wide(bias)).to(x.dtype), mean, rstd, total
+    return written(centred * rstd[:, None] * wide(weight) + wide(bias), x.dtype, out), mean, rstd, total
 
 
 def layer_norm_backward(
@@ -88,18 +97,16 @@ def layer_norm_backward(
 # ------------------------------------------------------------------ rotary positions
 
 
-def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, low: Low | None = None) -> Tensor:
-    """Add `low` to all of `qkv` and turn its first `heads` heads by their positions, in place; returns it.
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Turn the first `heads` heads of `qkv` by their positions, in place; returns it.
 
     qkv [m, n] with n a multiple of the head's width d: query and key heads first, values after them. cos, sin [p, d], p dividing m: row i
     has position i % p, and both halves of a row are alike. Su et al. 2021 (arXiv:2104.09864) in Hugging Face's layout: the halves of a
     head are the parts of its complex numbers.
     """
-    values = wide(qkv) if low is None else wide(qkv) + wide(low[0]) @ wide(low[1]).T
-    width = cos.shape[-1]
-    turned = values.unflatten(1, (-1, width)).clone()
-    turned[:, :heads] = _turned(turned[:, :heads], cos, sin)
-    return qkv.copy_(turned.view(qkv.shape))
+    turned = qkv.unflatten(1, (-1, cos.shape[-1]))[:, :heads]
+    turned.copy_(_turned(wide(turned), cos, sin))
+    return qkv
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -120,33 +127,34 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(
-    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False
+    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(h, s): the activation between two linears, and the down projection's low-rank input.
 
     gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m, f] and h = act(u). `low` is
     added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the dtype of u, from h as rounded; None without `a`. paired, of
-    gated ones: b is block-diagonal, the first half of low's ranks is gate's and the second up's.
+    gated ones: b is block-diagonal, the first half of low's ranks is gate's and the second up's. out: as for `rms_norm`.
     """
     values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
     if gated:
         gate, up = values.chunk(2, -1)
-        h = (_act(gate, act) * up).to(u.dtype)
+        h = written(_act(gate, act) * up, u.dtype, out)
     else:
-        h = _act(values, act).to(u.dtype)
+        h = written(_act(values, act), u.dtype, out)
     return h, None if a is None else (wide(h) @ wide(a).T).to(u.dtype)
 
 
 def activate_backward(
-    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Low | None = None, below: Low | None = None, paired: bool = False
+    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Added | None = None, below: Low | None = None, paired: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(du, db, da): gradients of u, of low's b and of `a`.
 
     dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a. du is shaped like u, its dtype.
-    db [columns of u, r of low] = du^T s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. paired as for `activate`:
-    db has the blocks alone then, one below the other, [columns of u, r of low / 2].
+    db [columns of u, r of low] = du^T s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. Without its b, `low` is
+    not added to u, which has it already. paired as for `activate`: db has the blocks alone then, one below the other, [columns of u, r of
+    low / 2].
     """
-    values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
+    values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
     grad = wide(dh) if below is None else wide(dh) + wide(below[0]) @ wide(below[1])
     if gated:
         gate, up = values.chunk(2, -1)
@@ -192,10 +200,16 @@ def _slope(x: Tensor, act: Act) -> Tensor:
 # ------------------------------------------------------------------ sums
 
 
-def add_low(x: Tensor, y: Tensor, low: Low | None) -> Tensor:
-    """x + y + low, rounded once; x, y [m, n]."""
-    total = wide(x) + wide(y)
-    return (total if low is None else total + wide(low[0]) @ wide(low[1]).T).to(x.dtype)
+def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
+    """x + y + low, rounded once to the dtype of `low`; x, y [m, n] in any float dtype, x with any row stride or None."""
+    total = wide(y) + wide(low[0]) @ wide(low[1]).T
+    return (total if x is None else total + wide(x)).to(low[0].dtype)
+
+
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
+    """x W^T + bias + low, rounded once; x [m, k], weight [n, k], bias [n]."""
+    product = wide(x) @ wide(weight).T
+    return add_low(None if bias is None else bias.expand_as(product), product, low)
 
 
 # ------------------------------------------------------------------ loss

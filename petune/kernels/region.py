@@ -43,7 +43,7 @@ class _LoraLinear(torch.autograd.Function):
             low_a, low_b = torch.mul(a, scale, out=a.new_empty(a.shape, dtype=dtype)), _cast(b, dtype)
             rows = _cast(_matrix(x), dtype)
             s = (rows if how is None else ops.drop(rows, how)) @ low_a.T
-            y = F.linear(rows, _cast(weight, dtype), None if bias is None else _cast(bias, dtype)).addmm_(s, low_b.T)
+            y: Tensor = ops.linear_low(rows, _cast(weight, dtype), None if bias is None else _cast(bias, dtype), (s, low_b))
         numbers, *ctx.draw = how or (None,)
         ctx.scale, ctx.ops = scale, ops
         ctx.save_for_backward(x, weight, bias, a, b, low_a, low_b, s, numbers)

@@ -201,7 +201,7 @@ def test_recomputing_never_runs_the_product_with_the_down_projection_again() -> 
     stand_on(fused, Rung("input"))
     with Largest() as seen:
         gradients(fused, batch("llama"))
-    forward = [shape for shape in seen.matmuls if shape == (56, 32)]  # W_down^T, the right factor of the forward product
+    forward = [shape for shape in seen.matmuls if shape == (56 + 4, 32)]  # [W_down | b]^T, the right factor of the forward product
     assert len(forward) == 3  # once per block
 
 
@@ -218,7 +218,7 @@ def test_layers_of_one_input_are_one_product() -> None:
     fused, _ = pair("llama", METHODS["lora"])
     block = blocks(fused)[0]
     q, k = block.self_attn.q_proj.weight, block.self_attn.k_proj.weight
-    assert k.data_ptr() == q.data_ptr() + q.nbytes
+    assert k.data_ptr() == q.data_ptr() + len(q) * q.stride(0) * q.itemsize
 
 
 def test_evaluation_generation_and_unfusing_give_what_the_model_gave() -> None:

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from petune.kernels import attending, buffers, parts
+from petune.kernels.call import UP
 from petune.kernels.configs import Rung
 from petune.kernels.cost import BlockShape, Keep, Ranks
 from petune.kernels.frame import Frame
+from petune.kernels.fuse import OWN_INPUT
 from petune.kernels.group import Group, Sink
 from petune.kernels.ops import Ops
 from petune.kernels.parts import Dense, Part
@@ -82,7 +84,8 @@ def test_weights_that_train_need_the_mlps_inner_activation_and_float32_gradients
 
 def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
     by_hand = 48 * (4096 + 6144) + 16 * (4096 + 4096) + 32 * (4096 + 28672) + 16 * (14336 + 4096)
-    assert buffers.standing_bytes(LLAMA) == 2 * by_hand
+    room = 48 * 6144 + 32 * 28672 + 16 * 4096
+    assert buffers.standing_bytes(LLAMA) == 2 * (by_hand + room)
     assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand + 2 * LLAMA.parameters
 
 
@@ -136,22 +139,28 @@ def hollow() -> Ops:
     """Operations that make what a kernel would leave in memory, and compute nothing."""
     wide = torch.float32
 
-    def rms(x: Tensor, *_: Any, residual: Tensor | None = None) -> Any:
-        return made(x), made(x, len(x), dtype=wide), x if residual is None else made(x)
+    def rms(x: Tensor, *_: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
+        return out if out is not None else made(x), made(x, len(x), dtype=wide), x if residual is None else made(x)
 
-    def layer(x: Tensor, *_: Any, residual: Tensor | None = None) -> Any:
-        return made(x), made(x, len(x), dtype=wide), made(x, len(x), dtype=wide), x if residual is None else made(x)
+    def layer(x: Tensor, *_: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
+        y = out if out is not None else made(x)
+        return y, made(x, len(x), dtype=wide), made(x, len(x), dtype=wide), x if residual is None else made(x)
 
-    def activate(u: Tensor, act: str, gated: bool, low: Any = None, a: Tensor | None = None, paired: bool = False) -> Any:
-        return made(u, len(u), u.shape[1] // (1 + gated)), None if a is None else made(u, len(u), len(a))
+    def activate(u: Tensor, act: str, gated: bool, low: Any, a: Tensor | None, paired: bool, out: Tensor | None = None) -> Any:
+        return out if out is not None else made(u, len(u), u.shape[1] // (1 + gated)), None if a is None else made(u, len(u), len(a))
+
+    def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Any) -> Tensor:
+        product = made(x, len(x), len(weight), dtype=wide)
+        return made(x, *product.shape)
 
     def activate_backward(dh: Tensor, u: Tensor, act: str, gated: bool, low: Any = None, below: Any = None, paired: bool = False) -> Any:
-        return made(u), *(None if one is None else made(u, *one[1].shape, dtype=wide) for one in (low, below))
+        db = None if low is None else made(u, u.shape[1], low[0].shape[1], dtype=wide)
+        return made(u), db, None if below is None else made(u, *below[1].shape, dtype=wide)
 
     def rope_backward(*grads: Tensor) -> Tensor:
         return made(grads[0], len(grads[0]), sum(one.shape[1] * one.shape[2] for one in grads[:3]))
 
-    rest = dict.fromkeys(("cross_entropy_", "quantise", "drop"), made)
+    rest = dict.fromkeys(("add_low", "cross_entropy_", "quantise", "drop"), made)
     return Ops(
         "hollow",
         rms_norm=rms,
@@ -162,7 +171,7 @@ def hollow() -> Ops:
         rope_backward=rope_backward,
         activate=activate,
         activate_backward=activate_backward,
-        add_low=lambda x, *_: made(x),
+        linear_low=linear_low,
         **rest,
     )
 
@@ -195,11 +204,15 @@ def engine(shape: BlockShape, keep: Keep, tile: int | None, tokens: int) -> tupl
         [part("down", width, shape.columns)],
     ]
     groups: list[Group] = []
-    for own in layers:
-        weight = torch.empty(sum(len(one.weight) for one in own), own[0].weight.shape[1], **frozen)  # type: ignore[arg-type]
-        groups.append(Group(own, torch.bfloat16, 4 * sum(len(group.parts) for group in groups), Dense(weight, None)))
+    ops = hollow()
+    for at, own in enumerate(layers):
+        k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
+        whole = torch.empty(sum(len(one.weight) for one in own), k + rank, **frozen)  # type: ignore[arg-type]
+        base = Dense(whole[:, :k], None, whole if rank and at != OWN_INPUT else None)
+        first = 4 * sum(len(group.parts) for group in groups)
+        groups.append(Group(own, torch.bfloat16, first, ops, base, gates=at == UP))
     how = attending.How(shape.causal, 1.0, 1)
-    frame = Frame(shape.heads, shape.kv_heads, shape.head_dim, "silu", shape.gated, 1e-5, hollow(), how, Rung(keep), tile)
+    frame = Frame(shape.heads, shape.kv_heads, shape.head_dim, "silu", shape.gated, 1e-5, ops, how, Rung(keep), tile)
     norm, angles = torch.empty(width, **frozen), (torch.empty(tokens, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
     needs = [shape.trained and place % 4 == 0 for place in range(4 * sum(map(len, layers)))] + [False] * 4
     if shape.norm == "rms":

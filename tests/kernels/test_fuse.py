@@ -759,8 +759,8 @@ def _without_ds_a(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "updated", lambda self, y, s: y)
-    monkeypatch.setattr(Group, "late", lambda self, s: None)
+    monkeypatch.setattr(Group, "product", lambda self, x, s, inlet=None: self.base(x))
+    monkeypatch.setattr(Group, "deferred", lambda self, s: None)
 
 
 def _with_the_scale_twice(monkeypatch: pytest.MonkeyPatch) -> None:

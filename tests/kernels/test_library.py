@@ -44,9 +44,9 @@ def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s
     return y if bias is None else y + bias
 
 
-def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, s: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """The reference on a copy."""
-    return reference.rope_(qkv.clone(), cos, sin, heads, None if s is None or b is None else (s, b))
+    return reference.rope_(qkv.clone(), cos, sin, heads)
 
 
 def activate(u: Tensor, act: Any, gated: bool, s: Any = None, b: Any = None, a: Tensor | None = None) -> Any:
@@ -80,15 +80,18 @@ DIFFERENTIABLE: dict[str, Case] = {
         (drawn(M, N), drawn(N), drawn(N, seed=1, grad=False), 1e-3, drawn(M, N, seed=1)),
     ),
     "rope": (library.rope, rope, (drawn(M, 5 * WIDTH), *angles(), 3)),
-    "rope with a low rank": (library.rope, rope, (drawn(M, 5 * WIDTH), *angles(), 3, drawn(M, R), drawn(5 * WIDTH, R))),
     "activate": (library.activate, activate, (drawn(M, 2 * N), "gelu", False)),
     "activate gated": (library.activate, activate, (drawn(M, 2 * N), "silu", True, drawn(M, R), drawn(2 * N, R), drawn(R, N))),
     "activate with what is below": (library.activate, activate, (drawn(M, N), "gelu_tanh", False, None, None, drawn(R, N))),
-    "add_low": (library.add_low, lambda x, y: x + y, (drawn(M, N), drawn(M, N, seed=1))),
-    "add_low with a low rank": (
+    "add_low": (
         library.add_low,
         lambda x, y, s, b: x + y + s @ b.T,
         (drawn(M, N), drawn(M, N, seed=1), drawn(M, R), drawn(N, R)),
+    ),
+    "linear_low": (
+        library.linear_low,
+        lambda x, weight, bias, s, b: x @ weight.T + bias + s @ b.T,
+        (drawn(M, N), drawn(5, N), drawn(5), drawn(M, R), drawn(5, R)),
     ),
     "drop": (
         library.drop,

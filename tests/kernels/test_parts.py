@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from petune.kernels import reference
 from petune.kernels.group import Dropping, Group, Rows, Sink, spans
+from petune.kernels.ops import reference_ops
 from petune.kernels.parts import Bank, Dense, Part, matmul32, part_of
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
@@ -82,7 +83,7 @@ def test_a_groups_values_and_gradients_are_autograds(case: str, dropped: bool, b
 
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     base = Dense(torch.cat([part.weight for part in parts]), bias) if banked else None
-    group = Group(parts, torch.float64, 0, base, drops)
+    group = Group(parts, torch.float64, 0, reference_ops(), base, drops)
     y, s = group(x)
     torch.testing.assert_close(y, expected.detach())
     sink = Sink([True] * 12)
@@ -102,7 +103,7 @@ def test_gradients_of_tiles_add_up(size: int, dropped: bool) -> None:
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
     found = []
     for rows in (M, size):
-        group, sink = Group(parts, torch.float64, 0, None, drops), Sink([True] * 12)
+        group, sink = Group(parts, torch.float64, 0, reference_ops(), None, drops), Sink([True] * 12)
         for start in range(0, M, rows):
             group.rows = slice(start, min(start + rows, M))
             tile, grad = x[start : start + rows], dy[start : start + rows]
@@ -117,7 +118,7 @@ def test_what_does_not_train_gets_no_gradient() -> None:
     parts = parts_of((2, 3, 2), True)
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
     needs = [False, True, False, True] * 3
-    group, sink = Group(parts, torch.float64, 0), Sink(needs)
+    group, sink = Group(parts, torch.float64, 0, reference_ops()), Sink(needs)
     _, s = group(x)
     group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
     assert [one is not None for one in group.gradients(sink)] == needs
@@ -127,7 +128,7 @@ def test_gradients_leave_a_group_as_they_were_summed_in_float32() -> None:
     torch.set_default_dtype(torch.float32)
     part = Part(torch.randn(8, K).bfloat16(), None, torch.randn(2, K), torch.randn(8, 2), 2.0)
     x, dy = torch.randn(4096, K).bfloat16(), torch.randn(4096, 8).bfloat16()
-    group, sink = Group([part], torch.bfloat16, 0), Sink([True, False, True, True])
+    group, sink = Group([part], torch.bfloat16, 0, reference_ops()), Sink([True, False, True, True])
     _, s = group(x)
     group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
     grads = group.gradients(sink)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,10 +25,6 @@ def tables(positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def low_rank(rows: int, columns: int, rank: int, dtype: torch.dtype, strided: bool = False) -> Any:
-    return (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4) if rank else None
-
-
 def gradients(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
     """dq, dk, dv [rows, heads, width], dense."""
     return [matrix(rows, heads * width, dtype, heads).reshape(rows, heads, width) for heads in HEADS]
@@ -51,19 +45,15 @@ def test_the_reference_turns_as_hugging_face_does() -> None:
 def test_the_references_backward_is_autograds() -> None:
     cos, sin = tables(3, 8, torch.float64)
     qkv = matrix(6, sum(HEADS) * 8, torch.float64, 3).requires_grad_()
-    s, b = (factor.requires_grad_() for factor in low_rank(6, qkv.shape[1], 2, torch.float64))
     parts = gradients(6, 8, torch.float64)
-    turned = reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]), (s, b))
-    dqkv, ds, db = torch.autograd.grad(turned, (qkv, s, b), torch.cat([part.flatten(1) for part in parts], 1))
-    found = reference.rope_backward(*parts, cos, sin)
-    for one, other in ((found, dqkv), (found @ b, ds), (found.T @ s, db)):
-        torch.testing.assert_close(one, other)
+    turned = reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]))
+    (dqkv,) = torch.autograd.grad(turned, qkv, torch.cat([part.flatten(1) for part in parts], 1))
+    torch.testing.assert_close(reference.rope_backward(*parts, cos, sin), dqkv)
 
 
 def test_the_reference_passes_gradcheck() -> None:
     cos, sin = tables(2, 4, torch.float64)
-    leaves = [leaf.requires_grad_() for leaf in (matrix(4, 12, torch.float64, 3), *low_rank(4, 12, 2, torch.float64))]
-    assert torch.autograd.gradcheck(lambda qkv, s, b: reference.rope_(qkv.clone(), cos, sin, 2, (s, b)), leaves)
+    assert torch.autograd.gradcheck(lambda qkv: reference.rope_(qkv.clone(), cos, sin, 2), matrix(4, 12, torch.float64, 3).requires_grad_())
 
 
 # ------------------------------------------------------------------ the kernels
@@ -71,39 +61,34 @@ def test_the_reference_passes_gradcheck() -> None:
 
 @each_dtype
 @each_shape
-@pytest.mark.parametrize("rank", [0, 1, 48])
-def test_turning_is_the_references(rows: int, positions: int, width: int, rank: int, dtype: torch.dtype) -> None:
+def test_turning_is_the_references(rows: int, positions: int, width: int, dtype: torch.dtype) -> None:
     cos, sin = tables(positions, width, dtype)
     qkv = matrix(rows, sum(HEADS) * width, dtype, 3)
-    low, heads = low_rank(rows, qkv.shape[1], rank, dtype), sum(HEADS[:2])
-    found, same = qkv.clone(), reference.rope_(qkv.clone(), cos, sin, heads, low)
-    assert rope.rope_(found, cos, sin, heads, low) is found
-    assert_as_good(found, same, reference.rope_(*wider((qkv, cos, sin, heads, low))))  # type: ignore[misc]
+    found, same = qkv.clone(), reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2]))
+    assert rope.rope_(found, cos, sin, sum(HEADS[:2])) is found
+    assert_as_good(found, same, reference.rope_(*wider((qkv.clone(), cos, sin, sum(HEADS[:2])))))  # type: ignore[misc]
 
 
 @each_dtype
-@pytest.mark.parametrize("rank", [0, 8, 16])
-def test_turning_is_the_references_where_rows_are_strided_and_angles_in_float32(rank: int, dtype: torch.dtype) -> None:
+def test_turning_is_the_references_where_rows_are_strided_and_angles_in_float32(dtype: torch.dtype) -> None:
     cos, sin = tables(11, 64, torch.float32)
     sin = torch.cat([sin, sin], 1)[:, :64]
     row = matrix(33, sum(HEADS) * 64 + 24, dtype, 3)
     qkv, beside = row[:, :-24], row[:, -24:].clone()
-    low = low_rank(33, qkv.shape[1], rank, dtype, strided=True)
-    same = reference.rope_(qkv.clone(), cos, sin, 5, low)
-    exact = reference.rope_(*wider((qkv.clone(), cos, sin, 5, low)))  # type: ignore[misc]
-    assert_as_good(rope.rope_(qkv, cos, sin, 5, low), same, exact)
+    same = reference.rope_(qkv.clone(), cos, sin, 5)
+    exact = reference.rope_(*wider((qkv.clone(), cos, sin, 5)))  # type: ignore[misc]
+    assert_as_good(rope.rope_(qkv, cos, sin, 5), same, exact)
     assert torch.equal(row[:, -24:], beside)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @each_dtype
-def test_values_are_not_turned_and_without_a_low_rank_update_not_touched(dtype: torch.dtype) -> None:
+def test_values_are_not_touched(dtype: torch.dtype) -> None:
     cos, sin = tables(5, 32, dtype)
     qkv = matrix(5, 7 * 32, dtype, 3)
     qkv[:, 5 * 32 :] = float("inf")  # times a sine of zero it would be no number
-    values, low = qkv[:, 5 * 32 :].clone(), low_rank(5, 7 * 32, 4, dtype)
+    values = qkv[:, 5 * 32 :].clone()
     assert torch.equal(rope.rope_(qkv.clone(), cos, sin, 5)[:, 5 * 32 :], values)
-    assert torch.equal(rope.rope_(qkv.clone(), cos, sin, 5, low)[:, 5 * 32 :], values)
     assert torch.equal(rope.rope_(qkv.clone(), cos, sin, 0), qkv)
 
 
@@ -127,15 +112,13 @@ def test_turning_back_takes_any_strides_of_rows_and_heads(dtype: torch.dtype) ->
     assert torch.equal(rope.rope_backward(*moved, cos, sin), rope.rope_backward(*parts, cos, sin))
 
 
-@pytest.mark.parametrize("rank", [0, 16])
-def test_heads_shared_between_programs_are_each_turned_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_shared_between_programs_are_each_turned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cos, sin = tables(13, 64, torch.float32)
     qkv, parts = matrix(13, 7 * 64, torch.float32, 3), gradients(13, 64, torch.float32)
-    low = low_rank(13, 7 * 64, rank, torch.float32)
     for share in (1, 2, 3):
         monkeypatch.setattr(rope, "shares", lambda walks, steps, places, share=share: share)
-        found = rope.rope_(qkv.clone(), cos, sin, 5, low)
-        torch.testing.assert_close(found, reference.rope_(qkv.clone(), cos, sin, 5, low))
+        found = rope.rope_(qkv.clone(), cos, sin, 5)
+        torch.testing.assert_close(found, reference.rope_(qkv.clone(), cos, sin, 5))
         torch.testing.assert_close(rope.rope_backward(*parts, cos, sin), reference.rope_backward(*parts, cos, sin))
 
 
@@ -152,11 +135,5 @@ def test_turning_back_undoes_turning() -> None:
 def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
     cos, sin = tables(3, 64, dtype)
     qkv = matrix(0, 7 * 64, dtype, 3)
-    assert rope.rope_(qkv, cos, sin, 5, low_rank(0, 7 * 64, 8, dtype)) is qkv
+    assert rope.rope_(qkv, cos, sin, 5) is qkv
     assert rope.rope_backward(*gradients(0, 64, dtype), cos, sin).shape == (0, 7 * 64)
-
-
-def test_a_rank_above_the_largest_is_refused() -> None:
-    cos, sin = tables(3, 64, torch.float32)
-    with pytest.raises(ValueError, match="rank 65"):
-        rope.rope_(matrix(3, 128, torch.float32, 3), cos, sin, 1, low_rank(3, 128, 65, torch.float32))

@@ -40,7 +40,7 @@ def assert_as_good(found: Tensor, same: Tensor, exact: Tensor) -> None:
         assert error <= 1.1 * allowed + 2**-18 * float(exact.abs().max())
 
 
-# ------------------------------------------------------------------ a residual
+# ------------------------------------------------------------------ a low-rank update
 
 
 def test_add_low_in_the_reference_is_differentiated_by_autograd() -> None:
@@ -51,12 +51,12 @@ def test_add_low_in_the_reference_is_differentiated_by_autograd() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "rank"), [(1, 16, 1), (3, 100, 8), (65, 130, 16), (65, 130, 48), (33, 257, 64), (65, 130, 0), (0, 64, 8)]
+    ("rows", "columns", "rank"), [(1, 16, 1), (3, 100, 8), (65, 130, 16), (65, 130, 48), (33, 257, 64), (65, 130, 136), (0, 64, 8)]
 )
 @pytest.mark.parametrize("strided", [False, True])
 def test_add_low_is_the_references(dtype: torch.dtype, rows: int, columns: int, rank: int, strided: bool) -> None:
-    x, y = matrix(rows, columns, dtype, 1, strided), matrix(rows, columns, dtype, 2, not strided)
-    low = (matrix(rows, rank, dtype, 3, strided), matrix(columns, rank, dtype, 4, strided)) if rank else None
+    x, y = matrix(rows, columns, dtype, 1, strided), matrix(rows, columns, torch.float32, 2, not strided)
+    low = (matrix(rows, rank, dtype, 3, strided), matrix(columns, rank, dtype, 4, strided))
     kept = x.clone()
     found = sums.add_low(x, y, low)
     assert_as_good(found, reference.add_low(x, y, low), reference.add_low(*wider((x, y, low))))  # type: ignore[misc]
@@ -64,10 +64,13 @@ def test_add_low_is_the_references(dtype: torch.dtype, rows: int, columns: int, 
     assert torch.equal(x, kept)
 
 
-def test_a_rank_above_the_largest_is_refused() -> None:
-    x = matrix(2, 8, torch.float32, 1)
-    with pytest.raises(ValueError, match=r"rank 65.*up to 64"):
-        sums.add_low(x, x, (matrix(2, 65, torch.float32, 2), matrix(8, 65, torch.float32, 3)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_linear_with_its_update_is_the_references(dtype: torch.dtype, biased: bool) -> None:
+    x, weight = matrix(33, 40, dtype, 1, strided=True), matrix(130, 40, dtype, 2, strided=True)
+    bias, low = matrix(1, 130, dtype, 3)[0] if biased else None, (matrix(33, 8, dtype, 4), matrix(130, 8, dtype, 5))
+    same, exact = reference.linear_low(x, weight, bias, low), reference.linear_low(*wider((x, weight, bias, low)))  # type: ignore[misc]
+    assert_as_good(sums.linear_low(x, weight, bias, low), same, exact)
 
 
 # ------------------------------------------------------------------ partial sums

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.sums import Low, Tile, Variant, multiprocessors, padded, shares, total
+from petune.kernels.reference import Added, Low
+from petune.kernels.triton.sums import Tile, Variant, multiprocessors, padded, shares, total
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -28,11 +29,11 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 def activate(
-    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False
+    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`petune.kernels.reference.activate`; ranks up to `sums.MAX_RANK`, ValueError above."""
     rows, width = u.shape[0], u.shape[1] // (1 + gated)
-    h = torch.empty((rows, width), dtype=u.dtype, device=u.device)
+    h = torch.empty((rows, width), dtype=u.dtype, device=u.device) if out is None else out
     rank, below = low[0].shape[1] // (1 + paired) if low else 0, a.shape[0] if a is not None else 0
     if not rows:
         return h, None if a is None else u.new_empty((0, below))
@@ -44,7 +45,7 @@ def activate(
     sums = torch.empty((parts, rows, below), dtype=torch.float32, device=u.device)
     _activate_kernel[(walks * parts,)](
         *(u, h, s, b, down, sums, rows, width, parts),
-        *(u.stride(0), s.stride(0), b.stride(0), down.stride(0)),
+        *(u.stride(0), s.stride(0), b.stride(0), down.stride(0), h.stride(0)),
         ACT=act,
         GATED=gated,
         PAIRED=paired,
@@ -68,7 +69,7 @@ def _forward_tile(dtype: torch.dtype) -> Tile:
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _activate_kernel(
-    u, h, s, b, a, sums, rows, width, parts, u_stride, s_stride, b_stride, a_stride,
+    u, h, s, b, a, sums, rows, width, parts, u_stride, s_stride, b_stride, a_stride, h_stride,
     ACT: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BELOW: tl.constexpr, J: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +99,7 @@ def _activate_kernel(
         if GATED:
             value *= y
         value = value.to(h.dtype.element_ty)
-        tl.store(h + row[:, None] * width + col[None, :], value, mask=inside)
+        tl.store(h + row[:, None] * h_stride + col[None, :], value, mask=inside)
         if BELOW:
             down = tl.load(a + _rows(j, a_stride) + col[None, :], mask=(j < BELOW)[:, None] & (col < width)[None, :], other=0.0)
             sum_s = tl.dot(value, tl.trans(down), sum_s, input_precision="ieee")
@@ -144,7 +145,7 @@ def _logistic(x):
 
 
 def activate_backward(
-    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Low | None = None, below: Low | None = None, paired: bool = False
+    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Added | None = None, below: Low | None = None, paired: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`petune.kernels.reference.activate_backward`; ranks up to `sums.MAX_RANK`, ValueError above. db and da share one buffer."""
     (rows, width), columns = dh.shape, u.shape[1]
@@ -160,7 +161,7 @@ def activate_backward(
         sums = torch.empty((parts, size + width * depth), dtype=torch.float32, device=u.device)
         _activate_backward_kernel[(walks * parts,)](
             *(dh, u, du, s, b, ds, a, sums, rows, width, parts),
-            *(dh.stride(0), u.stride(0), s.stride(0), b.stride(0), ds.stride(0), a.stride(0)),
+            *(dh.stride(0), u.stride(0), s.stride(0), 0 if b is None else b.stride(0), ds.stride(0), a.stride(0)),
             ACT=act,
             GATED=gated,
             PAIRED=paired,
@@ -197,10 +198,12 @@ def _activate_backward_kernel(
     k, j = tl.arange(0, R), tl.arange(0, J)
     some_b, some_a = (col < width)[:, None] & (k < RANK)[None, :], (j < BELOW)[:, None] & (col < width)[None, :]
     if RANK:
-        b_x, sum_x = tl.trans(tl.load(b + _rows(col, b_stride) + k[None, :], mask=some_b, other=0.0)), tl.zeros((BN, R), tl.float32)
-        if GATED:
-            right = tl.load(b + _rows(width + col, b_stride) + k[None, :] + (RANK if PAIRED else 0), mask=some_b, other=0.0)
-            b_y, sum_y = tl.trans(right), tl.zeros((BN, R), tl.float32)
+        sum_x, sum_y = tl.zeros((BN, R), tl.float32), tl.zeros((BN, R), tl.float32)
+        if b is not None:
+            b_x = tl.trans(tl.load(b + _rows(col, b_stride) + k[None, :], mask=some_b, other=0.0))
+            if GATED:
+                right = tl.load(b + _rows(width + col, b_stride) + k[None, :] + (RANK if PAIRED else 0), mask=some_b, other=0.0)
+                b_y = tl.trans(right)
     if BELOW:
         down, sum_a = tl.load(a + _rows(j, a_stride) + col[None, :], mask=some_a, other=0.0), tl.zeros((BN, J), tl.float32)
     for start in tl.range(part * BM, rows, parts * BM, num_stages=STAGES):
@@ -216,9 +219,10 @@ def _activate_backward_kernel(
             part_s = s + row[:, None] * s_stride + k[None, :]
             left = tl.load(part_s, mask=live & (k < RANK)[None, :], other=0.0)
             left_y = tl.load(part_s + RANK, mask=live & (k < RANK)[None, :], other=0.0) if PAIRED else left
-            x += tl.dot(left, b_x, input_precision="ieee")
-            if GATED:
-                y += tl.dot(left_y, b_y, input_precision="ieee")
+            if b is not None:
+                x += tl.dot(left, b_x, input_precision="ieee")
+                if GATED:
+                    y += tl.dot(left_y, b_y, input_precision="ieee")
         if BELOW:
             above = tl.load(ds + row[:, None] * ds_stride + j[None, :], mask=live & (j < BELOW)[None, :], other=0.0)
             grad += tl.dot(above, down, input_precision="ieee")
@@ -274,4 +278,5 @@ def variants() -> Iterator[Variant]:
             for kernel, tile in zip((_activate_kernel, _activate_backward_kernel), tiles, strict=True):
                 matrices = ("u", "h", "s", "b", "a", "dh", "du", "ds")
                 signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | {"sums": "*fp32"}
-                yield kernel, signature, values | {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}, tile.warps, 3
+                absent = {"b": None} if kernel is _activate_backward_kernel and rank and not paired else {}
+                yield kernel, signature, values | absent | {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}, tile.warps, 3

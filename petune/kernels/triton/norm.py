@@ -24,8 +24,9 @@ WIDEST = 32_768  # columns: 32 numbers for each of a program's 1,024 threads
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
-    x, residual, weight, bias, y, mean, rstd, total, rows, columns, x_stride, residual_stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, residual, weight, bias, y, mean, rstd, total, rows, columns, x_stride, residual_stride, y_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.arange(0, BLOCK)[None]
     real, there = row < rows, row[:, None]
@@ -45,7 +46,7 @@ def _forward(
     result = values * scale[:, None] * tl.load(weight + column, column < columns, 0.0).to(tl.float32)
     if bias is not None:
         result += tl.load(bias + column, column < columns, 0.0).to(tl.float32)
-    tl.store(y + there * columns + column, result.to(y.dtype.element_ty), inside)
+    tl.store(y + there * y_stride + column, result.to(y.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -105,23 +106,25 @@ def _backward(
 # ------------------------------------------------------------------ launching
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.rms_norm`; float32, bfloat16 or float16."""
     if x.shape[1] > WIDEST:
-        return reference.rms_norm(x, weight, eps, residual)
+        return reference.rms_norm(x, weight, eps, residual, out)
     rstd = x.new_empty(len(x), dtype=torch.float32)
-    y, total = _normed(x, weight, None, eps, residual, None, rstd)
+    y, total = _normed(x, weight, None, eps, residual, None, rstd, out)
     return y, rstd, total
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.layer_norm`; float32, bfloat16 or float16."""
     if x.shape[1] > WIDEST:
-        return reference.layer_norm(x, weight, bias, eps, residual)
+        return reference.layer_norm(x, weight, bias, eps, residual, out)
     mean, rstd = x.new_empty((2, len(x)), dtype=torch.float32)
-    y, total = _normed(x, weight, bias, eps, residual, mean, rstd)
+    y, total = _normed(x, weight, bias, eps, residual, mean, rstd, out)
     return y, mean, rstd, total
 
 
@@ -152,17 +155,25 @@ def layer_norm_backward(
 
 
 def _normed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, mean: Tensor | None, rstd: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(result, total); fills `mean` and `rstd`."""
     rows, columns = x.shape
-    y = x.new_empty(rows, columns)
-    total = x if residual is None else torch.empty_like(y)
+    y = x.new_empty(rows, columns) if out is None else out
+    total = x if residual is None else x.new_empty(rows, columns)
     if rows:
         per, block, warps = _tile(columns)
         stride = 0 if residual is None else residual.stride(0)
         _forward[(triton.cdiv(rows, per),)](
-            x, residual, weight, bias, y, mean, rstd, total, rows, columns, x.stride(0), stride, eps, per, block, num_warps=warps
+            *(x, residual, weight, bias, y, mean, rstd, total, rows, columns, x.stride(0), stride, y.stride(0), eps, per, block),
+            num_warps=warps,
         )
     return y, total
 
@@ -198,7 +209,7 @@ def _tile(columns: int) -> tuple[int, int, int]:
 def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
     """What is launched in bfloat16 for hidden sizes from a head's 128 to the largest, as `tests/kernels/gate.py` compiles it."""
     forward = dict.fromkeys(("x", "residual", "weight", "bias", "y", "total"), "*bf16") | dict.fromkeys(("mean", "rstd"), "*fp32")
-    forward |= dict.fromkeys(("rows", "columns", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
+    forward |= dict.fromkeys(("rows", "columns", "x_stride", "residual_stride", "y_stride"), "i32") | {"eps": "fp32"}
     backward = dict.fromkeys(("dy", "total", "weight", "dresidual", "dtotal"), "*bf16")
     backward |= dict.fromkeys(("mean", "rstd", "dweight", "dbias"), "*fp32")
     backward |= dict.fromkeys(("rows", "columns", "dy_stride", "total_stride", "dresidual_stride"), "i32")

@@ -1,7 +1,7 @@
 """Rotary positions, in place on the output of one matrix product for queries, keys and values, and back.
 
-A program walks some heads of its rows, so that cos, sin and the left factor of a low-rank update are read once for all of them. A head is
-worked on as its two halves, which are the parts of its complex numbers; a half that is no multiple of the tile is padded by masks.
+A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on as its two halves, which are
+the parts of its complex numbers; a half that is no multiple of the tile is padded by masks.
 """
 
 from __future__ import annotations
@@ -13,27 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.sums import Low, Tile, Variant, multiprocessors, padded, shares
+from petune.kernels.triton.sums import Tile, Variant, multiprocessors, shares
 
 # ------------------------------------------------------------------ forward
 
 
-def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, low: Low | None = None) -> Tensor:
-    """`petune.kernels.reference.rope_`, for heads of an even width; ranks up to `sums.MAX_RANK`, ValueError above."""
+def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """`petune.kernels.reference.rope_`, for heads of an even width."""
     rows, width = len(qkv), cos.shape[1]
-    touched = qkv.shape[1] // width if low else heads
-    if not rows or not touched:
+    if not rows or not heads:
         return qkv
-    s, b = low or (qkv, qkv)
-    rank = s.shape[1] if low else 0
     tile = _forward_tile(qkv.dtype, width // 2)
     walks = triton.cdiv(rows, tile.rows) * triton.cdiv(width // 2, tile.columns)
-    parts = shares(walks, touched, multiprocessors(qkv.device) * tile.resident)
+    parts = shares(walks, heads, multiprocessors(qkv.device) * tile.resident)
     _rope_kernel[(walks * parts,)](
-        *(qkv, cos, sin, s, b, rows, len(cos), heads, touched, parts),
-        *(qkv.stride(0), cos.stride(0), sin.stride(0), s.stride(0), b.stride(0)),
-        RANK=rank,
-        R=padded(rank),
+        *(qkv, cos, sin, rows, len(cos), heads, parts, qkv.stride(0), cos.stride(0), sin.stride(0)),
         HALF=width // 2,
         BM=tile.rows,
         BN=tile.columns,
@@ -50,36 +44,25 @@ def _forward_tile(dtype: torch.dtype, half: int) -> Tile:
     return Tile(128, 64 if half % 64 == 0 else columns, 8, 3, 2)
 
 
-@triton.jit(do_not_specialize=["rows", "positions", "heads", "touched", "parts"])
+@triton.jit(do_not_specialize=["rows", "positions", "heads", "parts"])
 def _rope_kernel(
-    qkv, cos, sin, s, b, rows, positions, heads, touched, parts, qkv_stride, cos_stride, sin_stride, s_stride, b_stride,
-    RANK: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    qkv, cos, sin, rows, positions, heads, parts, qkv_stride, cos_stride, sin_stride,
+    HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pieces: tl.constexpr = (HALF + BN - 1) // BN
     place = tl.program_id(0) // pieces
     row = (place // parts).to(tl.int64) * BM + tl.arange(0, BM)
-    k, t = tl.arange(0, R), (tl.program_id(0) % pieces) * BN + tl.arange(0, BN)
-    live, inside = (row < rows)[:, None], (row < rows)[:, None] & (t < HALF)[None, :]
+    t = (tl.program_id(0) % pieces) * BN + tl.arange(0, BN)
+    inside = (row < rows)[:, None] & (t < HALF)[None, :]
     position = row % positions
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
-    if RANK:
-        left = tl.load(s + row[:, None] * s_stride + k[None, :], mask=live & (k < RANK)[None, :], other=0.0)
-    for head in tl.range(place % parts, touched, parts, num_stages=STAGES):
+    for head in tl.range(place % parts, heads, parts, num_stages=STAGES):
         pair = qkv + row[:, None] * qkv_stride + (head * (2 * HALF) + t)[None, :]
         x = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(pair + HALF, mask=inside, other=0.0).to(tl.float32)
-        if RANK:
-            right = b + (head * (2 * HALF) + t).to(tl.int64)[:, None] * b_stride + k[None, :]
-            some = (t < HALF)[:, None] & (k < RANK)[None, :]
-            x += tl.dot(left, tl.trans(tl.load(right, mask=some, other=0.0)), input_precision="ieee")
-            right = b + (head * (2 * HALF) + HALF + t).to(tl.int64)[:, None] * b_stride + k[None, :]
-            y += tl.dot(left, tl.trans(tl.load(right, mask=some, other=0.0)), input_precision="ieee")
-        turned_x, turned_y = x * re - y * im, y * re + x * im
-        if RANK:
-            turned_x, turned_y = tl.where(head < heads, turned_x, x), tl.where(head < heads, turned_y, y)
-        tl.store(pair, turned_x.to(qkv.dtype.element_ty), mask=inside)
-        tl.store(pair + HALF, turned_y.to(qkv.dtype.element_ty), mask=inside)
+        tl.store(pair, (x * re - y * im).to(qkv.dtype.element_ty), mask=inside)
+        tl.store(pair + HALF, (y * re + x * im).to(qkv.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------ backward
@@ -155,11 +138,10 @@ def _turn_back(grad, stride, into, heads, part, parts, inside, re, im, HALF: tl.
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind, table in ((torch.bfloat16, "*bf16", "*bf16"), (torch.bfloat16, "*bf16", "*fp32"), (torch.float32, "*fp32", "*fp32")):
-        for half, rank in ((64, 48), (64, 0), (32, 16), (40, 64), (128, 48)):
+        for half in (64, 32, 40, 128):
             tables = {"cos": table, "sin": table}
             for kernel, tile in ((_rope_kernel, _forward_tile(dtype, half)), (_rope_backward_kernel, _backward_tile(half))):
-                matrices = ("qkv", "s", "b", "dq", "dk", "dv", "out")
+                matrices = ("qkv", "dq", "dk", "dv", "out")
                 signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | tables
                 values = {"HALF": half, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-                low = {"RANK": rank, "R": padded(rank)} if kernel is _rope_kernel else {}
-                yield kernel, signature, low | values, tile.warps, 3
+                yield kernel, signature, values, tile.warps, 3

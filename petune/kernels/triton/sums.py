@@ -1,9 +1,9 @@
-"""Sums of matrices: a residual with its low-rank update, rows as eight-bit floats, and what many programs each summed a share of.
+"""Sums of matrices: a product with its low-rank update, rows as eight-bit floats, and what many programs each summed a share of.
 
 A low-rank update is a matrix product on tiles that are in registers anyway: tl.dot with the rank padded by masks to a power of two of at
-least 16, the narrowest a tensor core takes. Ranks up to `MAX_RANK` have registers to spare; above it the launchers raise ValueError, and a
-caller folds the update into its matrix product. A sum that runs across programs is written as partial sums in float32 and added up in one
-order by `total`: the same call gives the same bits.
+least 16, the narrowest a tensor core takes. Ranks up to `MAX_RANK` have registers to spare; above it `add_low` takes several turns, and
+other launchers raise ValueError. A sum that runs across programs is written as partial sums in float32 and added up in one order by
+`total`: the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Low = tuple[Tensor, Tensor]
+from petune.kernels.parts import matmul32
+from petune.kernels.reference import Low
+
 Variant = tuple[Any, dict[str, str], dict[str, Any], int, int]  # kernel, signature, constexprs, warps, stages
 
 MAX_RANK = 64
@@ -81,23 +83,27 @@ def _total_kernel(parts, result, count, size, BLOCK: tl.constexpr):
     tl.store(result + place, value.to(result.dtype.element_ty), mask=live)
 
 
-# ------------------------------------------------------------------ a residual
+# ------------------------------------------------------------------ a low-rank update
 
 
-def add_low(x: Tensor, y: Tensor, low: Low | None) -> Tensor:
-    """`petune.kernels.reference.add_low`."""
-    rows, width = x.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
+    """`petune.kernels.reference.linear_low`: cuBLAS gives the product in float32, which one kernel sums and rounds."""
+    product = matmul32(x, weight.T)
+    return add_low(None if bias is None else bias.expand_as(product), product, low)
+
+
+def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
+    """`petune.kernels.reference.add_low`, for any rank."""
+    (rows, width), (s, b) = y.shape, low
+    out = torch.empty((rows, width), dtype=s.dtype, device=y.device)
     if not rows:
         return out
-    s, b = low or (x, x)
-    rank = s.shape[1] if low else 0
-    tile = _add_tile(x.dtype)
+    tile, rank = _add_tile(s.dtype), s.shape[1]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),)
     _add_low_kernel[grid](
-        *(x, y, out, s, b, rows, width, x.stride(0), y.stride(0), s.stride(0), b.stride(0)),
+        *(x, y, out, s, b, rows, width, 0 if x is None else x.stride(0), y.stride(0), s.stride(0), b.stride(0)),
         RANK=rank,
-        R=padded(rank),
+        R=padded(min(rank, MAX_RANK)),
         BM=tile.rows,
         BN=tile.columns,
         num_warps=tile.warps,
@@ -119,10 +125,11 @@ def _add_low_kernel(
     row = (tl.program_id(0) // tiles).to(tl.int64) * BM + tl.arange(0, BM)
     col = (tl.program_id(0) % tiles).to(tl.int64) * BN + tl.arange(0, BN)
     inside = (row < rows)[:, None] & (col < width)[None, :]
-    value = tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(y + row[:, None] * y_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if RANK:
-        k = tl.arange(0, R)
+    value = tl.load(y + row[:, None] * y_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if x is not None:
+        value += tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    for start in range(0, RANK, R):
+        k = start + tl.arange(0, R)
         left = tl.load(s + row[:, None] * s_stride + k[None, :], mask=(row < rows)[:, None] & (k < RANK)[None, :], other=0.0)
         right = tl.load(b + col[:, None] * b_stride + k[None, :], mask=(col < width)[:, None] & (k < RANK)[None, :], other=0.0)
         value += tl.dot(left, tl.trans(right), input_precision="ieee")
@@ -182,10 +189,10 @@ def variants() -> Iterator[Variant]:
         yield _total_kernel, {"parts": parts, "result": kind, "count": "i32", "size": "i32"}, {"BLOCK": TOTAL_BLOCK}, 4, 3
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         tile = _add_tile(dtype)
-        signature = {name: kind if name in ("x", "y", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names}
-        for rank in (0, 16, 64):
-            values = {"RANK": rank, "R": padded(rank), "BM": tile.rows, "BN": tile.columns}
-            yield _add_low_kernel, signature, values, tile.warps, tile.stages
+        signature = {name: kind if name in ("x", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names} | {"y": "*fp32"}
+        for rank, absent in ((16, {}), (64, {"x": None}), (256, {})):
+            values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
+            yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
     signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "width": "i32", "x_stride": "i32"}
     for block in (4096, 16384, MAX_COLUMNS):
         yield _quantise_kernel, signature, {"BLOCK": block, "NATIVE": False}, _quantise_warps(block), 3
