@@ -21,7 +21,7 @@ from petune.errors import FileError, TrainingFault, UsageError
 from petune.evaluate import forward
 from petune.recipe import load_recipe
 from petune.run_folder import environment
-from petune.train import load_run
+from petune.training import load_run
 from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
 from tests.small_runs import no_picture as no_picture
 
