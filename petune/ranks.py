@@ -56,6 +56,8 @@ def start(
 
     Raises what the first of them to fail has raised.
     """
+    for note in recipe.notes if recipe.source is None else ():  # the ranks read a file, which says no more that there was none
+        say(f"recipe   {note}")
     with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
         command = [sys.executable, "-m", "petune", *_written(recipe, folder, Path(scratch))]
         command += ["--resume"] if resume is True else ["--from", str(resume)] if resume else []

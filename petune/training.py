@@ -58,7 +58,7 @@ def train(
     restarts: int = 0,
     **settings: Any,
 ) -> Run:
-    """Train what `recipe` says (None: the demo) and return the finished run.
+    """Train what `recipe` says (None: `model` and `data` with neutral settings, or without them the demo) and return the finished run.
 
     `overrides` are `key.sub=value` texts, `settings` the same as keyword arguments. `resume` True goes on from the newest checkpoint
     that verifies, a path from exactly that one; `allow_change` names keys that may differ from the recipe the run began with. A recipe with
@@ -115,8 +115,7 @@ def settle(
     """The recipe that is meant: a file, a shipped name, a mapping, or a run folder, which stands for its own resolved recipe."""
     if isinstance(recipe, str | Path) and (Path(recipe) / "resolved.yaml").is_file():
         recipe = load_run(recipe).recipe
-    settled = load_recipe(recipe, overrides)
-    return load_recipe(settled, settings) if settings else settled
+    return load_recipe(recipe, overrides, settings or {})
 
 
 def _refuse_unknown(keys: Collection[str]) -> None:
@@ -458,6 +457,7 @@ class Training:
         best = progress.best_value
         better = math.isfinite(value) and (best is None or (value > best if self.larger_is_better else value < best))
         progress.worse = 0 if better else progress.worse + 1
+        better = better or (value == best and progress.scores["loss"] < progress.best_scores["loss"])  # the loss decides between equals
         if better:
             progress.best_value, progress.best_step, progress.best_scores = value, progress.step, progress.scores
         return better

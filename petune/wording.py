@@ -12,6 +12,7 @@ import torch
 from petune.assemble import Place, Prepared
 from petune.log import human
 from petune.parallel import ParallelPlan, describe
+from petune.recipe import far_from_known
 from petune.run_folder import RunFolder
 from petune.schedule import Steps
 
@@ -23,13 +24,16 @@ def header_lines(
     recipe, rows = prepared.recipe, prepared.rows
     method, (trained, total) = described
     units = "packed sequences" if recipe.data.packing else "rows"
+    far = far_from_known(recipe, trained, prepared.encoded.report.trained)
     return [
+        *(f"recipe   {note}" for note in recipe.notes),
         f"model    {prepared.source.note}",
         f"method   {method}",
         f"data     task {prepared.task.name}; {'; '.join(rows.notes)}",
         *(f"         {line}" for line in prepared.encoded.report.lines()),
         f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g}, {recipe.schedule}",
         f"numbers  {place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
+        *(f"         warning: {line}" for line in far),
         *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
         f"out      {out}",
     ]
