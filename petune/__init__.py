@@ -9,19 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from petune.callbacks import Callback
     from petune.errors import PetuneError
     from petune.export import load, save
     from petune.methods import mark_only_trainable, merge, merged_weights, tuned_state, wrap
     from petune.methods import mark_only_trainable as mark_only_adapter_as_trainable
     from petune.methods import mark_only_trainable as mark_only_lora_as_trainable
     from petune.methods import mark_only_trainable as mark_only_side_as_trainable
-    from petune.recipe import load_recipe
-    from petune.training import load_run, train
+    from petune.recipe import Recipe, load_recipe
+    from petune.runs import Run, load_run
+    from petune.training import train
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "PetuneError",
+    "Recipe",
+    "Run",
     "__version__",
     "load",
     "load_recipe",
@@ -39,11 +44,13 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "Callback": "callbacks",
     "PetuneError": "errors",
-    "load_recipe": "recipe",
+    **dict.fromkeys(("Recipe", "load_recipe"), "recipe"),
     **dict.fromkeys(("load", "save"), "export"),
     **dict.fromkeys(("mark_only_trainable", "merge", "merged_weights", "tuned_state", "wrap"), "methods"),
-    **dict.fromkeys(("load_run", "train"), "training"),
+    **dict.fromkeys(("Run", "load_run"), "runs"),
+    "train": "training",
 }
 _SAME_FOR_EVERY_METHOD = {f"mark_only_{method}_as_trainable": "mark_only_trainable" for method in ("lora", "adapter", "side")}
 

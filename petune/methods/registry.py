@@ -72,7 +72,7 @@ def wrap(
 def tune(model: nn.Module, config: MethodConfig) -> None:
     """`wrap` with a finished config, silently."""
     name = next(name for name, method in METHODS.items() if method.config is type(config))
-    _refuse_tuned(model)
+    refuse_tuned(model)
     family = family_of(model)
     if METHODS[name].needs_family and family is None:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -83,7 +83,7 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
     mark_only_trainable(model)
 
 
-def _refuse_tuned(model: nn.Module) -> None:
+def refuse_tuned(model: nn.Module) -> None:
     """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or that has nothing to tune."""
     if is_wrapped(model):
         raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
