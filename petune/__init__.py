@@ -55,11 +55,13 @@ _ROOMS = {
 _SAME_FOR_EVERY_METHOD = {f"mark_only_{method}_as_trainable": "mark_only_trainable" for method in ("lora", "adapter", "side")}
 
 
-def __getattr__(name: str) -> Any:
-    name = _SAME_FOR_EVERY_METHOD.get(name, name)
-    if name not in _ROOMS:
-        raise AttributeError(f"module 'petune' has no attribute {name!r}")
-    return getattr(import_module(f"petune.{_ROOMS[name]}"), name)
+if not TYPE_CHECKING:  # a type checker knows the names above, and reports any other
+
+    def __getattr__(name: str) -> Any:
+        name = _SAME_FOR_EVERY_METHOD.get(name, name)
+        if name not in _ROOMS:
+            raise AttributeError(f"module 'petune' has no attribute {name!r}")
+        return getattr(import_module(f"petune.{_ROOMS[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -167,7 +167,7 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
     """The run in `folder`, finished or not, to be asked, scored, merged and exported.
 
         >>> run = petune.load_run("runs/first")
-        >>> run.summary["steps"], run.generate("red sun", max_new_tokens=4)
+        >>> answer = run.generate("red sun", max_new_tokens=4)
 
     `base` is the untouched base model where the run was given one in memory; it is tuned in place when the model is needed. `verify_base`
     compares the whole base with the one it was trained on then. Raises FileError when the folder is not a run's.

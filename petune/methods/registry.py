@@ -51,6 +51,10 @@ def wrap(
 ) -> Model:
     """Tune `model` with `method`: rewrite its layers in place, mark what trains, fuse what can be, and log one line with the counts.
 
+        >>> model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.wrap(model, "lora", r=8, dropout=0.1)
+        >>> optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad), lr=2e-4)
+
     `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from torch's global generator
     and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and loss head where Triton can run, on the device the model is
     on now; "reference" and "triton" insist, "off" leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "fp8" for
