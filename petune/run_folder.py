@@ -9,7 +9,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +19,10 @@ from typing import Any
 
 from petune import checkpoint
 from petune.assemble import choose_place
-from petune.errors import MachineError, UsageError
+from petune.errors import MachineError, Problem, RecipeError, UsageError, nearest
 from petune.models.load import resolve_model
 from petune.plot import draw_loss
-from petune.recipe import Recipe, load_recipe
+from petune.recipe import Recipe, differences, load_recipe
 from petune.tensorfile import write_file, writing
 
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
@@ -86,6 +86,17 @@ class RunFolder:
             raise UsageError(
                 "--overwrite only replaces a run of petune, and this folder is none", where=str(self.path), remedy="choose another out"
             )
+
+    def refuse_changes(self, recipe: Recipe, allow_change: Collection[str]) -> None:
+        """Raise RecipeError with every setting of `recipe` that would change the numbers of this run and is not in `allow_change`."""
+        changed = differences(self.resolved(), recipe.resolved(), tuple(allow_change))
+        if changed:
+            problems = [
+                Problem(f"{key} has changed since the run began", where=recipe.where(key), expected=str(old), found=str(new))
+                for key, old, new in changed
+            ]
+            keys = " ".join(f"--allow-change {key}" for key, _, _ in changed)
+            raise RecipeError([*problems, Problem("these keys change the numbers", remedy=f"put them back, start anew, or say {keys}")])
 
     def has_resolved(self) -> bool:
         """Whether a run began here."""
@@ -151,6 +162,15 @@ class RunFolder:
         draw_loss(self.metrics, self.picture)
         (self.path / "README.md").write_text(_readme(self.recipe, self.path, summary), encoding="utf-8")
         checkpoint.write_json(self.path / "summary.json", dict(summary))
+
+
+def refuse_unknown(keys: Collection[str]) -> None:
+    """Raise UsageError for a name in `--allow-change` that is no setting."""
+    for key in keys:
+        if key.split(".")[0] not in Recipe.model_fields:
+            near = nearest(key, Recipe.model_fields)
+            remedy = f"did you mean: {near[0]}" if near else None
+            raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
 
 
 def _step_of(line: str) -> int:

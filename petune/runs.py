@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +77,11 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every record of metrics.jsonl: steps and evaluations apart."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        path, records = self.folder / "metrics.jsonl", []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with suppress(ValueError):  # a last line that a crash cut off
+                records.append(json.loads(line))
+        return records
 
     @cached_property
     def speaker(self) -> Speaker:

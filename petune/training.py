@@ -12,10 +12,9 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
-from inspect import formatannotation
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from petune.assemble import Prepared, build, choose_place, prepare, run_on
 from petune.audit import Audit, digest, frozen_checksums
 from petune.callbacks import Callback, Callbacks
 from petune.dropout import step_key
-from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError, nearest
+from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError
 from petune.evaluate import Batch, batches, evaluate, head_only, scoring
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
@@ -34,10 +33,10 @@ from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.notebook import fitting_reporter
 from petune.objects import NO_OBJECTS, Objects, base_name, take_objects
-from petune.parallel import Mesh, ParallelConfig, ParallelPlan, alone, group, is_sharded, local
-from petune.recipe import Recipe, differences, json_schema, load_recipe
+from petune.parallel import Mesh, ParallelPlan, alone, group, is_sharded, local
+from petune.recipe import Recipe, differences, load_recipe, settings_text
 from petune.reporting import Logged, Reporter, Silent, Trackers
-from petune.run_folder import RunFolder
+from petune.run_folder import RunFolder, refuse_unknown
 from petune.runs import Run, load_run
 from petune.schedule import learning_rate, plan_steps, units_of_step
 from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
@@ -108,8 +107,8 @@ def train(
     settled = settle(recipe, overrides, settings)
     if objects.model is not None and settled.dtype == "auto":
         settled = load_recipe(settled, {"dtype": objects.dtype})
-    _refuse_ranks(settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks})
-    _refuse_unknown(allow_change)
+    ranks.refuse_objects(settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks})
+    refuse_unknown(allow_change)
     job = _Job(
         settled, RunFolder.of(settled), reporter or fitting_reporter(), objects, Callbacks(callbacks), resume, overwrite, allow_change
     )
@@ -117,7 +116,7 @@ def train(
     if group.started()[0] == 0:
         folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
     if resume:
-        _refuse_changes(folder, settled, allow_change)
+        folder.refuse_changes(settled, allow_change)
     if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
         job.reporter.note(f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out")
         return Run(folder.path, objects=objects)
@@ -132,18 +131,7 @@ def train(
     return _train_here(job, plan)
 
 
-def _settings_text() -> str:
-    """The keys of a recipe that are no arguments of `train` themselves, each with type, default and meaning, for help()."""
-    kinds, written = get_type_hints(Recipe), json_schema()["properties"]
-    lines = []
-    for name, info in Recipe.model_fields.items():
-        if not info.is_required() and name != "version":
-            kind = "str | Mapping[str, Any]" if is_dataclass(info.default) else formatannotation(kinds[name]).replace("typing.", "")
-            lines += [f"        {name}: {kind} = {written[name].get('default')!r}", f"            {info.description}"]
-    return "\n".join(["", "    Settings:", *lines, "    "])
-
-
-train.__doc__ = (train.__doc__ or "") + _settings_text()
+train.__doc__ = (train.__doc__ or "") + settings_text()
 
 
 @dataclass(frozen=True)
@@ -187,19 +175,6 @@ def _train_here(job: _Job, plan: ParallelPlan) -> Run:
     return Run(folder.path, objects=objects, tuned=None if objects.model is None else (training.model.eval(), training.tokenizer))
 
 
-def _refuse_ranks(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for what lives in this process alone beside a parallel plan, whose processes read everything from files."""
-    for name, value in given.items():
-        if value and recipe.parallel != ParallelConfig():
-            remedy = {
-                "model": "save it with save_pretrained, with its tokenizer, and give the folder",
-                "data": "write the rows to a .jsonl file and give its path",
-                "callbacks": "leave them out",
-            }[name]
-            what = f"{name} in memory cannot reach the processes of a parallel plan"
-            raise UsageError(what, where=recipe.where("parallel"), remedy=f"{remedy}; or set parallel: none")
-
-
 def settle(
     recipe: str | Path | Recipe | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
 ) -> Recipe:
@@ -207,25 +182,6 @@ def settle(
     if isinstance(recipe, str | Path) and (Path(recipe) / "resolved.yaml").is_file():
         recipe = load_run(recipe).recipe
     return load_recipe(recipe, overrides, settings or {})
-
-
-def _refuse_unknown(keys: Collection[str]) -> None:
-    for key in keys:
-        if key.split(".")[0] not in Recipe.model_fields:
-            near = nearest(key, Recipe.model_fields)
-            remedy = f"did you mean: {near[0]}" if near else None
-            raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
-
-
-def _refuse_changes(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> None:
-    changed = differences(folder.resolved(), recipe.resolved(), tuple(allow_change))
-    if changed:
-        problems = [
-            Problem(f"{key} has changed since the run began", where=recipe.where(key), expected=str(old), found=str(new))
-            for key, old, new in changed
-        ]
-        keys = " ".join(f"--allow-change {key}" for key, _, _ in changed)
-        raise RecipeError([*problems, Problem("these keys change the numbers", remedy=f"put them back, start anew, or say {keys}")])
 
 
 @dataclass

@@ -89,7 +89,8 @@ def test_the_run_holds_the_model_that_was_tuned_and_what_it_learned(trained: tup
     assert "run.eval()" in (found.folder / "run.log").read_text()
     resolved = (found.folder / "resolved.yaml").read_text()
     assert "model: object:LlamaForCausalLM@" in resolved and "path: object:list@" in resolved and "eval: object:list@" in resolved
-    assert read_json(found.folder / "tuned" / "adapter_config.json")["base_model_name_or_path"] == str(place / "llama")
+    for folder in (found.folder / "tuned", found.export("peft")):
+        assert read_json(folder / "adapter_config.json")["base_model_name_or_path"] == str(place / "llama")
     assert "petune.load(base, " in (found.folder / "README.md").read_text()
 
 

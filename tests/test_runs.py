@@ -99,6 +99,20 @@ def test_records_have_their_fields_and_the_evaluations_theirs(tmp_path: Path):
 
 
 @pictureless
+def test_the_history_has_one_mapping_per_step_with_its_scores(tmp_path: Path):
+    finished = run(settings(tmp_path, eval_every=3))
+    history = finished.history
+    assert [record["step"] for record in history] == list(range(7))
+    assert [record["step"] for record in history if "eval_loss" in record] == [0, 3, 6]
+    assert "loss" not in history[0] and all({"loss", "lr", "grad_norm", "tokens_per_s"} <= record.keys() for record in history[1:])
+    with (finished.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # as a crash leaves it
+    assert load_run(finished.folder).history == history
+    (finished.folder / "metrics.jsonl").unlink()
+    assert load_run(finished.folder).history == []
+
+
+@pictureless
 def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     listener = Listener()
     finished = run(settings(tmp_path, out="good"), listener)

@@ -8,7 +8,7 @@ checking a recipe needs no torch.
 from petune.recipe.neutral import far_from_known, neutral_settings
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
-from petune.recipe.schema import METHOD_LR, Recipe, json_schema
+from petune.recipe.schema import METHOD_LR, Recipe, json_schema, settings_text
 
 __all__ = [
     "KEYS_THAT_CHANGE_NUMBERS",
@@ -22,5 +22,6 @@ __all__ = [
     "load_recipe",
     "neutral_settings",
     "recipe_folder",
+    "settings_text",
     "shipped_recipes",
 ]

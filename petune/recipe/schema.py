@@ -11,6 +11,7 @@ import functools
 import os
 import types
 from collections.abc import Iterator, Mapping
+from inspect import formatannotation
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -262,3 +263,16 @@ def _parallel_schema() -> dict[str, Any]:
 
 def _section_schema(config: type, name: str = "") -> dict[str, Any]:
     return section_model(config, name).model_json_schema()
+
+
+def settings_text() -> str:
+    """The keys of a recipe that are no arguments of `petune.train` themselves, each with type, default and meaning, for help()."""
+    kinds, written = get_type_hints(Recipe), json_schema()["properties"]
+    lines = []
+    for name, info in Recipe.model_fields.items():
+        if info.is_required() or name == "version":
+            continue
+        section = dataclasses.is_dataclass(info.default)
+        kind = "str | Mapping[str, Any]" if section else formatannotation(kinds[name]).replace("typing.", "")
+        lines += [f"        {name}: {kind} = {written[name].get('default')!r}", f"            {info.description}"]
+    return "\n".join(["", "    Settings:", *lines, "    "])
