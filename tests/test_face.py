@@ -152,6 +152,7 @@ def test_every_name_of_the_face_is_declared_for_type_checkers():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_type_checker_of_another_project_sees_the_types(editable: list[Path], tmp_path: Path):
     """Without petune's own configuration, as of an installed package."""
     config = "[mypy]\n[mypy-petune.*]\nignore_errors = True\nfollow_imports = silent\n"
