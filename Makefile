@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PINS := pyproject.toml constraints.txt requirements/demo.txt requirements/oldest.txt
+PINS := pyproject.toml setup.py constraints.txt requirements/demo.txt requirements/oldest.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN := HF_HUB_OFFLINE=1 $(BIN)/petune
 DEMO := runs/bert_lora

@@ -1,30 +1,32 @@
 """petune: parameter-efficient fine-tuning of Hugging Face models. The public face, and nothing else.
 
-Names are fetched when first used, so `import petune` costs milliseconds and loads no torch. `petune.train` is both the room and the
-function in it: the module may be called.
+Names are fetched when first used, so `import petune` costs milliseconds and loads no torch.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from petune.callbacks import Callback
     from petune.errors import PetuneError
     from petune.export import load, save
     from petune.methods import mark_only_trainable, merge, merged_weights, tuned_state, wrap
     from petune.methods import mark_only_trainable as mark_only_adapter_as_trainable
     from petune.methods import mark_only_trainable as mark_only_lora_as_trainable
     from petune.methods import mark_only_trainable as mark_only_side_as_trainable
-    from petune.recipe import load_recipe
-    from petune.train import load_run, train
+    from petune.recipe import Recipe, load_recipe
+    from petune.runs import Run, load_run
+    from petune.training import train
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "PetuneError",
+    "Recipe",
+    "Run",
     "__version__",
     "load",
     "load_recipe",
@@ -42,40 +44,24 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "Callback": "callbacks",
     "PetuneError": "errors",
-    "load_recipe": "recipe",
+    **dict.fromkeys(("Recipe", "load_recipe"), "recipe"),
     **dict.fromkeys(("load", "save"), "export"),
     **dict.fromkeys(("mark_only_trainable", "merge", "merged_weights", "tuned_state", "wrap"), "methods"),
-    **dict.fromkeys(("load_run", "train"), "train"),
+    **dict.fromkeys(("Run", "load_run"), "runs"),
+    "train": "training",
 }
 _SAME_FOR_EVERY_METHOD = {f"mark_only_{method}_as_trainable": "mark_only_trainable" for method in ("lora", "adapter", "side")}
 
 
-class _CallableRoom(ModuleType):
-    """A module that passes a call on to the function of its own name."""
+if not TYPE_CHECKING:  # a type checker knows the names above, and reports any other
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
-
-
-class _Face(ModuleType):
-    """The package. Importing a submodule binds it here under its name, which for `train` is also the name of a function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in _ROOMS:
-            value.__class__ = _CallableRoom
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face
-
-
-def __getattr__(name: str) -> Any:
-    name = _SAME_FOR_EVERY_METHOD.get(name, name)
-    if name not in _ROOMS:
-        raise AttributeError(f"module 'petune' has no attribute {name!r}")
-    room = import_module(f"petune.{_ROOMS[name]}")
-    return room if _ROOMS[name] == name else getattr(room, name)
+    def __getattr__(name: str) -> Any:
+        name = _SAME_FOR_EVERY_METHOD.get(name, name)
+        if name not in _ROOMS:
+            raise AttributeError(f"module 'petune' has no attribute {name!r}")
+        return getattr(import_module(f"petune.{_ROOMS[name]}"), name)
 
 
 def __dir__() -> list[str]:

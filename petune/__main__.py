@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from petune import ranks
         from petune.parallel import group
         from petune.run_folder import RunFolder
-        from petune.train import settle, train
+        from petune.training import settle, train
     except KeyboardInterrupt:
         return 130
     try:

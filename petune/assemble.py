@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune import export
 from petune.errors import FileError, MachineError, UsageError
@@ -27,7 +27,19 @@ from petune.methods import tune, tuned_parameters, tuning
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES, family_of
-from petune.models.load import Head, Loaded, Source, kind_of, load_model, load_tokenizer, read_config, resolve_model
+from petune.models.load import (
+    Head,
+    Loaded,
+    Source,
+    adopt_model,
+    kind_of,
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_model,
+    with_padding,
+)
+from petune.objects import NO_OBJECTS, Objects
 from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
 from petune.recipe import Recipe
 from petune.streaming import refuse_unstreamable, stream, streams
@@ -58,6 +70,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     encoded: Encoded
+    objects: Objects = NO_OBJECTS
 
 
 @dataclass(frozen=True)
@@ -86,21 +99,23 @@ def choose_place(recipe: Recipe) -> Place:
     return Place(device, torch.bfloat16 if bf16 else torch.float32)
 
 
-def prepare(recipe: Recipe, labels: tuple[str, ...] | None = None) -> Prepared:
+def prepare(recipe: Recipe, labels: tuple[str, ...] | None = None, objects: Objects = NO_OBJECTS) -> Prepared:
     """Find the model, read and check the rows, tokenize them. Loads no weights and writes nothing.
 
-    `labels` are the classes of a model that is already trained, in the order of their ids; the rows may have no others.
+    `objects` are what was given from Python and the recipe names by fingerprint. `labels` are the classes of a model that is already
+    trained, in the order of their ids; the rows may have no others.
     Raises UsageError when task, data and model do not go together, DataError for bad rows, FileError for a model that is not there.
     """
     source = resolve_model(recipe.model, recipe.folder)
-    config = read_config(source)
+    config = read_config(source) if objects.model is None else objects.model.config
     kind = kind_of(config)
-    name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)
+    name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
     check_fit(name, kind, recipe.data.packing)
-    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels)
-    tokenizer = load_tokenizer(source)
+    labels = labels or (objects.labels if name == "classify" else None)
+    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels, objects=objects.data)
+    tokenizer = load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
     encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
-    return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded)
+    return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded, objects)
 
 
 @dataclass(frozen=True)
@@ -124,12 +139,20 @@ def positions_of(config: Any) -> int | None:
     return None if config.model_type == "t5" else getattr(config, "max_position_embeddings", None)
 
 
-def load_base(source: Source, task: Task, labels: Sequence[str] | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Loaded:
-    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed."""
+def load_base(
+    source: Source,
+    task: Task,
+    labels: Sequence[str] | None,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    given: PreTrainedModel | None = None,
+) -> Loaded:
+    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory."""
     torch.manual_seed(recipe.seed)
     whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
-    loaded = load_model(source, cast("Head", task.head), labels, dtype)
+    head = cast("Head", task.head)
+    loaded = load_model(source, head, labels, dtype) if given is None else adopt_model(given, source, head, labels, dtype)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
         loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
@@ -145,7 +168,8 @@ def build(prepared: Prepared) -> nn.Module:
     recipe = prepared.recipe
     place = choose_place(recipe)
     refuse_unstreamable(recipe, place.dtype, place.device)
-    loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer)
+    given = prepared.objects.model
+    loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer, given)
     model: nn.Module = loaded.model
     if loaded.note:
         say(loaded.note)
@@ -252,14 +276,17 @@ def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
     return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
 
 
-def rebuild(recipe: Recipe, folder: Path, task: str, verify_base: bool = False) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def rebuild(
+    recipe: Recipe, folder: Path, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device.
 
-    `verify_base` compares the SHA-256 of every base tensor with the one stored when the run ended. Raises FileError.
+    `given` is the base where it is in memory already; it is tuned in place. `verify_base` compares the SHA-256 of every base tensor with
+    the one stored when the run ended. Raises FileError.
     """
     source = resolve_model(recipe.model, recipe.folder)
     tokenizer = load_tokenizer(replace(source, kind="folder", place=str(folder), revision=None))
-    base: nn.Module = load_base(source, TASKS[task], labels_of(folder), recipe, tokenizer).model
+    base: nn.Module = load_base(source, TASKS[task], labels_of(folder), recipe, tokenizer, given).model
     model = export.load(base, folder, verify_base=verify_base)
     return model.to(choose_place(recipe).device).eval(), tokenizer
 

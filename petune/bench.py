@@ -42,7 +42,7 @@ from petune.sites import Role, Site, StackName, find_sites
 from petune.stack import Stack
 from petune.stopping import StopRequest
 from petune.tasks import Example
-from petune.train import Training
+from petune.training import Training
 from petune.wording import peak_memory
 
 WARM_UP = 3.0  # seconds of steps before those that count, on a GPU: its clock falls while it warms

@@ -99,5 +99,5 @@ class Stopped(PetuneError):
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` valid names most like `name`, best first; empty when nothing is near."""
-    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.5)
+    """The `count` valid names most like `name`, best first; empty when nothing is near: a typing error changes a few letters, not half."""
+    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.7)

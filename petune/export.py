@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from petune import methods
@@ -52,12 +52,14 @@ def save(
     model: nn.Module,
     folder: str | Path,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     base_name: str | None = None,
     base_sha256: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all. Returns its path.
+
+        >>> folder = petune.save(model, "tuned", overwrite=True)
 
     `base_name` (default: where the model was loaded from) and `base_sha256` (from `full_hash`, for `load(verify_base=True)`) are stored.
     Raises UsageError for a model that is not wrapped, is inside merged_weights, or an occupied folder without `overwrite`; TrainingFault
@@ -81,7 +83,12 @@ def save(
 
 
 def write_peft(
-    model: nn.Module, folder: str | Path, *, tokenizer: Any = None, base_name: str | None = None, overwrite: bool = False
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_name: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a lora tuning as peft's two files and nothing of petune's. Raises as `save`, and UsageError for another method."""
     model = bare(model)
@@ -178,6 +185,9 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
 
 def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) -> Model:
     """Tune `base_model`, in place, as the folder says: one that `save` or peft's LoRA wrote. What was trained requires gradients again.
+
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.load(base, "tuned")
 
     A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is rounded on a bf16 base unless it is float32
     there. `verify_base` compares the SHA-256 of the whole base with the stored one. Raises FileError for a tensor that is missing,
@@ -399,7 +409,12 @@ class MergeReport:
 
 
 def save_merged(
-    model: nn.Module, folder: str | Path, tokenizer: Any = None, *, batch: Mapping[str, Tensor] | None = None, overwrite: bool = False
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
 ) -> MergeReport:
     """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it was.
 

@@ -8,11 +8,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from petune.assemble import Prepared, choose_place, plan_of
 from petune.errors import Stopped, UsageError
 from petune.fingerprint import fingerprint
 from petune.log import say
-from petune.parallel import Mesh, ParallelPlan, alone, group, make_mesh
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, alone, group, make_mesh
 from petune.parallel.launch import launch
 from petune.recipe import Recipe, load_recipe
 from petune.run_folder import RANK_LOGS, RunFolder
@@ -56,6 +57,8 @@ def start(
 
     Raises what the first of them to fail has raised.
     """
+    for note in recipe.notes if recipe.source is None else ():  # the ranks read a file, which says no more that there was none
+        say(f"recipe   {note}")
     with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
         command = [sys.executable, "-m", "petune", *_written(recipe, folder, Path(scratch))]
         command += ["--resume"] if resume is True else ["--from", str(resume)] if resume else []
@@ -65,6 +68,19 @@ def start(
         if overwrite:
             shutil.rmtree(folder.path / RANK_LOGS, ignore_errors=True)
         launch(command, plan.world, restarts=restarts, log_folder=folder.path / RANK_LOGS, on_line=say)
+
+
+def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for what lives in this process alone beside a parallel plan, whose processes read everything from files."""
+    for name, value in given.items():
+        if value and recipe.parallel != ParallelConfig():
+            remedy = {
+                "model": "save it with save_pretrained, with its tokenizer, and give the folder",
+                "data": "write the rows to a .jsonl file and give its path",
+                "callbacks": "leave them out",
+            }[name]
+            what = f"{name} in memory cannot reach the processes of a parallel plan"
+            raise UsageError(what, where=recipe.where("parallel"), remedy=f"{remedy}; or set parallel: none")
 
 
 def going_on(folder: RunFolder, since: float) -> bool:

@@ -9,7 +9,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +19,10 @@ from typing import Any
 
 from petune import checkpoint
 from petune.assemble import choose_place
-from petune.errors import MachineError, UsageError
+from petune.errors import MachineError, Problem, RecipeError, UsageError, nearest
 from petune.models.load import resolve_model
-from petune.recipe import Recipe, load_recipe
+from petune.plot import draw_loss
+from petune.recipe import Recipe, differences, load_recipe
 from petune.tensorfile import write_file, writing
 
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
@@ -85,6 +86,17 @@ class RunFolder:
             raise UsageError(
                 "--overwrite only replaces a run of petune, and this folder is none", where=str(self.path), remedy="choose another out"
             )
+
+    def refuse_changes(self, recipe: Recipe, allow_change: Collection[str]) -> None:
+        """Raise RecipeError with every setting of `recipe` that would change the numbers of this run and is not in `allow_change`."""
+        changed = differences(self.resolved(), recipe.resolved(), tuple(allow_change))
+        if changed:
+            problems = [
+                Problem(f"{key} has changed since the run began", where=recipe.where(key), expected=str(old), found=str(new))
+                for key, old, new in changed
+            ]
+            keys = " ".join(f"--allow-change {key}" for key, _, _ in changed)
+            raise RecipeError([*problems, Problem("these keys change the numbers", remedy=f"put them back, start anew, or say {keys}")])
 
     def has_resolved(self) -> bool:
         """Whether a run began here."""
@@ -152,6 +164,15 @@ class RunFolder:
         checkpoint.write_json(self.path / "summary.json", dict(summary))
 
 
+def refuse_unknown(keys: Collection[str]) -> None:
+    """Raise UsageError for a name in `--allow-change` that is no setting."""
+    for key in keys:
+        if key.split(".")[0] not in Recipe.model_fields:
+            near = nearest(key, Recipe.model_fields)
+            remedy = f"did you mean: {near[0]}" if near else None
+            raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
+
+
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
@@ -175,40 +196,11 @@ def environment() -> dict[str, Any]:
     return {"packages": found, **system, "threads": torch.get_num_threads(), "cuda_devices": devices}
 
 
-def draw_loss(metrics: Path, picture: Path) -> bool:
-    """Draw training and evaluation loss over steps as a PNG; False without matplotlib or records."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-    steps = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    scores = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
-    if not steps:
-        return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*zip(*steps, strict=True), linewidth=0.8, alpha=0.4, color="tab:blue", label="training loss, each step")
-    axes.plot(*zip(*_smoothed(steps), strict=True), linewidth=1.8, color="tab:blue", label="training loss, smoothed")
-    if scores:
-        axes.plot(*zip(*scores, strict=True), marker="o", color="tab:orange", label="evaluation loss")
-    axes.set(xlabel="step", ylabel="loss (nats)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(picture, dpi=120)
-    return True
-
-
-def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    window = max(1, len(points) // 20)
-    values = [value for _, value in points]
-    return [(step, sum(values[max(0, at - window) : at + 1]) / (at + 1 - max(0, at - window))) for at, (step, _) in enumerate(points)]
-
-
 _LOADING = {
     "lora": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel reads it too',
     "full": 'model = {auto}.from_pretrained("{out}/tuned")',
     "other": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
+    "object": '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")',
     "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
 }
 _AUTO = {
@@ -225,7 +217,9 @@ def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     options |= {"num_labels": summary.get("num_labels")}
     base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
     auto = f"transformers.{_AUTO[str(summary['task'])]}"
-    form = "random" if source.kind == "config" and method != "full" else method if method in _LOADING else "other"
+    form = (
+        {"config": "random", "object": "object"}.get(source.kind, method if method == "lora" else "other") if method != "full" else "full"
+    )
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)

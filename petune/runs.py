@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune import checkpoint, export
 from petune.assemble import Prepared, choose_place, labels_of, load_base, prepare, rebuild
@@ -19,15 +21,24 @@ from petune.inference import Chat, Speaker
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
 from petune.models.load import resolve_model
+from petune.objects import NO_OBJECTS, Objects, base_name
+from petune.plot import run_html
 from petune.recipe import load_recipe
 from petune.tasks import TASKS, pad_token_id
 
 
 class Run:
-    """A run on disk. Nothing is loaded until a model is needed."""
+    """A run on disk. Nothing is loaded until a model is needed. `folder` holds its files, `recipe` is what it was trained by."""
 
-    def __init__(self, folder: Path, verify_base: bool = False) -> None:
-        self.folder, self.verify_base = folder, verify_base
+    def __init__(
+        self,
+        folder: Path,
+        verify_base: bool = False,
+        objects: Objects = NO_OBJECTS,
+        tuned: tuple[nn.Module, PreTrainedTokenizerBase] | None = None,
+    ) -> None:
+        """`objects`: what the run was given in memory; its model is untouched, unless `tuned` holds it as it was trained."""
+        self.folder, self.verify_base, self.objects, self._tuned = folder, verify_base, objects, tuned
         self.merge_report: str | None = None
         self.recipe = load_recipe(folder / "resolved.yaml", {"out": str(folder)})
 
@@ -41,24 +52,54 @@ class Run:
             raise FileError("this run has not finished", where=str(self.folder), remedy=f"petune train {self.folder} --resume")
         return checkpoint.read_json(self.folder / "summary.json")
 
+    @property
+    def model(self) -> nn.Module:
+        """The tuned model in eval mode on its device: as trained where it was given in memory, else loaded from tuned/ when asked."""
+        return self.speaker.model
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """One mapping per step, in order: step, epoch, loss, lr, grad_norm, tokens, tokens_per_s, and eval_NAME where it was evaluated.
+
+        The first, step 0, holds the scores of the untouched base alone.
+
+            >>> run = petune.load_run("runs/first")
+            >>> losses = [(record["step"], record["loss"]) for record in run.history if "loss" in record]
+        """
+        steps: dict[int, dict[str, float]] = {}
+        for record in self.metrics():
+            steps.setdefault(record["step"], {}).update(record)
+        return [steps[step] for step in sorted(steps)]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the folder, the scores before and after, the loss curve."""
+        return run_html(repr(self), self.summary if (self.folder / "summary.json").is_file() else {}, self.metrics())
+
     def metrics(self) -> list[dict[str, Any]]:
-        """Every record of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        """Every record of metrics.jsonl: steps and evaluations apart."""
+        path, records = self.folder / "metrics.jsonl", []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with suppress(ValueError):  # a last line that a crash cut off
+                records.append(json.loads(line))
+        return records
 
     @cached_property
     def speaker(self) -> Speaker:
         """The tuned model, ready to be asked."""
-        summary = self.summary
-        model, tokenizer = rebuild(self.recipe, self.folder / "tuned", summary["task"], self.verify_base)
+        summary, folder = self.summary, self.folder / "tuned"
+        model, tokenizer = self._tuned or rebuild(self.recipe, folder, summary["task"], self.verify_base, self.objects.model)
         return Speaker(model, tokenizer, TASKS[summary["task"]], self.recipe.data, summary["format"], choose_place(self.recipe))
 
     @cached_property
     def base(self) -> Speaker | None:
-        """The untouched model of a full fine-tuning, loaded again; None for the other methods, which can be switched off."""
-        if not isinstance(self.recipe.method, FullConfig):
+        """The untouched model of a full fine-tuning, loaded again.
+
+        None for the other methods, which can be switched off, and for a model given in memory, which was tuned in place.
+        """
+        source = resolve_model(self.recipe.model, self.recipe.folder)
+        if not isinstance(self.recipe.method, FullConfig) or source.kind == "object":
             return None
         tuned = self.speaker
-        source = resolve_model(self.recipe.model, self.recipe.folder)
         model: nn.Module = load_base(source, tuned.task, labels_of(self.folder / "tuned"), self.recipe, tuned.tokenizer).model
         return replace(tuned, model=model.to(tuned.place.device).eval())
 
@@ -81,7 +122,8 @@ class Run:
         does not know.
         """
         trained_on = self.summary["rows"]
-        prepared = prepare(self.recipe, labels_of(self.folder / "tuned"))
+        objects = self.objects if self.objects.model is None else replace(self.objects, tokenizer=self.speaker.tokenizer)
+        prepared = prepare(self.recipe, labels_of(self.folder / "tuned"), objects)
         after = self._score(self.speaker.model, prepared)
         if prepared.rows.sha256 == trained_on:
             before = self.summary["before"]
@@ -123,15 +165,19 @@ class Run:
             raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
         place = Path(out) if out else self.folder / "peft"
         speaker = self.speaker
-        return export.write_peft(speaker.model, place, tokenizer=speaker.tokenizer, base_name=self.recipe.model, overwrite=overwrite)
+        return export.write_peft(speaker.model, place, tokenizer=speaker.tokenizer, base_name=base_name(self.recipe), overwrite=overwrite)
 
 
-def load_run(folder: str | Path, *, verify_base: bool = False) -> Run:
-    """A run by its folder. `verify_base` compares the whole base with the one it was trained on when the model is loaded.
+def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_base: bool = False) -> Run:
+    """The run in `folder`, finished or not, to be asked, scored, merged and exported.
 
-    Raises FileError when the folder is not a run's.
+        >>> run = petune.load_run("runs/first")
+        >>> answer = run.generate("red sun", max_new_tokens=4)
+
+    `base` is the untouched base model where the run was given one in memory; it is tuned in place when the model is needed. `verify_base`
+    compares the whole base with the one it was trained on then. Raises FileError when the folder is not a run's.
     """
     path = Path(folder).expanduser()
     if not (path / "resolved.yaml").is_file():
         raise FileError("this is not a run folder", where=str(path), expected="a folder with resolved.yaml", remedy="give what `out` was")
-    return Run(path, verify_base)
+    return Run(path, verify_base, replace(NO_OBJECTS, model=base))

@@ -11,7 +11,9 @@ import torch
 
 from petune.assemble import Place, Prepared
 from petune.log import human
+from petune.objects import base_name
 from petune.parallel import ParallelPlan, describe
+from petune.recipe import far_from_known
 from petune.run_folder import RunFolder
 from petune.schedule import Steps
 
@@ -23,13 +25,16 @@ def header_lines(
     recipe, rows = prepared.recipe, prepared.rows
     method, (trained, total) = described
     units = "packed sequences" if recipe.data.packing else "rows"
+    far = far_from_known(recipe, trained, prepared.encoded.report.trained)
     return [
+        *(f"recipe   {note}" for note in recipe.notes),
         f"model    {prepared.source.note}",
         f"method   {method}",
         f"data     task {prepared.task.name}; {'; '.join(rows.notes)}",
         *(f"         {line}" for line in prepared.encoded.report.lines()),
         f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g}, {recipe.schedule}",
         f"numbers  {place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
+        *(f"         warning: {line}" for line in far),
         *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
         f"out      {out}",
     ]
@@ -45,12 +50,15 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
     picture = f", {folder.picture}" if folder.picture.exists() else ""
     ask = f"petune chat {out}" if summary["task"] == "chat" else f'petune generate {out} "..."'
     use = f"petune merge {out}" if method in ("lora", "full") else f'petune.load(base, "{out}/tuned")'
+    next_ = f"petune eval {out}   |   {ask}   |   {use}"
+    if base_name(folder.recipe) is None:  # of a model in memory, which no command of the shell has
+        next_ = 'run.eval()   |   run.generate("...")   |   run.model, in the process that trained it'
     return [
         f"loss     {first:.4f} -> {last:.4f} (training, first and last of {summary['steps']:,} steps)",
         f"{metric:8s} {before:.4f} (untouched base) -> {after:.4f}, held out{control}",
         f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
         f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
-        f"next     petune eval {out}   |   {ask}   |   {use}",
+        f"next     {next_}",
     ]
 
 

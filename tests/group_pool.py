@@ -1,7 +1,7 @@
 """Several ranks of a run in one test: `ranks(2, function, ...)` calls the function in two forked processes, as a launcher starts them.
 
 Where tests/pool.py makes the group itself, this sets the environment of a launcher and leaves joining to what is called, usually
-`petune.train.train`. Forking costs a tenth of a second where starting an interpreter that imports torch costs five, and what a test has
+`petune.training.train`. Forking costs a tenth of a second where starting an interpreter that imports torch costs five, and what a test has
 patched is patched in its ranks. `ends` is for ranks that are meant to fail: it waits for all of them and says how each has ended.
 """
 

@@ -35,7 +35,7 @@ from petune.recipe import load_recipe
 from petune.reporting import Logged, PlainReporter
 from petune.run_folder import RunFolder
 from petune.stopping import StopRequest
-from petune.train import Run, Training, train
+from petune.training import Run, Training, train
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "star", "sea", "hill", "tree", "cat", "dog", "fox", "runs", "sings")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import petune.assemble
-import petune.train
+import petune.training
 from petune.assemble import Prepared, build
 from petune.audit import Audit, checksum
 from petune.errors import TrainingFault
@@ -39,7 +39,7 @@ def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], 
         change(models[0])
         return models[0]
 
-    monkeypatch.setattr(petune.train, "build", keep)
+    monkeypatch.setattr(petune.training, "build", keep)
     return models
 
 

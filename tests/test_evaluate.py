@@ -16,7 +16,7 @@ from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.tasks import Example, pad_token_id
-from petune.train import Training
+from petune.training import Training
 from tests.small_runs import TASK, settings, training, write_model
 
 

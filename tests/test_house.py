@@ -29,14 +29,14 @@ TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*
 ORDER: tuple[tuple[str, ...], ...] = (
     ("petune_cli", "__main__", "__init__"),
     ("bench", "profiling"),
-    ("train",),
+    ("training",),
     ("ranks",),
     ("wording", "runs", "state"),
     ("run_folder",),
-    ("outlook",),
-    ("reporting", "inference", "forecast", "audit", "schedule", "stopping"),
+    ("outlook", "notebook"),
+    ("reporting", "inference", "forecast", "audit", "schedule", "stopping", "callbacks"),
     ("assemble",),
-    ("checkpoint", "export", "streaming"),
+    ("checkpoint", "export", "streaming", "objects"),
     ("peft_files",),
     ("fingerprint",),
     ("recipe", "evaluate"),
@@ -47,7 +47,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("running",),
     ("sites",),
     ("demo",),
-    ("folders",),
+    ("folders", "plot"),
     ("tensorfile",),
     ("errors", "log"),
 )
@@ -178,10 +178,10 @@ def unexcused(source: str) -> bool:
 @pytest.mark.parametrize(
     ("source", "room", "complaint"),
     [
-        ("from petune.train import Run", "export", "export may not import train"),
+        ("from petune.training import Run", "export", "export may not import training"),
         ("from petune import checkpoint", "methods", "methods may not import checkpoint"),
         ("def f():\n    from petune.tasks import TASKS", "methods", "methods may not import tasks"),
-        ("import petune_cli.main", "train", "train may not import petune_cli"),
+        ("import petune_cli.main", "training", "training may not import petune_cli"),
         ("import petune.errors", "cellar", "room cellar has no place"),
     ],
 )
@@ -198,9 +198,9 @@ def test_an_import_along_the_order_is_fine(source: str) -> None:
     ("source", "room"),
     [
         ("import peft", "export"),
-        ("from torch import distributed", "train"),
-        ("import torch.distributed as d", "train"),
-        ("import rich", "train"),
+        ("from torch import distributed", "training"),
+        ("import torch.distributed as d", "training"),
+        ("import rich", "training"),
     ],
 )
 def test_an_import_of_another_rooms_package_is_seen(source: str, room: str) -> None:
@@ -365,14 +365,14 @@ def test_the_face_holds_what_it_names() -> None:
         petune.wrapp  # noqa: B018
 
 
-def test_petune_train_can_be_called_before_and_after_its_room_is_imported() -> None:
-    python(
-        "import petune, inspect\n"
-        "assert callable(petune.train)\n"
-        "from petune.train import load_run\n"
-        "import petune.train as room\n"
-        "assert room.load_run is petune.load_run\n"
-        "try: petune.train('no-such-recipe')\n"
-        "except petune.PetuneError as error: assert error.code == 2\n"
-        "else: raise AssertionError\n"
+def test_no_name_of_the_face_is_also_a_module() -> None:
+    """Importing a submodule binds it in the package under its name, where it would hide the function."""
+    import petune
+
+    assert [name for name in petune.__all__ if is_room(name)] == []
+    found = python(
+        "import petune, petune.training, inspect\n"
+        "assert inspect.isfunction(petune.train) and petune.train is petune.training.train\n"
+        "print('resume' in inspect.signature(petune.train).parameters)\n"
     )
+    assert found.strip() == "True"

@@ -11,7 +11,7 @@ import torch
 from petune.errors import UsageError
 from petune.methods import without_tuning
 from petune.tasks import encode_prompt
-from petune.train import load_run
+from petune.training import load_run
 from tests.small_runs import METHODS, WORDS, run, settings, write_model
 from tests.small_runs import no_picture as no_picture
 

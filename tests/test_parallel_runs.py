@@ -21,13 +21,13 @@ import pytest
 import torch
 
 import petune.assemble
-import petune.train
+import petune.training
 from petune import checkpoint
 from petune.assemble import build
 from petune.errors import Stopped, TrainingFault
 from petune.parallel import group
 from petune.parallel.runner import Runner
-from petune.train import Training
+from petune.training import Training
 from tests.group_pool import (
     End,
     assert_same_but_for_rounding,
@@ -72,7 +72,7 @@ def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, An
 
 def trained(recipe: dict[str, Any], **options: Any) -> Path:
     """The run folder of a recipe, in as many forked ranks as its plan asks for."""
-    wanted = petune.train.ranks.wanted(petune.train.settle(recipe))
+    wanted = petune.training.ranks.wanted(petune.training.settle(recipe))
     if wanted.world == 1:
         return run(recipe, **options).folder
     ranks(wanted.world, _train, recipe, options, timeout=40)
@@ -184,9 +184,9 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str
         "max_steps": None,
     }
     shape |= {"save_every": 50}
-    one = petune.train.load_run(alone("bert", "full", **shape))
+    one = petune.training.load_run(alone("bert", "full", **shape))
     assert 0 < one.summary["best_step"] < one.summary["steps"] < 60, "this run does not show what it should"
-    found = petune.train.load_run(trained(small(tmp_path, "bert", "full", **shape, parallel=PLANS[plan])))
+    found = petune.training.load_run(trained(small(tmp_path, "bert", "full", **shape, parallel=PLANS[plan])))
     assert (found.summary["steps"], found.summary["best_step"]) == (one.summary["steps"], one.summary["best_step"])
     assert (found.folder / "best").read_text().splitlines()[0] == (one.folder / "best").read_text().splitlines()[0]
     assert found.summary["after"] == pytest.approx(one.summary["after"], rel=1e-3)
@@ -196,8 +196,8 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str
 @pytest.mark.parametrize("plan", SOME)
 def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, tmp_path: Path, alone: Callable[..., Path]):
     shape = {"head_only": True, "max_steps": 1, "warmup": 0}
-    expected = petune.train.load_run(alone("bert", "lora", **shape)).summary["head_only"]
-    found = petune.train.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
+    expected = petune.training.load_run(alone("bert", "lora", **shape)).summary["head_only"]
+    found = petune.training.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
     assert expected is not None
     assert found.summary["head_only"] == pytest.approx(expected, abs=1e-9)
 
@@ -220,7 +220,7 @@ def chain(place: Path, family: str, method: str, plans: list[str]) -> None:
     for step, name in enumerate(plans, 1):
         recipe = small(place, family, method, **shape, parallel=EVERYWHERE[name])
         options = {"resume": step > 1}
-        world = petune.train.ranks.wanted(petune.train.settle(recipe)).world
+        world = petune.training.ranks.wanted(petune.training.settle(recipe)).world
         last = step == steps
         found = ends(world, at_steps((step * world) // 2 % world, {} if last else {step: terminate}), recipe, options)
         assert [end.code for end in found] == [0 if last else 75] * world, (step, name, [end.error for end in found])
@@ -364,7 +364,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
         model.get_submodule("model.layers.1.mlp.up_proj").update = lambda x: torch.zeros(())  # type: ignore[assignment]
         return model
 
-    monkeypatch.setattr(petune.train, "build", disconnected)
+    monkeypatch.setattr(petune.training, "build", disconnected)
     found = ends(2, _train, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     for end in found:
@@ -375,7 +375,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
 @pytest.mark.parametrize("plan", SOME)
 def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Path):
     def move() -> None:
-        petune.train.Audit.check_frozen = moved(petune.train.Audit.check_frozen)  # type: ignore[method-assign]
+        petune.training.Audit.check_frozen = moved(petune.training.Audit.check_frozen)  # type: ignore[method-assign]
 
     def moved(check: Callable[[Any], None]) -> Callable[[Any], None]:
         def checked(self: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-import petune.train
+import petune.training
 from petune import checkpoint
 from petune.errors import UsageError
 from tests.group_pool import assert_same_but_for_rounding, files, ranks
@@ -181,7 +181,7 @@ def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(tmp_path: 
     _, recipe = recipe_in(tmp_path)
     for plan in ({"tp": {"heads": [3, 2]}}, {"tp": {"columns": [40, 9]}}, {"pp": {"stages": [1, 2]}}, {"dp": 9}):
         with pytest.raises(UsageError) as caught:
-            petune.train.train(recipe | {"parallel": plan})
+            petune.training.train(recipe | {"parallel": plan})
         assert caught.value.code == 2
         assert "parallel" in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -193,7 +193,7 @@ def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(tmp_path: 
 PATCH = """
 import os
 if os.environ.get("RANK") == "{rank}" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    import petune.train as train
+    import petune.training as train
     from petune.errors import DataError
     step = train.Training.step
     def spoilt(self):

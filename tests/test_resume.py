@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import petune.train
+import petune.training
 from petune import checkpoint
 from petune.errors import FileError, MachineError, RecipeError, Stopped, UsageError
 from petune.evaluate import forward
@@ -174,7 +174,7 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
             import torch
             torch.set_num_threads(1)
             from petune.errors import PetuneError
-            from petune.train import train
+            from petune.training import train
             from tests.small_runs import Listener
             try:
                 train(sys.argv[1], reporter=Listener(lambda step: time.sleep(0.05)))
@@ -329,7 +329,7 @@ def test_a_finished_run_that_cannot_be_extended_stays_finished(tmp_path: Path):
     with pytest.raises(FileError):
         run(settings(tmp_path, epochs=2), resume=True, allow_change=["epochs"])
     assert snapshot(finished.folder) == before
-    assert petune.train.load_run(finished.folder).summary["steps"] == STEPS
+    assert petune.training.load_run(finished.folder).summary["steps"] == STEPS
 
 
 def test_changed_settings_are_refused_with_both_values_and_the_way_to_allow_them(tmp_path: Path):

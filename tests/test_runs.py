@@ -21,7 +21,7 @@ from petune.errors import FileError, TrainingFault, UsageError
 from petune.evaluate import forward
 from petune.recipe import load_recipe
 from petune.run_folder import environment
-from petune.train import load_run
+from petune.training import load_run
 from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
 from tests.small_runs import no_picture as no_picture
 
@@ -96,6 +96,20 @@ def test_records_have_their_fields_and_the_evaluations_theirs(tmp_path: Path):
     assert [record["step"] for record in scores] == [0, 3, 6]
     names = {"step", "epoch", "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews"}
     assert all(set(record) == names for record in scores)
+
+
+@pictureless
+def test_the_history_has_one_mapping_per_step_with_its_scores(tmp_path: Path):
+    finished = run(settings(tmp_path, eval_every=3))
+    history = finished.history
+    assert [record["step"] for record in history] == list(range(7))
+    assert [record["step"] for record in history if "eval_loss" in record] == [0, 3, 6]
+    assert "loss" not in history[0] and all({"loss", "lr", "grad_norm", "tokens_per_s"} <= record.keys() for record in history[1:])
+    with (finished.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # as a crash leaves it
+    assert load_run(finished.folder).history == history
+    (finished.folder / "metrics.jsonl").unlink()
+    assert load_run(finished.folder).history == []
 
 
 @pictureless

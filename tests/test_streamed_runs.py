@@ -20,7 +20,7 @@ from petune.parallel import ParallelConfig
 from petune.parallel.configs import DpConfig
 from petune.profiling import profile
 from petune.recipe import load_recipe
-from petune.train import Training
+from petune.training import Training
 from tests.small_runs import Listener, assert_same_run, newest, run, state_of, terminate_at, training
 from tests.small_runs import no_picture as no_picture
 from tests.test_fused_runs import assert_alike, recipe, tuned

@@ -28,7 +28,7 @@ def train(
     if overwrite and (resume or checkpoint):
         raise UsageError("--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two")
     recipe = Given.of(words).recipe()
-    from petune.train import train as run_training
+    from petune.training import train as run_training
 
     with reporter() as shown:
         run_training(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,9 +20,15 @@ from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
 from petune.methods.lora import LoraLayer
 from petune.methods.tuned import tuned_layers, tuning
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def merge(model: nn.Module) -> nn.Module:
+
+def merge(model: Model) -> Model:
     """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, changed in place.
+
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> plain = petune.merge(petune.load(base, "tuned"))
+        >>> plain.save_pretrained("merged")
 
     Its parameters all require gradients again, as those of a freshly loaded model do. Raises UsageError for adapter and side.
     """
@@ -52,8 +58,11 @@ def was_merged(model: nn.Module) -> bool:
 
 
 @contextmanager
-def merged_weights(model: nn.Module) -> Iterator[nn.Module]:
+def merged_weights(model: Model) -> Iterator[Model]:
     """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on exceptions too.
+
+        >>> with petune.merged_weights(model), torch.no_grad():
+        ...     logits = model(input_ids=torch.tensor([[9, 10, 11]])).logits
 
     Training inside raises UsageError at the first forward in train mode, and nothing requires gradients. Raises UsageError for adapter
     and side, and when already inside.

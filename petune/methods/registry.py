@@ -51,6 +51,10 @@ def wrap(
 ) -> Model:
     """Tune `model` with `method`: rewrite its layers in place, mark what trains, fuse what can be, and log one line with the counts.
 
+        >>> model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.wrap(model, "lora", r=8, dropout=0.1)
+        >>> optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad), lr=2e-4)
+
     `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from torch's global generator
     and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and loss head where Triton can run, on the device the model is
     on now; "reference" and "triton" insist, "off" leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "fp8" for
@@ -72,7 +76,7 @@ def wrap(
 def tune(model: nn.Module, config: MethodConfig) -> None:
     """`wrap` with a finished config, silently."""
     name = next(name for name, method in METHODS.items() if method.config is type(config))
-    _refuse_tuned(model)
+    refuse_tuned(model)
     family = family_of(model)
     if METHODS[name].needs_family and family is None:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -83,7 +87,7 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
     mark_only_trainable(model)
 
 
-def _refuse_tuned(model: nn.Module) -> None:
+def refuse_tuned(model: nn.Module) -> None:
     """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or that has nothing to tune."""
     if is_wrapped(model):
         raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from petune import demo
-from petune.errors import FileError, MachineError, Problem
+from petune.errors import FileError, MachineError, Problem, UsageError
 from petune.log import say
 from petune.models import FAMILIES
 from petune.sites import Family, Kind
@@ -38,10 +38,10 @@ AUTO: dict[Head, Any] = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. `place` is a folder, a config file or a hub id; `note` one line for the user."""
+    """Where a model comes from. `place` is a folder, a config file, a hub id or an object's class; `note` one line for the user."""
 
     spec: str
-    kind: Literal["folder", "hub", "demo", "config"]
+    kind: Literal["folder", "hub", "demo", "config", "object"]
     place: str
     revision: str | None
     note: str
@@ -61,7 +61,7 @@ class Loaded:
 
 
 def resolve_model(spec: str, folder: Path) -> Source:
-    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision]) means, seen from a recipe in `folder`.
+    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means, seen from a recipe in `folder`.
 
     Raises FileError for a path that is not there, naming every place that was tried.
     """
@@ -69,6 +69,9 @@ def resolve_model(spec: str, folder: Path) -> Source:
         name = spec.removeprefix("demo:")
         place = demo.model_path(name)
         return Source(spec, "demo", str(place), None, f"{spec}: {demo.MODELS[name]}")
+    if spec.startswith("object:"):
+        name, _, mark = spec.removeprefix("object:").partition("@")
+        return Source(spec, "object", name, None, f"a {name} given from Python, fingerprint {mark}")
     if spec.startswith("config:"):
         place = _find(spec.removeprefix("config:"), folder)
         return Source(spec, "config", str(place), None, f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality")
@@ -101,7 +104,10 @@ def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
 
 
 def read_config(source: Source) -> Any:
-    """The transformers config of `source`. Raises FileError when it is missing or unreadable."""
+    """The transformers config of `source`. Raises FileError when it is missing or unreadable, and for an object, which no file holds."""
+    if source.kind == "object":
+        remedy = "give it again: petune.load_run(folder, base=model), petune.train(..., model=model)"
+        raise FileError("the model was an object given from Python, which no file holds", where=source.spec, remedy=remedy)
     if source.kind == "config":
         try:
             fields = json.loads(Path(source.place).read_text(encoding="utf-8"))
@@ -132,6 +138,11 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     place = str(Path(source.place).parent) if source.kind == "config" else source.place
     with _hub_errors(source):
         tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision)
+    return with_padding(tokenizer, place)
+
+
+def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
+    """`tokenizer` with a padding token; `place` is where it comes from. Raises as `load_tokenizer`."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise FileError("the tokenizer has neither a padding nor an end token", where=place, remedy="set pad_token and eos_token in it")
@@ -147,9 +158,7 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     non-finite values, and MachineError when memory runs out.
     """
     config = read_config(source)
-    if labels is not None:
-        config.id2label = dict(enumerate(labels))
-        config.label2id = {label: index for index, label in enumerate(labels)}
+    _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
         say(source.note)
@@ -170,6 +179,37 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     new, note = _check_filled(model, family, info, source)
     _check_finite(model, source)
     return Loaded(model.eval(), family, new, note)
+
+
+def _name_classes(config: Any, labels: Sequence[str] | None) -> None:
+    if labels is not None:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+
+
+def adopt_model(model: PreTrainedModel, source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
+    """A model that is in memory already, as `load_model` would have given it: in `dtype`, on the CPU, in eval mode, changed in place.
+
+    Raises UsageError for a class without the head of the task or another number of classes, FileError for non-finite values. Which of its
+    modules are fresh cannot be seen, so none is reported; the note names those that often are.
+    """
+    known: Any = AUTO[head]._model_mapping
+    wanted = known[type(model.config)] if type(model.config) in known.keys() else type(model)  # noqa: SIM118 - a lazy mapping
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    if not isinstance(model, wanted):
+        names = " or ".join(one.__name__ for one in wanted)
+        remedy = f"load it with {AUTO[head].__name__}.from_pretrained"
+        found = type(model).__name__
+        raise UsageError(f"this model has not the head for {head}", where="model", expected=names, found=found, remedy=remedy)
+    if labels is not None and model.config.num_labels != len(labels):
+        sides = {"expected": f"num_labels={len(labels)}: {', '.join(labels[:10])}", "found": f"num_labels={model.config.num_labels}"}
+        raise UsageError("the model has another number of classes than the rows", where="model", **sides)
+    _name_classes(model.config, labels)
+    _check_finite(model, source)
+    family = FAMILIES.get(model.config.model_type)
+    fresh = [name for name, _ in model.named_modules() if family and name.rpartition(".")[2] in family.fresh]
+    note = f"{', '.join(fresh)} stays frozen: if it is new and not pretrained, name it in method.also_train" if fresh else ""
+    return Loaded(cast("PreTrainedModel", model.to(dtype).cpu().eval()), family, (), note)
 
 
 def _check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:

@@ -11,7 +11,7 @@ from petune.reporting import Silent
 from petune.run_folder import RunFolder
 from petune.stopping import StopRequest
 from petune.tasks import count
-from petune.train import Training
+from petune.training import Training
 
 
 class Rehearsal(Training):

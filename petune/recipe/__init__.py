@@ -1,12 +1,14 @@
 """YAML -> a frozen Recipe, or every problem at once, each with its line, its key path and what was probably meant.
 
 `read` finds and reads (`yaml_lines`: strict YAML with places), `check` validates against `schema` and `rules`, `suggest` guesses what
-was meant, `resume` says what a resumed run may not change. The only room that imports pydantic; checking a recipe needs no torch.
+was meant, `neutral` says what holds without a recipe, `resume` what a resumed run may not change. The only room that imports pydantic;
+checking a recipe needs no torch.
 """
 
+from petune.recipe.neutral import far_from_known, neutral_settings
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
-from petune.recipe.schema import METHOD_LR, Recipe, json_schema
+from petune.recipe.schema import METHOD_LR, Recipe, json_schema, settings_text
 
 __all__ = [
     "KEYS_THAT_CHANGE_NUMBERS",
@@ -14,9 +16,12 @@ __all__ = [
     "Recipe",
     "demo_recipe",
     "differences",
+    "far_from_known",
     "find_recipe",
     "json_schema",
     "load_recipe",
+    "neutral_settings",
     "recipe_folder",
+    "settings_text",
     "shipped_recipes",
 ]

@@ -13,29 +13,53 @@ from petune.demo import default_model
 from petune.errors import Problem, RecipeError, nearest
 from petune.recipe.aliases import accept_classic_keys, in_classic_words
 from petune.recipe.check import validate
+from petune.recipe.neutral import demo_note, neutral_note, neutral_settings
 from petune.recipe.schema import Recipe
 from petune.recipe.written import Found, Written, show
 from petune.recipe.yaml_lines import MAX_BYTES, MAX_PROBLEMS, Document, KeyPath, dotted, read, scalar, short
 
+Overrides = Sequence[str] | Mapping[str, Any]
 
-def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+
+def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, *overrides: Overrides) -> Recipe:
     """Read and check a recipe.
 
-    `source`: a file, the name of a shipped recipe (`bert_lora`), a mapping, a Recipe to change, or None for the demo recipe.
-    `overrides`: `key.sub=value` texts, or a mapping of key path to value; later ones win. Raises RecipeError with every problem found.
+    `source`: a file, the name of a shipped recipe (`bert_lora`), a mapping, or a Recipe to change. None: where `overrides` name a model or
+    data, these with neutral settings, else the demo recipe. Each of `overrides`: `key.sub=value` texts, or a mapping of key path to value;
+    later ones win. Raises RecipeError with every problem found.
     """
-    written, problems, file = _open_source(source)
+    neutral = source is None and _names_inputs(overrides)
+    written, problems, file = (_neutral(), [], None) if neutral else _open_source(source)
     problems += accept_classic_keys(written)
-    fresh, more = _override(written, overrides)
-    problems += more + accept_classic_keys(written, fresh)
+    before, fresh = copy.deepcopy(written.tree), set[KeyPath]()
+    for layer in overrides:
+        paths, more = _override(written, layer)
+        problems += more + accept_classic_keys(written, paths)
+        fresh |= paths
     values, found = validate(written)
     problems += [(path, in_classic_words(problem, written)) for path, problem in found if not _explained(path, written)]
-    if not problems:
-        recipe = Recipe(**values)
-        recipe._source, recipe._written = file, written
-        recipe._folder = source.folder if isinstance(source, Recipe) else file.parent if file else Path()
-        return recipe
-    raise RecipeError(_shown([problem for _, problem in problems], written.name))
+    if problems:
+        raise RecipeError(_shown([problem for _, problem in problems], written.name))
+    values.setdefault("name", file.stem if file else "run")
+    recipe = Recipe(**values)
+    recipe._source, recipe._written = file, written
+    recipe._folder = source.folder if isinstance(source, Recipe) else file.parent if file else Path()
+    note = neutral_note(recipe) if neutral else demo_note(written, before, {path[0] for path in fresh}, recipe)
+    recipe._notes = (*(source.notes if isinstance(source, Recipe) else ()), *([note] if note else []))
+    return recipe
+
+
+def _names_inputs(overrides: Sequence[Overrides]) -> bool:
+    """Whether any of `overrides` sets `model` or `data`, or a setting of data."""
+    keys = [key if isinstance(layer, Mapping) else str(key).partition("=")[0] for layer in overrides for key in layer]
+    return any(str(key).strip().split(".")[0] in ("model", "data") for key in keys)
+
+
+def _neutral() -> Written:
+    written = Written("no recipe")
+    for key, value in neutral_settings().items():
+        written.put((key,), value, "default")
+    return written
 
 
 def _explained(path: KeyPath, written: Written) -> bool:
@@ -123,7 +147,7 @@ def find_recipe(text: str | Path) -> Path:
     raise RecipeError("no such recipe file, and no shipped recipe of that name", where=shown, remedy=remedy)
 
 
-def _override(written: Written, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[set[KeyPath], list[Found]]:
+def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], list[Found]]:
     """Lay `overrides` over what is written; the key paths they set, and what is wrong with them."""
     problems: list[Found] = []
     fresh: set[KeyPath] = set()

@@ -11,6 +11,7 @@ import functools
 import os
 import types
 from collections.abc import Iterator, Mapping
+from inspect import formatannotation
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,7 +21,7 @@ from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import CONFIGS, MethodConfig
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.written import MEMORY, PARALLEL, SECTIONS, Written
-from petune.recipe.yaml_lines import KeyPath, dotted, write_scalar
+from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
 from petune.tasks.configs import DataConfig
 
 # Usual for large pretrained models; small ones want more, so the shipped recipes set lr themselves.
@@ -43,6 +44,7 @@ class Recipe(BaseModel):
     model_config = _STRICT
 
     version: Literal[1] = Field(1, description="version of the recipe format")
+    name: Annotated[str, Field(min_length=1)] = Field("run", description="name of the run, in its folder and README; the file's name")
     model: str = Field(min_length=1, description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights")
     data: SkipValidation[DataConfig] = Field(description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more")
     task: Literal["classify", "seq2seq", "causal", "chat"] | None = Field(
@@ -95,6 +97,7 @@ class Recipe(BaseModel):
 
     _source: Path | None = PrivateAttr(None)
     _folder: Path = PrivateAttr(default_factory=Path)
+    _notes: tuple[str, ...] = PrivateAttr(())
     _written: Written = PrivateAttr(default_factory=lambda: Written())
 
     @property
@@ -108,9 +111,9 @@ class Recipe(BaseModel):
         return self._folder
 
     @property
-    def name(self) -> str:
-        """The file's name without its ending, `run` when there is no file."""
-        return self._source.stem if self._source else "run"
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of these settings: that they are the neutral ones, or that some were chosen for a demo."""
+        return self._notes
 
     @property
     def lines(self) -> Mapping[str, int]:
@@ -161,7 +164,7 @@ class Recipe(BaseModel):
 
     def to_yaml(self) -> str:
         """`resolved()` as a recipe, each key with its meaning; reading it back gives the same recipe."""
-        lines = [f"# Every setting of {self.name}, defaults included."]
+        lines = [f"# Every setting of {short(self.name)}, defaults included."]
         docs = {name: info.description for name, info in type(self).model_fields.items()}
         for key, value in self.resolved().items():
             if key == PARALLEL and isinstance(value, dict):
@@ -260,3 +263,16 @@ def _parallel_schema() -> dict[str, Any]:
 
 def _section_schema(config: type, name: str = "") -> dict[str, Any]:
     return section_model(config, name).model_json_schema()
+
+
+def settings_text() -> str:
+    """The keys of a recipe that are no arguments of `petune.train` themselves, each with type, default and meaning, for help()."""
+    kinds, written = get_type_hints(Recipe), json_schema()["properties"]
+    lines = []
+    for name, info in Recipe.model_fields.items():
+        if info.is_required() or name == "version":
+            continue
+        section = dataclasses.is_dataclass(info.default)
+        kind = "str | Mapping[str, Any]" if section else formatannotation(kinds[name]).replace("typing.", "")
+        lines += [f"        {name}: {kind} = {written[name].get('default')!r}", f"            {info.description}"]
+    return "\n".join(["", "    Settings:", *lines, "    "])

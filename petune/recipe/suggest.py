@@ -111,6 +111,7 @@ _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("zb", "zbv", "zero_bubble", "interleavedzerobubble"), "zero-bubble"),
     "interleaved1f1b": "interleaved",
     "tokens": "sequence",
+    "attn": "attention",
     **dict.fromkeys(("replicate", "replicated", "full"), "whole"),
     **dict.fromkeys(("eager", "disabled"), "off"),
     **dict.fromkeys(("torch", "pytorch"), "reference"),

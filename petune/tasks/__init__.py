@@ -17,6 +17,7 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.encode import Encoded, encode, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Example
 from petune.tasks.load import detect_format, infer_task, load_rows
+from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.report import DataReport, render, spans
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Rows, Text
 from petune.tasks.table import TASKS, Task, check_fit
@@ -38,9 +39,11 @@ NEED_TORCH = {
 
 __all__ = [
     "METRICS",
+    "OBJECT",
     "TASKS",
     "Conversation",
     "DataConfig",
+    "DataObject",
     "DataReport",
     "Encoded",
     "Example",
@@ -50,6 +53,7 @@ __all__ = [
     "Row",
     "Rows",
     "Scorer",
+    "Table",
     "Task",
     "Text",
     "check_fit",
@@ -66,6 +70,7 @@ __all__ = [
     "pad_token_id",
     "render",
     "spans",
+    "take_rows",
     "trained_positions",
 ]
 

@@ -11,6 +11,7 @@ from petune.errors import DataError, UsageError, nearest
 from petune.tasks.configs import DataConfig
 from petune.tasks.faults import Faults
 from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, RowMaker, detect
+from petune.tasks.objects import DataObject
 from petune.tasks.read import Record
 from petune.tasks.rows import Labelled, Row, Rows, fingerprint
 from petune.tasks.sources import Source, find_source
@@ -38,9 +39,9 @@ def infer_task(format_: str, model_kind: str) -> str:
     )
 
 
-def detect_format(config: DataConfig, folder: Path) -> str:
+def detect_format(config: DataConfig, folder: Path, objects: Mapping[str, DataObject] = {}) -> str:
     """The format of the first row, without a task to help: for `infer_task`. "docstrings" for the demo corpus. Raises DataError."""
-    source = find_source(config.path, folder)
+    source = find_source(config.path, folder, objects)
     if source.demo and config.format == "auto" and not config.columns:
         return source.demo
     faults = Faults(skip=config.on_bad_line == "skip")
@@ -48,10 +49,19 @@ def detect_format(config: DataConfig, folder: Path) -> str:
     return detect(first, config.format, config.columns, None).format
 
 
-def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0, labels: tuple[str, ...] | None = None) -> Rows:
+def load_rows(
+    config: DataConfig,
+    task: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    labels: tuple[str, ...] | None = None,
+    objects: Mapping[str, DataObject] = {},
+) -> Rows:
     """Read and check every row of a run. `folder` is where relative paths start (the recipe's), `seed` matters to `split_by: seed` alone.
 
     `labels` are the classes, in the order of their ids, of a model that has been trained; without them the rows define the classes.
+    `objects` are rows given from Python, by the spec that names them in `config`.
     Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a file or the hub cannot be
     reached.
     """
@@ -59,12 +69,12 @@ def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0, lab
         near = nearest(task, TASK_FORMATS)
         remedy = f"did you mean: {near[0]}" if near else None
         raise UsageError(f"there is no task {task!r}", where="task", expected=", ".join(TASK_FORMATS), remedy=remedy)
-    source = find_source(config.path, folder)
+    source = find_source(config.path, folder, objects)
     notes = list(source.notes)
     train, layout = _read(source, "train", config, task, notes)
     own = not config.eval and _has_side(source, "eval")
     if config.eval or own:
-        other = find_source(config.eval, folder) if config.eval else source
+        other = find_source(config.eval, folder, objects) if config.eval else source
         held_out, _ = _read(other, "eval" if own or _has_side(other, "eval") else "train", config, task, notes, layout)
         split = keep_apart(train, held_out, f"held-out rows {'come with' if own else 'are'} {other.name}")
     else:
@@ -81,6 +91,8 @@ def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0, lab
 
 
 def _has_side(source: Source, side: str) -> bool:
+    if source.given:
+        return side in source.given.sides
     if not source.hub:
         return bool(source.held_out)
     return next(iter(source.records(side, Faults(skip=False))), None) is not None

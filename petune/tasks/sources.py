@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a folder, a glob, `demo:NAME`, or a data set of the hub.
+"""Where rows come from: a file, a folder, a glob, `demo:NAME`, a data set of the hub, or an object given from Python.
 
 What exists on this machine wins over a name on the hub, and nothing that looks like a file is ever looked for on the network. A source may
 bring its own held-out rows: a folder's `eval` or `validation` file, a hub data set's validation split. A `test` file is never touched.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,37 +16,41 @@ from typing import Any
 from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
 from petune.tasks.faults import Faults
+from petune.tasks.objects import HELD_OUT, OBJECT, TRAIN, DataObject, rows_of
 from petune.tasks.read import READERS, Record, read_file, shown
 
-TRAIN = ("train", "training")
-HELD_OUT = ("eval", "validation", "valid", "dev")
 HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%+-]+))?")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files, or a hub data set, not yet read. `demo` is the name of a shipped corpus, whose columns each task reads in its own way."""
+    """Files, a hub data set or a Python object, not yet read. `demo` names a shipped corpus, which each task reads in its own way."""
 
     name: str
     train: tuple[Path, ...] = ()
     held_out: tuple[Path, ...] = ()
     demo: str | None = None
     hub: tuple[str, str | None, str | None] | None = None
+    given: DataObject | None = None
     notes: tuple[str, ...] = field(default=())
 
     def records(self, side: str, faults: Faults) -> Iterator[Record]:
         """The records of one side, "train" or "eval"."""
         if self.hub:
             yield from _hub_records(*self.hub, side)
+        if self.given:
+            yield from self.given.records(side, faults)
         for path in self.train if side == "train" else self.held_out:
             yield from read_file(path, faults)
 
 
-def find_source(spec: str, folder: Path) -> Source:
-    """What `spec` names, seen from the recipe's folder, then from the working directory.
+def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {}) -> Source:
+    """What `spec` names, seen from the recipe's folder, then from the working directory; one of `objects` by its spec.
 
     Raises DataError when nothing is there, listing where it looked and the nearest names.
     """
+    if spec.startswith(OBJECT):
+        return _given(spec, objects)
     if spec.startswith("demo:"):
         return _demo(spec.removeprefix("demo:"))
     tried = list(dict.fromkeys((base / Path(spec).expanduser()).resolve() for base in (folder, Path.cwd())))
@@ -64,6 +68,15 @@ def find_source(spec: str, folder: Path) -> Source:
     if hub and not glob.has_magic(hub["id"]):
         return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
     raise DataError(f"no data at {spec!r}", expected="one of " + ", ".join(shown(path) for path in tried), remedy=_near(tried))
+
+
+def _given(spec: str, objects: Mapping[str, DataObject]) -> Source:
+    if spec not in objects:
+        remedy = "give it again: petune.train(..., data=...); or write the rows to a .jsonl file and give its path"
+        raise DataError("the data were an object given from Python, which no file holds", where=spec, remedy=remedy)
+    given = objects[spec]
+    sizes = " and ".join(f"{len(table)} rows of {name}" for name, table in given.sides.values())
+    return Source(given.name, given=given, notes=(f"{sizes}, given from Python as {spec.removeprefix(OBJECT)}",))
 
 
 def _near(tried: list[Path]) -> str:
@@ -111,11 +124,7 @@ def _hub_records(name: str, config: str | None, split: str | None, side: str) ->
         if held is None:
             return
         found, split = found[held], held
-    classes = {column: feature for column, feature in found.features.items() if hasattr(feature, "int2str")}
-    for number, row in enumerate(found, start=1):
-        for column, feature in classes.items():
-            if isinstance(row[column], int) and row[column] >= 0:
-                row[column] = feature.int2str(row[column])
+    for number, row in enumerate(rows_of(found), start=1):
         yield Record(f"{name}@{split}:{number}", row)
 
 

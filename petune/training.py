@@ -18,27 +18,31 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from petune import checkpoint, export, ranks
 from petune.assemble import Prepared, build, choose_place, prepare, run_on
 from petune.audit import Audit, digest, frozen_checksums
+from petune.callbacks import Callback, Callbacks
 from petune.dropout import step_key
-from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError, nearest
+from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError
 from petune.evaluate import Batch, batches, evaluate, head_only, scoring
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import family_of
-from petune.parallel import Mesh, alone, group, is_sharded, local
-from petune.recipe import Recipe, differences, load_recipe
-from petune.reporting import Logged, PlainReporter, Reporter, Silent, Trackers
-from petune.run_folder import RunFolder
+from petune.notebook import fitting_reporter
+from petune.objects import NO_OBJECTS, Objects, base_name, take_objects
+from petune.parallel import Mesh, ParallelPlan, alone, group, is_sharded, local
+from petune.recipe import Recipe, differences, load_recipe, settings_text
+from petune.reporting import Logged, Reporter, Silent, Trackers
+from petune.run_folder import RunFolder, refuse_unknown
 from petune.runs import Run, load_run
 from petune.schedule import learning_rate, plan_steps, units_of_step
 from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
 from petune.stopping import StopAsked, StopRequest
 from petune.streaming import streams
-from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
+from petune.tasks import METRICS, Example, Table, class_weights, collate, count, pad_token_id
 from petune.wording import closing_lines, header_lines, peak_memory
 
 __all__ = ["Run", "Training", "load_run", "train"]
@@ -50,6 +54,11 @@ _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 def train(
     recipe: str | Path | Recipe | Mapping[str, Any] | None = None,
     *,
+    model: str | Path | nn.Module | None = None,
+    data: str | Path | Table | Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    method: str | Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
     resume: bool | str | Path = False,
     overwrite: bool = False,
     allow_change: Collection[str] = (),
@@ -58,25 +67,59 @@ def train(
     restarts: int = 0,
     **settings: Any,
 ) -> Run:
-    """Train what `recipe` says (None: the demo) and return the finished run.
+    """Train a model with `method` on `data` and return the finished run.
 
-    `overrides` are `key.sub=value` texts, `settings` the same as keyword arguments. `resume` True goes on from the newest checkpoint
-    that verifies, a path from exactly that one; `allow_change` names keys that may differ from the recipe the run began with. A recipe with
-    a parallel plan starts its processes itself, unless this is one of those a launcher has started; `restarts` says how often they may go
-    on from the newest checkpoint after one was killed or froze. `reporter` speaks in this process; ranks that are started here print plain
-    lines. Raises PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
+        >>> run = petune.train(model="my-model", data="rows.jsonl", method="lora", lr=2e-4, out="runs/first")
+        >>> run.history[-1]["step"] == run.summary["steps"]
+        True
+
+    Model and data may be in memory. The model is then tuned in place:
+
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> words = transformers.AutoTokenizer.from_pretrained("my-model")
+        >>> rows = [{"text": "red sun sings"}, {"text": "blue sea runs"}, {"text": "green hill sings"}]
+        >>> run = petune.train(model=base, tokenizer=words, data=rows, method={"name": "lora", "r": 8}, out="runs/second")
+        >>> run.model is base
+        True
+
+    recipe: a file, the name of a shipped recipe, a mapping, or a run folder, which stands for its own recipe; None: `model` and `data` with
+        neutral settings, or without them the demo.
+    model: a folder, a hub id, or a transformers model that has the head of the task, which comes with its `tokenizer`.
+    data: a file, folder or hub id; a list of mappings, a datasets.Dataset or a pandas.DataFrame; a mapping of splits to these
+        (DatasetDict); or a mapping of the settings under `data` (path, eval, columns, ...), whose path and eval may be any of these.
+    method: full, lora, adapter or side, or a mapping of its name and settings.
+    callbacks: objects of subclasses of petune.Callback, called after steps and evaluations; they may end the run.
+    resume: True goes on from the newest checkpoint in the run folder `out` that verifies, a path from exactly that one. Objects are given
+        again: their fingerprints must agree with those the run began with.
+    overwrite: replace the run in the folder `out`.
+    allow_change: names of settings that may differ from those the run began with.
+    reporter: speaks in this process; None: a progress bar and a loss curve in a notebook, plain lines elsewhere.
+    overrides: `key.sub=value` texts, as on the command line.
+    restarts: how often the processes of a parallel plan may go on from the newest checkpoint after one of them was killed or froze.
+    settings: every other key of a recipe, listed below; docs/recipes.md says more.
+
+    A recipe with a parallel plan starts its processes itself, unless this is one of those a launcher has started. Raises PetuneError: every
+    subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
     """
+    named = {"model": model, "data": data, "method": method}
+    settings |= {key: value for key, value in named.items() if value is not None}
+    settings, objects = take_objects(settings, tokenizer)
     settled = settle(recipe, overrides, settings)
-    _refuse_unknown(allow_change)
-    folder = RunFolder.of(settled)
+    if objects.model is not None and settled.dtype == "auto":
+        settled = load_recipe(settled, {"dtype": objects.dtype})
+    ranks.refuse_objects(settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks})
+    refuse_unknown(allow_change)
+    job = _Job(
+        settled, RunFolder.of(settled), reporter or fitting_reporter(), objects, Callbacks(callbacks), resume, overwrite, allow_change
+    )
+    folder = job.folder
     if group.started()[0] == 0:
         folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
     if resume:
-        _refuse_changes(folder, settled, allow_change)
+        folder.refuse_changes(settled, allow_change)
     if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
-        longer = f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out"
-        (reporter or PlainReporter()).note(longer)
-        return load_run(folder.path)
+        job.reporter.note(f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out")
+        return Run(folder.path, objects=objects)
     plan = ranks.wanted(settled)
     starts = plan.world > 1 and not group.joined()
     if restarts and not starts:
@@ -85,28 +128,51 @@ def train(
     if starts:
         ranks.start(plan, settled, folder, resume=resume, overwrite=overwrite, allow_change=allow_change, restarts=restarts)
         return load_run(folder.path)
-    stop = StopRequest()
+    return _train_here(job, plan)
+
+
+train.__doc__ = (train.__doc__ or "") + settings_text()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What `train` was asked for, settled."""
+
+    recipe: Recipe
+    folder: RunFolder
+    reporter: Reporter
+    objects: Objects
+    callbacks: Callbacks
+    resume: bool | str | Path
+    overwrite: bool
+    allow_change: Collection[str]
+
+
+def _train_here(job: _Job, plan: ParallelPlan) -> Run:
+    """Train in this process, alone or as one rank of `plan`."""
+    stop, folder, objects = StopRequest(), job.folder, job.objects
     with stop.listening(), ranks.among(plan):
-        mesh = ranks.join(settled, plan)
+        mesh = ranks.join(job.recipe, plan)
         folder = ranks.one_folder(folder)
-        prepared = prepare(settled)
+        prepared = prepare(job.recipe, objects=objects)
         if plan.world > 1:
             ranks.agree(prepared)
         if not mesh.main:
-            Training(prepared, folder, Silent(), stop, mesh).run(resume, allow_change)
+            Training(prepared, folder, Silent(), stop, mesh).run(job.resume, job.allow_change)
             return load_run(folder.path)
-        logged = Logged(reporter or PlainReporter(), folder.log, folder.metrics)
+        logged = Logged(job.reporter, folder.log, folder.metrics)
         with folder.locked():
             try:
-                training = Training(prepared, folder, logged, stop, mesh)  # refuses what cannot train, before anything is written
-                if not resume:
-                    folder.begin(overwrite=overwrite)
-                training.run(resume, allow_change)
+                # refuses what cannot train, before anything is written
+                training = Training(prepared, folder, logged, stop, mesh, job.callbacks)
+                if not job.resume:
+                    folder.begin(overwrite=job.overwrite)
+                training.run(job.resume, job.allow_change)
             except BaseException as error:
                 if folder.has_resolved() and not isinstance(error, Stopped):
                     logged.write_error(group.explain(error))
                 raise
-    return load_run(folder.path)
+    return Run(folder.path, objects=objects, tuned=None if objects.model is None else (training.model.eval(), training.tokenizer))
 
 
 def settle(
@@ -115,27 +181,7 @@ def settle(
     """The recipe that is meant: a file, a shipped name, a mapping, or a run folder, which stands for its own resolved recipe."""
     if isinstance(recipe, str | Path) and (Path(recipe) / "resolved.yaml").is_file():
         recipe = load_run(recipe).recipe
-    settled = load_recipe(recipe, overrides)
-    return load_recipe(settled, settings) if settings else settled
-
-
-def _refuse_unknown(keys: Collection[str]) -> None:
-    for key in keys:
-        if key.split(".")[0] not in Recipe.model_fields:
-            near = nearest(key, Recipe.model_fields)
-            remedy = f"did you mean: {near[0]}" if near else None
-            raise UsageError(f"{key!r} is not a setting", where="--allow-change", remedy=remedy)
-
-
-def _refuse_changes(folder: RunFolder, recipe: Recipe, allow_change: Collection[str]) -> None:
-    changed = differences(folder.resolved(), recipe.resolved(), tuple(allow_change))
-    if changed:
-        problems = [
-            Problem(f"{key} has changed since the run began", where=recipe.where(key), expected=str(old), found=str(new))
-            for key, old, new in changed
-        ]
-        keys = " ".join(f"--allow-change {key}" for key, _, _ in changed)
-        raise RecipeError([*problems, Problem("these keys change the numbers", remedy=f"put them back, start anew, or say {keys}")])
+    return load_recipe(recipe, overrides, settings or {})
 
 
 @dataclass
@@ -160,8 +206,17 @@ class Progress:
 class Training:
     """One run in memory: the runner with its model, optimizer, units and progress. In a group, every process has one."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, reporter: Logged, stop: StopRequest, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        reporter: Logged,
+        stop: StopRequest,
+        mesh: Mesh | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
         mesh = mesh or alone(choose_place(prepared.recipe).device)
+        self.callbacks = callbacks or Callbacks()
         self.prepared, self.folder, self.reporter, self.stop = prepared, folder, reporter, stop
         self.recipe, self.task, self.tokenizer = prepared.recipe, prepared.task, prepared.tokenizer
         self.place = choose_place(self.recipe)
@@ -234,23 +289,31 @@ class Training:
                 self._score_base()
             if self._evaluation_due() and self.progress.scored_step != self.progress.step:
                 self._after_step()  # a stop cut this evaluation off
-            while self.progress.step < self.steps.total and not self._out_of_patience():
+            while self.progress.step < self.steps.total and not self._ended_early():
                 self._check_stop()
                 record = self.step()
                 self.reporter.step(record)
                 self.trackers.log(record)
+                self.callbacks.on_step(record)
                 self._after_step()
-            if self._out_of_patience() and self.progress.step < self.steps.total:
-                self.reporter.note(f"stopped early: {self.progress.worse} evaluations without a better {self.metric}")
+            if (reason := self._ended_early()) and self.progress.step < self.steps.total:
+                self.reporter.note(f"stopped early: {reason}")
         except StopAsked as signal:
             path = self.save()
             raise Stopped(
                 f"stopped by {signal} at step {self.progress.step} of {self.steps.total}; saved {path}",
-                remedy=f"go on with: petune train {self.folder.path} --resume",
+                remedy=f"go on with: {self._command_to_go_on()}",
             ) from None
         finally:
             self.trackers.finish()
         self._finish()
+
+    def _command_to_go_on(self) -> str:
+        path, objects = self.folder.path, self.prepared.objects
+        if objects == NO_OBJECTS:
+            return f"petune train {path} --resume"
+        given = "model=model, tokenizer=tokenizer, " * (objects.model is not None) + "data=data, " * bool(objects.data)
+        return f'petune.train("{path}", {given}resume=True), with the same objects, the model untouched'
 
     def _check_stop(self) -> None:
         self.stop.check(self.runner.any)
@@ -266,15 +329,18 @@ class Training:
         step = self.progress.step
         best = self._evaluation_due() and self._evaluate_and_compare()
         save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0 or step == self.steps.total
-        if best or save_due or self._out_of_patience():
+        if best or save_due or self._ended_early():
             self.save()
 
     def _evaluation_due(self) -> bool:
-        step = self.progress.step
-        return step > 0 and (step % (self.recipe.eval_every or self.steps.per_epoch) == 0 or step == self.steps.total)
+        step, last = self.progress.step, self.progress.step == self.steps.total or self.callbacks.ended_by is not None
+        return step > 0 and (step % (self.recipe.eval_every or self.steps.per_epoch) == 0 or last)
 
-    def _out_of_patience(self) -> bool:
-        return self.recipe.patience is not None and self.progress.worse >= self.recipe.patience
+    def _ended_early(self) -> str | None:
+        """Why the run ends after this step though more were planned; None where it does not."""
+        if self.recipe.patience is not None and self.progress.worse >= self.recipe.patience:
+            return f"{self.progress.worse} evaluations without a better {self.metric}"
+        return self.callbacks.ended_by and f"{self.callbacks.ended_by} asked for it at step {self.progress.step}"
 
     # ------------------------------------------------------------ one step
 
@@ -443,21 +509,23 @@ class Training:
         self.runner.barrier()  # only where logits come out was there something to fit
         return self.runner.sum([found or 0.0])[0] / self.runner.plan.dp
 
-    def _report_scores(self, scores: Mapping[str, float]) -> None:
+    def _report_scores(self, scores: Mapping[str, float]) -> dict[str, Any]:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
         record = {"step": self.progress.step, "epoch": epoch, **{f"eval_{name}": value for name, value in scores.items()}}
         self.reporter.evaluated(record)
         self.trackers.log(record)
+        return record
 
     def _evaluate_and_compare(self) -> bool:
         """Evaluate; whether the named metric is the best so far. A value that is not finite never is."""
         progress = self.progress
         progress.scores, progress.scored_step = self.evaluate(), progress.step
-        self._report_scores(progress.scores)
+        self.callbacks.on_eval(self._report_scores(progress.scores))
         value = progress.scores[self.metric]
         best = progress.best_value
         better = math.isfinite(value) and (best is None or (value > best if self.larger_is_better else value < best))
         progress.worse = 0 if better else progress.worse + 1
+        better = better or (value == best and progress.scores["loss"] < progress.best_scores["loss"])  # the loss decides between equals
         if better:
             progress.best_value, progress.best_step, progress.best_scores = value, progress.step, progress.scores
         return better
@@ -573,10 +641,12 @@ class Training:
         if model is None:
             return
         base = None if isinstance(self.recipe.method, FullConfig) else export.full_hash(model)
-        export.save(model, self.folder.tuned, tokenizer=self.tokenizer, base_name=self.recipe.model, base_sha256=base, overwrite=True)
+        name = base_name(self.recipe)
+        export.save(model, self.folder.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=base, overwrite=True)
         summary = self._summary(progress.best_scores or progress.scores, int(peak))
         self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))
+        self.callbacks.on_end(summary)
 
     def _whole_model(self) -> nn.Module | None:
         """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main process; None elsewhere."""

@@ -1,0 +1,88 @@
+"""Settings of a run that has no recipe, and lines about settings that are far from what is known to work.
+
+The evidence: LoRA on all linears, the MLP's above all, at about ten times the learning rate of full fine-tuning, nearly whatever the rank;
+a rank is too small where its parameters cannot hold what the rows say, at 2 bits a parameter and about 1 bit a trained token (Schulman et
+al. 2025, "LoRA Without Regret").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from petune.recipe.schema import METHOD_LR, Recipe
+from petune.recipe.written import Written, as_mapping
+
+FAR = 10  # a learning rate this many times the method's usual one, or less than its share of it, is far from it
+BITS_OF_PARAMETER, BITS_OF_TOKEN = 2, 1
+
+# Settings of a demo recipe that were chosen for its model and rows; a user's own model and data want others.
+_CHOSEN_FOR_DEMO = ("lr", "epochs", "max_steps", "batch_size", "task", "class_weights")
+_DECIDE = ("lr", "max_steps", "task", "class_weights")
+
+
+def neutral_settings() -> dict[str, Any]:
+    """What is set besides `model` and `data` when there is no recipe: LoRA for 3 epochs.
+
+    Everything else has the default of its key: r 16, all linears of the blocks, the method's usual learning rate, the task that data and
+    model mean.
+    """
+    return {"method": "lora", "epochs": 3}
+
+
+def neutral_note(recipe: Recipe) -> str:
+    """One line: the settings a run without a recipe has."""
+    rank = f" with r {recipe.method.r}" if hasattr(recipe.method, "r") else ""
+    task = recipe.task or "by data and model"
+    return (
+        f"no recipe was given, so the defaults hold: {recipe.method_name}{rank}, lr {recipe.learning_rate:g}, {recipe.epochs:g} epochs, "
+        f"task {task}; petune init writes a recipe to edit"
+    )
+
+
+def demo_note(written: Written, before: Mapping[str, Any], fresh: Collection[str], recipe: Recipe) -> str | None:
+    """One line where `model`, `data` or the method of a demo recipe is replaced and settings that were chosen for them stay.
+
+    `before` holds what the file says, `fresh` the top-level keys set over it.
+    """
+    if not str(before.get("model")).startswith("demo:"):
+        return None
+    name = (as_mapping(("method",), before.get("method")) or {}).get("name")
+    replaced = [key for key in ("model", "data") if _source(key, before) != _source(key, written.tree)]
+    replaced += ["method"] if name != recipe.method_name else []
+    kept = [key for key in _CHOSEN_FOR_DEMO if key in before and key not in fresh]
+    if not replaced or not set(kept) & set(_DECIDE):
+        return None
+    usual = METHOD_LR[recipe.method_name]
+    said = [f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual:g})" if key == "lr" else "") for key in kept]
+    nulls = " ".join(f"{key}={'none' if key == 'class_weights' else 'null'}" for key in kept if key in _DECIDE)
+    return (
+        f"{' and '.join(replaced)} replaced, but chosen for the demo and still in force: {', '.join(said)}; "
+        f"give {nulls} for the usual values, or write a recipe of your own with petune init"
+    )
+
+
+def _source(key: str, tree: Mapping[str, Any]) -> Any:
+    return (as_mapping((key,), tree.get(key)) or {}).get("path") if key == "data" else tree.get(key)
+
+
+def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None) -> Iterator[str]:
+    """Lines about a learning rate or a rank that is far from what is known to work; none for the demo models, which are far smaller.
+
+    `trainable`: parameters that train. `trained_tokens`: of the rows, each counted once; None where rows are trained, not tokens.
+    """
+    if recipe.model.startswith("demo:"):
+        return
+    usual = METHOD_LR[recipe.method_name]
+    times = recipe.learning_rate / usual
+    if times >= FAR or times <= 1 / FAR:
+        ratio = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+        yield f"lr {recipe.learning_rate:g} is {ratio} the usual {usual:g} of {recipe.method_name} for pretrained models"
+    rank = getattr(recipe.method, "r", None)
+    if rank and trained_tokens and trained_tokens * BITS_OF_TOKEN > trainable * BITS_OF_PARAMETER:
+        enough = rank * trained_tokens * BITS_OF_TOKEN / (trainable * BITS_OF_PARAMETER)
+        wanted = next((power for power in (2**n for n in range(1, 11)) if power >= enough), 1024)
+        yield (
+            f"r {rank} trains {trainable:,} parameters, which hold about {trainable * BITS_OF_PARAMETER:,} bits; {trained_tokens:,} "
+            f"trained tokens hold about {trained_tokens * BITS_OF_TOKEN:,}: r {wanted} or method full can learn more of them"
+        )

@@ -1,0 +1,122 @@
+"""Rows given from Python: a list of mappings, a datasets.Dataset or a pandas.DataFrame, or a mapping of splits to these (DatasetDict).
+
+Neither library is imported here: whoever gives such an object has imported its library. Values become plain ones (numpy's and torch's
+scalars Python's, tuples lists, missing cells of a DataFrame None), so that the same rows train alike from a file and from Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from petune.errors import DataError, Problem, UsageError
+from petune.tasks.faults import Faults
+from petune.tasks.read import Record, kind_of
+
+OBJECT = "object:"  # what a recipe says in place of a path: object:CLASS@FINGERPRINT
+TRAIN = ("train", "training")
+HELD_OUT = ("eval", "validation", "valid", "dev")
+
+
+class Table(Protocol):
+    """Rows in order: a list of mappings, a datasets.Dataset or a pandas.DataFrame."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any:
+        """A row, or a column."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataObject:
+    """Rows given from Python. `spec` stands for them in a recipe, `name` is the argument they came by.
+
+    `sides` holds the rows of "train" and, where the object has held-out rows, "eval", each with the words that name its place.
+    """
+
+    spec: str
+    name: str
+    sides: Mapping[str, tuple[str, Table]]
+
+    def records(self, side: str, faults: Faults) -> Iterator[Record]:
+        """The records of one side; the place of a row is its Python index, `data[3]`."""
+        if side not in self.sides:
+            return
+        name, table = self.sides[side]
+        for number, row in enumerate(rows_of(table)):
+            where = f"{name}[{number}]"
+            if isinstance(row, dict):
+                yield Record(where, row)
+            else:
+                faults.add(Problem("a row must be a mapping", where, expected='{"column": value, ...}', found=kind_of(row)))
+
+
+def take_rows(value: Any, name: str) -> DataObject:
+    """`value`, which was given as the argument `name` ("data", "data.eval"), as rows. Raises UsageError for what holds no rows."""
+    sides: dict[str, tuple[str, Table]] = {}
+    if isinstance(value, Mapping):
+        for side, known in (("train", TRAIN), ("eval", HELD_OUT)):
+            split = next((one for one in known if one in value), None)
+            if split is not None:
+                sides[side] = (f"{name}[{split!r}]", value[split])
+        if "train" not in sides:
+            found = ", ".join(map(str, value)) or "an empty mapping"
+            raise DataError("there is no train split", where=name, expected=" or ".join(TRAIN), found=found)
+    else:
+        sides["train"] = (name, value)
+    digest = hashlib.sha256()
+    for side, (place, table) in sides.items():
+        _refuse_other(table, place)
+        digest.update(f"{side} {len(table)}\n".encode())
+        for row in rows_of(table):
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return DataObject(f"{OBJECT}{type(value).__name__}@{digest.hexdigest()[:12]}", name, sides)
+
+
+def _refuse_other(table: Any, place: str) -> None:
+    """Raise UsageError unless `table` is of a kind that is read, DataError when it holds no rows."""
+    if not (isinstance(table, list | tuple) or _is(table, "pandas", "DataFrame") or _is(table, "datasets", "Dataset")):
+        raise UsageError(
+            "data of this kind cannot be read",
+            where=place,
+            expected="a path, a list of mappings, a datasets.Dataset or DatasetDict, or a pandas.DataFrame",
+            found=f"{type(table).__module__}.{type(table).__name__}",
+            remedy="make a list of its rows: data=[{...}, ...]",
+        )
+    if not len(table):
+        raise DataError("there are no rows", where=place, found=f"an empty {type(table).__name__}")
+
+
+def _is(value: object, package: str, kind: str) -> bool:
+    """Whether `value` is of the class `kind` of a package that may not be imported here."""
+    cls = getattr(sys.modules.get(package), kind, None)
+    return cls is not None and isinstance(value, cls)
+
+
+def rows_of(table: Any) -> Iterator[Any]:
+    """The rows of a table with plain values, numbers of classes as their names. A row that is no mapping is passed on as it is."""
+    classes = {column: kind for column, kind in (getattr(table, "features", None) or {}).items() if hasattr(kind, "int2str")}
+    if _is(table, "pandas", "DataFrame"):
+        table = table.astype(object).where(table.notna(), None).to_dict("records")
+    for row in table:
+        plain = _plain(row)
+        for column, kind in classes.items():
+            if isinstance(plain[column], int) and plain[column] >= 0:
+                plain[column] = kind.int2str(plain[column])
+        yield plain
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have given it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value

@@ -1,0 +1,107 @@
+"""A user's own model and data get neutral settings, never those of a demo, and are told what is far from known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from petune.recipe import METHOD_LR, far_from_known, load_recipe
+from petune.recipe.suggest import suggest
+from petune.training import settle
+
+MINE = ["model=org/mine", "data=mine.jsonl"]
+
+
+def test_a_call_without_a_recipe_has_neutral_settings_and_says_them() -> None:
+    recipe = load_recipe(None, MINE)
+    assert (recipe.method_name, recipe.method.r, recipe.method.targets) == ("lora", 16, "auto")  # type: ignore[union-attr]
+    assert (recipe.task, recipe.learning_rate, recipe.epochs, recipe.max_steps) == (None, METHOD_LR["lora"], 3, None)
+    assert recipe.class_weights == "none" and recipe.data.max_length is None and recipe.out is None
+    assert recipe.source is None and recipe.name == "run"
+    (note,) = recipe.notes
+    assert all(said in note for said in ("no recipe", "lora with r 16", "lr 0.0002", "3 epochs", "task by data and model"))
+
+
+def test_python_arguments_are_neutral_too() -> None:
+    assert settle(None, (), {"model": "org/mine", "data": "mine.jsonl"}).resolved() == load_recipe(None, MINE).resolved()
+    assert settle(None, (), {"model": "org/mine", "data": "d", "method": "full"}).learning_rate == METHOD_LR["full"]
+
+
+def test_settings_given_without_a_recipe_hold() -> None:
+    recipe = load_recipe(None, [*MINE, "method=full", "lr=1e-5", "epochs=1"])
+    assert (recipe.method_name, recipe.learning_rate, recipe.epochs) == ("full", 1e-5, 1)
+    assert "full, lr 1e-05, 1 epochs" in recipe.notes[0]
+
+
+def test_half_a_call_without_a_recipe_is_not_filled_from_the_demo() -> None:
+    with pytest.raises(ValueError, match="model is missing"):
+        load_recipe(None, ["data=mine.jsonl"])
+    with pytest.raises(ValueError, match="data is missing"):
+        load_recipe(None, ["model=org/mine"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replaced", "said"),
+    [
+        (MINE, "model and data replaced", ["lr 0.005 (usual for lora: 0.0002)", "task causal", "lr=null task=null"]),
+        ([*MINE, "lr=null"], "model and data replaced", ["task causal", "give task=null"]),
+        (["method=full"], "method replaced", ["lr 0.005 (usual for full: 2e-05)"]),
+        ([*MINE, "lr=null", "task=chat"], None, []),
+        (["data.max_length=64", "method.r=4"], None, []),
+        ([], None, []),
+    ],
+)
+def test_settings_chosen_for_a_demo_are_said_when_they_stay(overrides: list[str], replaced: str | None, said: list[str]) -> None:
+    notes = load_recipe("llama_lora", overrides).notes
+    assert len(notes) == (replaced is not None)
+    assert all(phrase in notes[0] for phrase in (replaced or "", *said)) if replaced else True
+
+
+def test_the_values_a_note_tells_to_give_are_taken() -> None:
+    note = load_recipe("bert_lora", MINE).notes[0]
+    given = note.partition("give ")[2].partition(" for the usual")[0].split()
+    recipe = load_recipe("bert_lora", [*MINE, *given])
+    assert not recipe.notes and recipe.learning_rate == METHOD_LR["lora"]
+    assert (recipe.task, recipe.class_weights) == (None, "none")
+
+
+def test_a_recipe_of_ones_own_may_be_given_other_inputs_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("model: org/one\ndata: one.jsonl\nmethod: lora\nlr: 5e-3\n")
+    assert load_recipe(tmp_path / "own.yaml", MINE).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainable", "tokens", "said"),
+    [
+        ({}, 10**6, 10**5, []),
+        ({"lr": 5e-3}, 10**6, 10**5, ["lr 0.005 is 25 times the usual 0.0002 of lora"]),
+        ({"lr": 1e-5}, 10**6, 10**5, ["lr 1e-05 is 1/20 of"]),
+        ({"method": "full", "lr": 2e-4}, 10**9, 10**5, ["lr 0.0002 is 10 times the usual 2e-05 of full"]),
+        ({}, 10**6, 10**7, ["r 16 trains 1,000,000 parameters", "r 128"]),
+        ({"method": "full"}, 10**6, 10**7, []),
+        ({}, 10**6, None, []),
+        ({"model": "demo:tiny-llama", "lr": 5e-3}, 10**4, 10**7, []),
+    ],
+)
+def test_what_is_far_from_known_is_said(settings: dict[str, object], trainable: int, tokens: int | None, said: list[str]) -> None:
+    recipe = load_recipe(None, MINE, settings)
+    lines = list(far_from_known(recipe, trainable, tokens))
+    assert len(lines) == bool(said) and all(phrase in lines[0] for phrase in said)
+
+
+def test_the_name_of_a_run_is_the_files_and_survives_being_resolved(tmp_path: Path) -> None:
+    recipe = load_recipe("llama_lora")
+    (tmp_path / "resolved.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "resolved.yaml").name == recipe.name == "llama_lora"
+    assert load_recipe("llama_lora", ["name=mine"]).name == "mine"
+
+
+@pytest.mark.parametrize("key", ["banana", "notes", "cases", "tempo", "bias", "scale", "workers", "ratio"])
+def test_a_word_that_is_like_no_key_suggests_none(key: str) -> None:
+    assert "did you mean" not in suggest((key,), "lora")
+
+
+@pytest.mark.parametrize(("key", "meant"), [("leraning_rate", "lr"), ("batchsze", "batch_size"), ("memroy", "memory"), ("epocs", "epochs")])
+def test_a_typing_error_suggests_what_was_meant(key: str, meant: str) -> None:
+    assert f"did you mean: {meant}   " in suggest((key,), "lora")
