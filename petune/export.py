@@ -34,7 +34,7 @@ from petune.methods.tuned import tuned_layers
 from petune.models import family_of
 from petune.models.load import quiet
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
-from petune.tensorfile import open_regular, read_json, read_tensors, write_file, write_json, write_tensors
+from petune.tensorfile import is_finite, open_regular, read_json, read_tensors, write_file, write_json, write_tensors
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
 
@@ -159,7 +159,7 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
     for name, value in state.items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if not is_finite(value):
             raise TrainingFault("holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses")
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

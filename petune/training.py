@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from petune import checkpoint, export, ranks
 from petune.assemble import Prepared, build, choose_place, prepare, run_on
-from petune.audit import Audit, digest, frozen_checksums
+from petune.audit import Audit, comparable, digest, frozen_checksums
 from petune.dropout import step_key
 from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError, nearest
 from petune.evaluate import Batch, batches, evaluate, head_only, scoring
@@ -544,6 +544,9 @@ class Training:
     def _refuse_foreign(self, facts: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
         self.audit = Audit({}, frozen_tensors(self.model) if self.frozen is None else {})
         now = self._facts()
+        if not comparable(str(facts["frozen"])):
+            self.reporter.note("NOT COMPARED WITH THE BASE of this checkpoint: its checksum is of another version of petune")
+            facts = {**facts, "frozen": now["frozen"]}
         reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
         problems = [
             Problem(f"{reason} since this checkpoint was saved", where=str(path), expected=str(facts[key])[:16], found=str(now[key])[:16])

@@ -24,6 +24,7 @@ from petune.errors import FileError, MachineError, Problem
 from petune.log import say
 from petune.models import FAMILIES
 from petune.sites import Family, Kind
+from petune.tensorfile import is_finite
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -196,7 +197,7 @@ def _check_filled(model: nn.Module, family: Family | None, info: Any, source: So
 
 
 def _check_finite(model: nn.Module, source: Source) -> None:
-    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
     if bad:
         raise FileError([Problem("holds a value that is not finite", where=f"{source.place}: {name}") for name in bad[:10]])
 
