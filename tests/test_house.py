@@ -47,7 +47,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("running",),
     ("sites",),
     ("demo",),
-    ("folders",),
+    ("folders", "file_hashes"),
     ("tensorfile",),
     ("errors", "log"),
 )
