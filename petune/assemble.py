@@ -22,7 +22,7 @@ from petune.errors import FileError, MachineError, UsageError
 from petune.evaluate import forward, real_rows
 from petune.kernels.fuse import fuse
 from petune.kernels.unmade import has_fused_head, head_loss
-from petune.log import say
+from petune.log import phase, say
 from petune.methods import tune, tuned_parameters, tuning
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
@@ -169,15 +169,17 @@ def build(prepared: Prepared) -> nn.Module:
     place = choose_place(recipe)
     refuse_unstreamable(recipe, place.dtype, place.device)
     given = prepared.objects.model
-    loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer, given)
+    with phase("reading the weights"):
+        loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer, given)
     model: nn.Module = loaded.model
     if loaded.note:
         say(loaded.note)
     torch.manual_seed(recipe.seed)
-    if recipe.init_adapter is not None:
-        model = _start_from(model, recipe)
-    else:
-        tune(model, _with_new(recipe.method, model, loaded))
+    with phase(f"adding {recipe.method_name} to the model"):
+        if recipe.init_adapter is not None:
+            model = _start_from(model, recipe)
+        else:
+            tune(model, _with_new(recipe.method, model, loaded))
     for name, parameter in tuned_parameters(model).items():
         if not parameter.is_floating_point():
             raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))
@@ -222,8 +224,10 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         return head_loss(model, batch, ask, shift=task in ("causal", "chat"), trained=trained)
 
     work = Work(ask, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
-    runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing, streams=streams(recipe))
-    _fuse(runner, recipe)
+    with phase(f"moving the model to {mesh.device}"):
+        runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing, streams=streams(recipe))
+    with phase("fusing the blocks"):
+        _fuse(runner, recipe)
     if streams(recipe):
         stream(runner, recipe, choose_place(recipe).autocast())
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:

@@ -8,8 +8,12 @@ have moved is what its steps add up in.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,32 +23,91 @@ from petune.parallel import local
 
 GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
-_CHUNK = 1 << 20
-_AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHECKSUM_VERSION = 2  # stands before every digest: values of another version are not comparable
+_COLUMNS = 1024  # 32-bit words in a row of a checksum
+_PORTION = 32 << 20  # bytes of a tensor on a device that are multiplied at once: the products take twice as many
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit checksum of the bits of `tensor`, position included; any single changed element changes it."""
-    bits = tensor.detach().contiguous().reshape(-1)
-    bits = bits.to(torch.int8) if bits.dtype is torch.bool else bits.view(_AS_INTEGER[tensor.element_size()])
-    total = 0
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        weights = (
-            torch.arange(start, start + part.numel(), device=part.device).remainder_(65_521).mul_(2).add_(1)
-        )  # odd: invertible mod 2^64
-        total += int((part * weights).sum())
-    return total % 2**64
+    """A 64-bit checksum of the bits of `tensor`, position included: the same on every device and with any number of threads.
+
+    The contiguous bits, as signed 32-bit words and filled up with zeros, are multiplied by odd 64-bit weights, one for each position, and
+    added modulo 2^64. So one changed word always changes the sum, and of other changes about one in 2^32 is missed at the worst (two
+    words of which only the signs change). Shape and dtype are not part of it.
+    """
+    return checksums({"": tensor})[""]
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each device with one wait."""
+    found: dict[str, int] = {}
+    for device in {value.device for value in tensors.values()}:
+        here = {name: value for name, value in tensors.items() if value.device == device}
+        weights = _weights(_COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device)
+        add_up = partial(_weighted_sum, weights=weights)
+        if device.type == "cpu":
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                sums = list(threads.map(add_up, here.values()))
+        else:
+            sums = [add_up(value) for value in here.values()]
+        found |= zip(here, torch.stack(sums).tolist(), strict=True)
+    return {name: found[name] % 2**64 for name in tensors}
+
+
+@torch.no_grad()
+def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
+    """The checksum as a signed int64 scalar on the tensor's device, which is not waited for."""
+    whole, rest = _words(tensor)
+    columns, rows = weights[:_COLUMNS], weights[_COLUMNS:]
+    return (_row_sums(whole, columns) * rows[: len(whole)]).sum() + (rest * columns).sum() * rows[len(whole)]
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of `tensor` as int32 words: whole rows of _COLUMNS, a view where it can be one, and a last row filled up with zeros."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 4:
+        flat = flat.clone()
+    content, row = flat.view(torch.uint8), 4 * _COLUMNS
+    end = len(content) // row * row
+    rest = torch.zeros(row, dtype=torch.uint8, device=flat.device)
+    rest[: len(content) - end] = content[end:]
+    return content[:end].view(torch.int32).view(-1, _COLUMNS), rest.view(torch.int32)
+
+
+def _row_sums(words: Tensor, columns: Tensor) -> Tensor:
+    """The weighted sum of each row: numpy widens in its registers on the CPU; a device multiplies a portion at a time."""
+    if words.device.type == "cpu":
+        return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), columns.numpy()))
+    portions = words.split(_PORTION // (4 * _COLUMNS))
+    return torch.cat([columns.new_zeros(0), *(torch.mul(portion, columns).sum(1) for portion in portions)])
+
+
+def _weights(number: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers without a pattern, always the same: the steps of splitmix64, with shifts that keep the sign."""
+    mixed = torch.arange(1, number + 1, device=device).mul_(_signed(0x9E3779B97F4A7C15))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
+    return mixed.bitwise_xor_(mixed >> 31).bitwise_or_(1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
 
 
 def frozen_checksums(model: nn.Module) -> dict[str, int]:
     """The checksum of every tensor of `model` that must not move."""
-    return {name: checksum(value) for name, value in frozen_tensors(model).items()}
+    return checksums(frozen_tensors(model))
 
 
 def digest(checksums: Mapping[str, int]) -> str:
-    """One text for the checksums of many tensors, in their order."""
-    return f"{sum(value * (at + 1) for at, value in enumerate(checksums.values())) % 2**64:016x}"
+    """One text for the checksums of many tensors, in their order, behind the version of the checksum."""
+    values = b"".join(value.to_bytes(8, "little") for value in checksums.values())
+    return f"{CHECKSUM_VERSION}:{hashlib.sha256(values).hexdigest()[:16]}"
+
+
+def comparable(saved: str) -> bool:
+    """Whether a digest is of this version of the checksum, so that a difference means other bits."""
+    return saved.startswith(f"{CHECKSUM_VERSION}:")
 
 
 Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it
@@ -67,10 +130,10 @@ class Audit:
     ) -> None:
         self.tuned, self.frozen, self.anyone = tuned, frozen, anyone
         self.has_gradient = has_gradient or self._has_gradient
-        self.frozen_before = {name: checksum(value) for name, value in frozen.items()}
+        self.frozen_before = checksums(frozen)
         self.waiting = list(names or tuned)
         self.still = list(names or tuned)
-        self.before = {name: checksum(local(value)) for name, value in tuned.items()}
+        self.before = checksums({name: local(value) for name, value in tuned.items()})
         self.updates = 0
 
     def after_backward(self) -> None:
@@ -93,7 +156,8 @@ class Audit:
         if self.updates >= MOVED_WITHIN:
             return
         self.updates += 1
-        moved = self.anyone([name in self.tuned and checksum(local(self.tuned[name])) != self.before[name] for name in self.still])
+        now = checksums({name: local(self.tuned[name]) for name in self.still if name in self.tuned})
+        moved = self.anyone([name in now and now[name] != self.before[name] for name in self.still])
         self.still = [name for name, has_moved in zip(self.still, moved, strict=True) if not has_moved]
         if self.updates == MOVED_WITHIN and self.still:
             raise TrainingFault(
@@ -103,7 +167,8 @@ class Audit:
 
     def check_frozen(self) -> None:
         """Raises TrainingFault naming every frozen tensor whose bits changed since the start."""
-        moved = [name for name, before in self.frozen_before.items() if checksum(self.frozen[name]) != before]
+        now = checksums(self.frozen)
+        moved = [name for name, before in self.frozen_before.items() if now[name] != before]
         if self.anyone([bool(moved)])[0]:
             raise TrainingFault(
                 [Problem("is frozen but has changed", where=name) for name in moved[:10] or ["a tensor of another process"]]

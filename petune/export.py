@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from petune import methods
-from petune.errors import FileError, MachineError, PetuneError, TrainingFault, UsageError
+from petune.errors import FileError, MachineError, PetuneError, Problem, TrainingFault, UsageError
+from petune.file_hashes import FileHashes
 from petune.fingerprint import bare, compare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.folders import commit_folder
 from petune.log import warn
@@ -32,9 +33,9 @@ from petune.methods.configs import FullConfig, LoraConfig, MethodConfig, make_co
 from petune.methods.lora import LoraLayer
 from petune.methods.tuned import tuned_layers
 from petune.models import family_of
-from petune.models.load import quiet
+from petune.models.load import quiet, weight_files
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
-from petune.tensorfile import open_regular, read_json, read_tensors, write_file, write_json, write_tensors
+from petune.tensorfile import is_finite, open_regular, read_json, read_tensors, write_file, write_json, write_tensors
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
 
@@ -55,13 +56,15 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     base_name: str | None = None,
     base_sha256: str | None = None,
+    base_files: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all. Returns its path.
 
         >>> folder = petune.save(model, "tuned", overwrite=True)
 
-    `base_name` (default: where the model was loaded from) and `base_sha256` (from `full_hash`, for `load(verify_base=True)`) are stored.
+    `base_name` (default: where the model was loaded from) is stored, and for `load(verify_base=True)` `base_files`, the SHA-256 of the
+    files of the base by name, or `base_sha256`, that of its tensors from `full_hash`.
     Raises UsageError for a model that is not wrapped, is inside merged_weights, or an occupied folder without `overwrite`; TrainingFault
     for a NaN or infinity; MachineError.
     """
@@ -69,7 +72,8 @@ def save(
     record = tuning(model)
     refuse_merged(model)
     name = base_name or _origin(model)
-    facts = _facts(model, record) | {"base": {"name": name, "fingerprint": fingerprint(model), "sha256": base_sha256}}
+    base = {"name": name, "fingerprint": fingerprint(model), "sha256": base_sha256, "files": dict(base_files or {}) or None}
+    facts = _facts(model, record) | {"base": base}
 
     def fill(work: Path) -> None:
         tensors = _write_model(model, record.config, name, work)
@@ -166,7 +170,7 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
     for name, value in state.items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if not is_finite(value):
             raise TrainingFault("holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses")
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -190,7 +194,8 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) ->
         >>> model = petune.load(base, "tuned")
 
     A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is rounded on a bf16 base unless it is float32
-    there. `verify_base` compares the SHA-256 of the whole base with the stored one. Raises FileError for a tensor that is missing,
+    there. `verify_base` compares the SHA-256 of the files the base was loaded from with those stored by a run, or that of its tensors with
+    the one given to `save`. Raises FileError for a tensor that is missing,
     unexpected, mis-shaped or not finite, for another base, and for a setting petune lacks; UsageError for a model that is wrapped already.
     """
     folder, model = Path(folder), bare(base_model)
@@ -299,6 +304,9 @@ def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -
     compare(base["fingerprint"], model, file, record.also_train)
     if not verify:
         return
+    if base.get("files"):
+        _check_base_files(model, base["files"], file)
+        return
     if base["sha256"] is None:
         raise FileError("stores no hash of its base", where=file, remedy="save with base_sha256=petune.export.full_hash(model)")
     if (digest := full_hash(model, record.also_train)) != base["sha256"]:
@@ -306,6 +314,21 @@ def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -
         raise FileError(
             "the base's SHA-256 differs", where=file, expected=f"{base['sha256'][:16]}…", found=f"{digest[:16]}…", remedy=remedy
         )
+
+
+def _check_base_files(model: nn.Module, expected: Mapping[str, str], where: str) -> None:
+    """Raise FileError naming the files that `model` was loaded from and that are not those with the hashes `expected`."""
+    files = weight_files(_origin(model) or "", getattr(model.config, "_commit_hash", None))
+    with FileHashes(files) as hashes:
+        found = hashes.result()
+    if found != expected:
+        remedy = "load the base with from_pretrained from the files it was made on"
+        problems = [Problem("the files of the base differ", where=where, remedy=remedy)]
+        for name in sorted({*expected, *found}):
+            if (one := expected.get(name)) != (other := found.get(name)):
+                sides = [f"sha256 {value[:16]}…" if value else "no such file" for value in (one, other)]
+                problems.append(Problem("has another content", where=str(files.get(name, name)), expected=sides[0], found=sides[1]))
+        raise FileError(problems[:11])
 
 
 def _load_lora(model: nn.Module, folder: Path, record: _Record | None) -> None:

@@ -269,7 +269,7 @@ def write_tensors(
         yield struct.pack("<Q", len(text)) + text
         for name, tensor in ordered:
             here = tensor.detach().cpu().contiguous()
-            if finite and not _is_finite(here):
+            if finite and not is_finite(here):
                 raise TrainingFault("holds a NaN or an infinity: not written", where=f"{path}  {name}", remedy="see the last steps' losses")
             yield _bytes(here)
 
@@ -300,7 +300,7 @@ def read_tensors(path: Path, *, finite: bool = True, links: bool = False, under:
             _fill(_bytes(tensor), file, path)
             if entry.dtype is torch.bool and tensor.view(torch.uint8).gt(1).any():
                 raise FileError("a truth value is neither 0 nor 1", where=f"{path}  {name}", remedy="the file is damaged: use another copy")
-            if finite and not _is_finite(tensor):
+            if finite and not is_finite(tensor):
                 raise FileError("holds a NaN or an infinity", where=f"{path}  {name}", remedy="its training had failed: use an earlier one")
     return tensors
 
@@ -388,7 +388,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy())) if tensor.numel() else memoryview(b"")
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether `tensor` holds neither a NaN nor an infinity, read once at the speed of memory, without a mask."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # NaN wins both; no mask is allocated

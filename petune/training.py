@@ -11,7 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,15 +22,18 @@ from transformers import PreTrainedTokenizerBase
 
 from petune import checkpoint, export, ranks
 from petune.assemble import Prepared, build, choose_place, prepare, run_on
-from petune.audit import Audit, digest, frozen_checksums
+from petune.audit import Audit, comparable, digest, frozen_checksums
 from petune.callbacks import Callback, Callbacks
 from petune.dropout import step_key
 from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError
 from petune.evaluate import Batch, batches, evaluate, head_only, scoring
+from petune.file_hashes import FileHashes
+from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import family_of
+from petune.models.load import weight_files
 from petune.notebook import fitting_reporter
 from petune.objects import NO_OBJECTS, Objects, base_name, take_objects
 from petune.parallel import Mesh, ParallelPlan, alone, group, is_sharded, local
@@ -154,7 +157,8 @@ def _train_here(job: _Job, plan: ParallelPlan) -> Run:
     with stop.listening(), ranks.among(plan):
         mesh = ranks.join(job.recipe, plan)
         folder = ranks.one_folder(folder)
-        prepared = prepare(job.recipe, objects=objects)
+        with phase("reading config, data and tokenizer"):
+            prepared = prepare(job.recipe, objects=objects)
         if plan.world > 1:
             ranks.agree(prepared)
         if not mesh.main:
@@ -275,11 +279,17 @@ class Training:
 
     def run(self, resume: bool | str | Path, allow_change: Collection[str] = ()) -> None:
         """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
+        with FileHashes(self._base_files()) as self.base_hashes:  # while the device trains
+            self._run(resume, allow_change)
+
+    def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         if resume:
-            self._restore(resume, allow_change)
+            with phase("reading the checkpoint"):
+                self._restore(resume, allow_change)
             if self.runner.mesh.main:
                 self.folder.begin()
-        self.audit = self._audit()
+        with phase("taking checksums of the frozen weights"):
+            self.audit = self._audit()
         try:
             self.trackers.start(self.folder.path, self.recipe.resolved())
             facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
@@ -291,7 +301,8 @@ class Training:
                 self._after_step()  # a stop cut this evaluation off
             while self.progress.step < self.steps.total and not self._ended_early():
                 self._check_stop()
-                record = self.step()
+                with phase("first step, which prepares the kernels") if not self.audit.updates else nullcontext():
+                    record = self.step()
                 self.reporter.step(record)
                 self.trackers.log(record)
                 self.callbacks.on_step(record)
@@ -469,7 +480,8 @@ class Training:
         """Scores on the held-out rows. Raises StopAsked when a stop was asked for meanwhile."""
         held_out = self._batches(self.prepared.encoded.eval, self.recipe.eval_batch_size or self.recipe.batch_size)
         classes = len(self.prepared.rows.labels or ())
-        with self._explain_memory("evaluation"), scoring(*self.runner.modules):
+        doing = phase(f"evaluating on {len(self.prepared.encoded.eval)} rows")
+        with doing, self._explain_memory("evaluation"), scoring(*self.runner.modules):
             return evaluate(self.runner.logits, held_out, self.task.name, classes, self.runner.sum, self._check_stop)
 
     @contextmanager
@@ -502,7 +514,8 @@ class Training:
         encoded = self.prepared.encoded
         pad, shortest = pad_token_id(self.tokenizer), self.runner.plan.tp
         sides = [batches(rows, 32, self.task.name, pad, shortest) for rows in (encoded.train, encoded.eval)]
-        with self._explain_memory("evaluation"), scoring(*self.runner.modules):
+        doing = phase("training the control, a head on the frozen base")
+        with doing, self._explain_memory("evaluation"), scoring(*self.runner.modules):
             found = head_only(
                 model, heads[0], (sides[0], sides[1]), self.runner.logits, self._check_stop, seed=self.recipe.seed, weights=self.weights
             )
@@ -534,14 +547,16 @@ class Training:
 
     def save(self) -> Path:
         """Commit a checkpoint of this very step, point `best` at the best one, rotate. Raises TrainingFault if a frozen tensor moved."""
-        self.audit.check_frozen()
+        with phase("comparing the frozen weights with their checksums"):
+            self.audit.check_frozen()
         root = self.folder.checkpoints
         tuned, optimizer = self._whole_state()
         path = root / f"step-{self.progress.step}"
         if self.runner.mesh.main:
-            path = checkpoint.commit(
-                root, self.progress.step, lambda place: write_state(place, tuned, optimizer), run_id=self.run_id, facts=self._facts()
-            )
+            with phase("writing the checkpoint"):
+                path = checkpoint.commit(
+                    root, self.progress.step, lambda place: write_state(place, tuned, optimizer), run_id=self.run_id, facts=self._facts()
+                )
             protect = []
             if self.progress.best_step is not None:
                 protect.append(root / f"step-{self.progress.best_step}")
@@ -612,6 +627,9 @@ class Training:
     def _refuse_foreign(self, facts: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
         self.audit = Audit({}, frozen_tensors(self.model) if self.frozen is None else {})
         now = self._facts()
+        if not comparable(str(facts["frozen"])):
+            self.reporter.note("NOT COMPARED WITH THE BASE of this checkpoint: its checksum is of another version of petune")
+            facts = {**facts, "frozen": now["frozen"]}
         reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
         problems = [
             Problem(f"{reason} since this checkpoint was saved", where=str(path), expected=str(facts[key])[:16], found=str(now[key])[:16])
@@ -640,13 +658,35 @@ class Training:
         model = self._whole_model()  # which one process builds alone, while the others wait to leave
         if model is None:
             return
-        base = None if isinstance(self.recipe.method, FullConfig) else export.full_hash(model)
-        name = base_name(self.recipe)
-        export.save(model, self.folder.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=base, overwrite=True)
+        with phase("waiting for the hashes of the base's files"):
+            name, files = base_name(self.recipe), self._hashed_base()
+        whole = (
+            export.full_hash(model) if self.prepared.objects.model is not None and not isinstance(self.recipe.method, FullConfig) else None
+        )
+        with phase("writing tuned/"):
+            export.save(
+                model, self.folder.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True
+            )
         summary = self._summary(progress.best_scores or progress.scores, int(peak))
-        self.folder.finish(summary)
+        with phase("drawing the loss"):
+            self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))
         self.callbacks.on_end(summary)
+
+    def _base_files(self) -> dict[str, Path]:
+        """The files whose hashes name the base, in the process that writes `tuned/`; of a full tuning and of random weights none."""
+        source = self.prepared.source
+        if not self.runner.mesh.main or isinstance(self.recipe.method, FullConfig) or source.kind in ("config", "object"):
+            return {}
+        return weight_files(source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision)
+
+    def _hashed_base(self) -> dict[str, str]:
+        """The hashes of the base's files; without them, which is said, `tuned/` is written all the same."""
+        try:
+            return self.base_hashes.result()
+        except FileError as error:
+            self.reporter.note(f"tuned/ STORES NO HASH OF ITS BASE: {error}")
+            return {}
 
     def _whole_model(self) -> nn.Module | None:
         """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main process; None elsewhere."""

@@ -47,7 +47,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("running",),
     ("sites",),
     ("demo",),
-    ("folders", "plot"),
+    ("folders", "file_hashes", "plot"),
     ("tensorfile",),
     ("errors", "log"),
 )

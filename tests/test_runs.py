@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import getpass
+import hashlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import yaml
 import petune
 from petune.errors import FileError, TrainingFault, UsageError
 from petune.evaluate import forward
+from petune.file_hashes import FileHashes
 from petune.recipe import load_recipe
 from petune.run_folder import environment
 from petune.training import load_run
@@ -359,3 +361,47 @@ def test_allowing_a_change_of_what_is_no_setting_is_an_error(tmp_path: Path):
     with pytest.raises(UsageError, match="'bogus' is not a setting"):
         run(settings(tmp_path), allow_change=["bogus"])
     assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- the identity of the base
+
+
+@pictureless
+def test_a_run_stores_the_hashes_of_the_bases_files_and_verify_base_names_the_one_that_differs(tmp_path: Path):
+    recipe = settings(tmp_path, max_steps=1, warmup=0)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    weights = tmp_path / "llama" / "model.safetensors"
+    weights.unlink()
+    model.save_pretrained(tmp_path / "llama", max_shard_size="20KB")
+    shards = sorted((tmp_path / "llama").glob("*.safetensors"))
+    assert len(shards) > 1
+    finished = run(recipe)
+    base = json.loads((finished.folder / "tuned" / "petune.json").read_text())["base"]
+    assert base["files"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards}
+    assert load_run(finished.folder, verify_base=True).speaker
+    content = bytearray(shards[1].read_bytes())
+    content[-1] ^= 1
+    shards[1].write_bytes(content)
+    with pytest.raises(FileError, match=rf"the files of the base differ[\s\S]*{shards[1].name}  has another content") as caught:
+        _ = load_run(finished.folder, verify_base=True).speaker
+    assert len(caught.value.problems) == 2
+
+
+@pictureless
+@pytest.mark.parametrize(("method", "model"), [("full", None), ("lora", "config")])
+def test_a_run_without_files_under_it_stores_no_hash(method: str, model: str | None, tmp_path: Path):
+    recipe = settings(tmp_path, method=method, max_steps=1, warmup=0)
+    finished = run(recipe | ({"model": f"config:{tmp_path / 'llama' / 'config.json'}"} if model else {}))
+    assert json.loads((finished.folder / "tuned" / "petune.json").read_text())["base"]["files"] is None
+
+
+@pictureless
+def test_a_base_that_cannot_be_hashed_costs_the_hash_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(hashes: FileHashes) -> dict[str, str]:
+        raise FileError("has changed while it was hashed", where="model.safetensors")
+
+    monkeypatch.setattr(FileHashes, "result", fail)
+    listener = Listener()
+    finished = run(settings(tmp_path, max_steps=1, warmup=0), listener)
+    assert any("STORES NO HASH" in line and "model.safetensors" in line for line in listener.notes)
+    assert json.loads((finished.folder / "tuned" / "petune.json").read_text())["base"]["files"] is None

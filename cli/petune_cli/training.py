@@ -23,12 +23,14 @@ def train(
 ) -> None:
     """Train a recipe; without one, the demo."""
     from petune.errors import UsageError
-    from petune_cli.display import reporter
+    from petune.log import phase
 
     if overwrite and (resume or checkpoint):
         raise UsageError("--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two")
-    recipe = Given.of(words).recipe()
-    from petune.training import train as run_training
+    with phase("loading torch and transformers"):
+        recipe = Given.of(words).recipe()
+        from petune.training import train as run_training
+        from petune_cli.display import reporter
 
     with reporter() as shown:
         run_training(

@@ -18,12 +18,15 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from petune import demo
 from petune.errors import FileError, MachineError, Problem, UsageError
 from petune.log import say
 from petune.models import FAMILIES
 from petune.sites import Family, Kind
+from petune.tensorfile import is_finite, read_json
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -101,6 +104,21 @@ def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
     return FileError(
         f"no model at {spec!r}", found=f"nothing at {places}", remedy=f"give a folder, a hub id such as org/name, or one of {names}"
     )
+
+
+def weight_files(place: str, revision: str | None = None) -> dict[str, Path]:
+    """The safetensors files that a folder, or a hub id in the local cache, is loaded from, by name; none where there are none."""
+    folder = Path(place)
+    if not folder.is_dir():
+        try:
+            folder = Path(cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
+        except OSError:
+            return {}
+    whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if whole.is_file():
+        return {whole.name: whole}
+    shards = sorted(set(read_json(index, links=True)["weight_map"].values())) if index.is_file() else []
+    return {name: folder / name for name in shards}
 
 
 def read_config(source: Source) -> Any:
@@ -236,7 +254,7 @@ def _check_filled(model: nn.Module, family: Family | None, info: Any, source: So
 
 
 def _check_finite(model: nn.Module, source: Source) -> None:
-    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
     if bad:
         raise FileError([Problem("holds a value that is not finite", where=f"{source.place}: {name}") for name in bad[:10]])
 
