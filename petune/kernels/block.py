@@ -160,6 +160,9 @@ class FusedBlock(nn.Module):
             return "it attends to an encoder"
         if given.get("output_attentions"):
             return "attention probabilities are asked for"
+        mask = given.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
         if hidden.dtype != dtype:
             return f"hidden states are {_short(hidden.dtype)}, blocks compute in {_short(dtype)}"
         return self.unready(hidden.device)

@@ -23,9 +23,9 @@ from petune.kernels.graphs import Graphs, ungraph
 from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
+from petune.kernels.padding import FindSegments, Unpadded
 from petune.kernels.parts import Bank, Part, bankable, part_of
 from petune.kernels.region import fuse_sites, unfuse_sites
-from petune.kernels.segments import FindSegments, Unpadded
 from petune.kernels.specs import spec_of
 from petune.kernels.unmade import fuse_head, unfuse_head
 from petune.log import say
@@ -192,7 +192,7 @@ def _leave_padding_out(model: nn.Module, stack: Stack) -> None:
         return
     owner = _owner(model)
     path = next(name for name, module in owner.named_modules() if module is stack)
-    _hooks_of(model).extend(FindSegments(owner, stack.rule.causal, Ready(path)).register(owner))
+    _hooks_of(model).extend(FindSegments(model, owner, stack.rule.causal, Ready(path)).register(model, owner))
     stack.edges = Unpadded()
 
 
