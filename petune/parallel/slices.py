@@ -20,7 +20,7 @@ from petune.errors import UsageError
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.sites import CutKind, Family, Region, Shape, Split, child_of
-from petune.stack import Stack, own_stacks
+from petune.stack import Stack, own_stacks, stacks_in
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def cut(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) ->
 def stacks_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Stack]]:
     """The stacks of a model, made its own if they are not yet, with their full names."""
     own_stacks(model, family)
-    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, Stack))
+    yield from stacks_in(model).items()
 
 
 def _cut_region(block: nn.Module, region: Region, where: str, cut: Cut, shape: Shape, rank: int, slices: dict[str, Slice]) -> set[str]:
