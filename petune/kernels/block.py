@@ -138,6 +138,8 @@ class FusedBlock(nn.Module):
         dtype = self.spec.computes_in(device.type)
         if getattr(self, "_is_replica", False):
             return "nn.DataParallel runs copies of it, whose layers it does not know"
+        if any(vars(module).get("exchange") is not None for _, module in self.spec.inside):
+            return "its attention exchanges tokens with other ranks"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
         hooked = self._hooked()

@@ -132,7 +132,7 @@ def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, base
         raise UsageError(f"no block of this {type(model).__name__} can be fused", where=where, found=why, remedy=remedy)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
         raise UsageError(f"nothing of this {type(model).__name__} can be fused", where="kernels", found=why, remedy="use kernels: auto")
-    if why and kernels != "off" and (done.sites or device.type != "cpu"):
+    if why and kernels != "off" and (done.sites or device.type != "cpu" or kernels != "auto"):
         say(f"kernels: the model's own blocks run, not fused ones: {why}" if not done.blocks else f"kernels: not all is fused: {why}")
     return done
 
