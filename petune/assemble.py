@@ -22,8 +22,8 @@ from petune.errors import FileError, MachineError, UsageError
 from petune.evaluate import forward, real_rows
 from petune.kernels.fuse import fuse
 from petune.kernels.unmade import has_fused_head, head_loss
-from petune.log import phase, say
-from petune.methods import tune, tuned_parameters, tuning
+from petune.log import phase, say, warn
+from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES, family_of
@@ -180,6 +180,8 @@ def build(prepared: Prepared) -> nn.Module:
             model = _start_from(model, recipe)
         else:
             tune(model, _with_new(recipe.method, model, loaded))
+    if (line := untouched(model)) is not None:
+        warn(line)
     for name, parameter in tuned_parameters(model).items():
         if not parameter.is_floating_point():
             raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))

@@ -9,7 +9,7 @@ mask acts; out comes [b, q, heads, head_dim], contiguous.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from petune.dropout import drop_attention
 from petune.errors import UsageError
 
 NAME = "petune"
+_BEFORE = "petune_attention_before"  # attribute of a model: the name of the function that it used before
 
 Attended = tuple[Tensor, Tensor | None]  # output [b, q, heads, head_dim], and probabilities, which SDPA never has
 
@@ -79,17 +80,31 @@ def no_later(first: int, end: int, device: torch.device) -> Tensor | None:
 
 
 def use(model: PreTrainedModel) -> None:
-    """Make `model`, and every model inside that has a config of its own, attend through `attention`.
+    """Make `model`, and every model inside that has a config of its own, attend through `attention`; `leave` undoes it.
 
     Raises UsageError for a model whose attention cannot be chosen.
     """
-    model.set_attn_implementation(NAME)
+    before = model.config._attn_implementation
+    _choose(model, NAME)
     if model.config._attn_implementation != NAME:
         raise UsageError("this model does not take an attention function", where=type(model).__name__)
-    for module in model.modules():  # an encoder or a side network may have a copy of the config, which releases differ in following
+    if before != NAME:
+        model.__dict__[_BEFORE] = before
+
+
+def leave(model: nn.Module) -> None:
+    """Make `model` attend as it did before `use`; nothing where that was not called."""
+    if (before := model.__dict__.pop(_BEFORE, None)) is not None:
+        _choose(cast("PreTrainedModel", model), before)
+
+
+def _choose(model: PreTrainedModel, name: str) -> None:
+    """Set the attention function of every config: an encoder or a side network may have a copy, which releases differ in following."""
+    model.set_attn_implementation(name)
+    for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = NAME
+            config._attn_implementation = model.config._attn_implementation
 
 
 def _explicit(

@@ -2,13 +2,14 @@
 
 It takes the place of the model's module list with the same children under the same names, but iterates as a single block: Hugging Face's
 own forward then calls it once, with masks and positions already made, and everything that happens between blocks has one home.
-Code that iterates `model.layers` itself therefore sees one element; index it, or read `blocks`, to reach a block.
+Code that iterates `model.layers` itself therefore sees one element; index it, or read `blocks`, to reach a block. The file has a little
+over 300 lines, as what a stack meets (ladders, wires, edges) is described beside it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -16,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from petune.dropout import drawing
 from petune.errors import UsageError
@@ -104,10 +106,13 @@ class Stack(nn.ModuleList):
     edges: Edges | None = None
     whole: Whole | None = None
     recompute = False
+    begins: RemovableHandle | None = None  # the hook on the module that holds the stack
+    for_fusing = False  # nobody but the fuse pass has asked for it
 
     def __init__(self, blocks: nn.ModuleList, rule: StackRule, name: StackName) -> None:
         super().__init__(list(blocks))
         self.training = blocks.training
+        self.plain = type(blocks), {name: value for name, value in blocks.__dict__.items() if name != "_modules"}
         self.rule, self.name = rule, name
         self.climbs = True  # False: the ladder is passed by, see methods.without_tuning
         parameters = inspect.signature(type(blocks[0]).forward).parameters.values()
@@ -286,12 +291,24 @@ def own_stacks(model: nn.Module, family: Family) -> Mapping[StackName, Stack]:
         if not isinstance(blocks, Stack):
             blocks = Stack(cast("nn.ModuleList", blocks), family.stacks[name], name)
             model.set_submodule(path, blocks)
-            model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(Begins(name))
+            blocks.begins = model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(Begins(name))
         stacks[name] = blocks
     return stacks
 
 
-def disown_stacks(model: nn.Module) -> None:
-    """Put plain module lists back where `own_stacks` put stacks."""
-    for path, module in [(path, module) for path, module in model.named_modules() if isinstance(module, Stack)]:
-        model.set_submodule(path, nn.ModuleList(module.blocks))
+def stacks_in(model: nn.Module) -> dict[str, Stack]:
+    """The stacks that are in a model, by their full names."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, Stack)}
+
+
+def disown_stacks(model: nn.Module, which: Callable[[Stack], bool] = lambda stack: True) -> None:
+    """Put the module lists back where `own_stacks` put stacks, with no hook left; `which` chooses among them."""
+    for path, stack in stacks_in(model).items():
+        if not which(stack):
+            continue
+        if stack.begins is not None:
+            stack.begins.remove()
+        kind, attributes = stack.plain
+        blocks = kind.__new__(kind)
+        blocks.__dict__ = attributes | {"training": stack.training, "_modules": {str(n): block for n, block in stack.numbered}}
+        model.set_submodule(path, blocks)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from petune.assemble import build, choose_place, prepare, rebuild
 from petune.errors import DataError, FileError, MachineError, UsageError
@@ -101,6 +102,19 @@ def test_random_weights_are_said_loudly(tmp_path: Path):
     listener = Listener()
     run({**recipe, "model": f"config:{tmp_path / 'llama' / 'config.json'}", "max_steps": 1, "warmup": 0}, listener)
     assert any("RANDOM WEIGHTS" in line for line in listener.lines)
+
+
+def test_experts_that_are_left_alone_are_said_when_a_run_builds_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr("petune.assemble.warn", said.append)
+    write_model(tmp_path / "llama", "llama")
+    vocabulary = json.loads((tmp_path / "llama" / "config.json").read_text())["vocab_size"]
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "llama")
+    made(settings(tmp_path))
+    assert len(said) == 1 and "no table of qwen3_moe" in said[0]
 
 
 def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):

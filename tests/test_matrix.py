@@ -61,6 +61,11 @@ def test_recomputed_blocks_and_dropout_are_those_of_one_process(method: str, bac
     check(case(name, method, BACKENDS[backend](name, 2), recompute=True, dropout=0.1))
 
 
+def test_norms_of_single_heads_train_as_in_one_process() -> None:
+    """Such a norm is whole on every rank, sees its heads alone, and is no linear: only what is left of a region says so."""
+    check(case("qwen3-causal", "full", BACKENDS["tp"]("qwen3-causal", 2), steps=1, passes=(3,)))
+
+
 # Every other pair here; tests/parallel/test_overlap.py has more of them under galaxy, in float64.
 OVERLAPS = [
     pytest.param(backend, METHODS[at], FOUR[at], marks=long if (at + turn) % 2 else ())

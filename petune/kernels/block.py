@@ -138,6 +138,8 @@ class FusedBlock(nn.Module):
         dtype = self.spec.computes_in(device.type)
         if getattr(self, "_is_replica", False):
             return "nn.DataParallel runs copies of it, whose layers it does not know"
+        if any(vars(module).get("exchange") is not None for _, module in self.spec.inside):
+            return "its attention exchanges tokens with other ranks"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
         hooked = self._hooked()
@@ -160,6 +162,9 @@ class FusedBlock(nn.Module):
             return "it attends to an encoder"
         if given.get("output_attentions"):
             return "attention probabilities are asked for"
+        mask = given.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
         if hidden.dtype != dtype:
             return f"hidden states are {_short(hidden.dtype)}, blocks compute in {_short(dtype)}"
         return self.unready(hidden.device)

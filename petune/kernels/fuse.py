@@ -24,14 +24,14 @@ from petune.kernels.group import FOLDED
 from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
+from petune.kernels.padding import FindSegments, Unpadded
 from petune.kernels.parts import Bank, Part, bankable, part_of
 from petune.kernels.region import fuse_sites, unfuse_sites
-from petune.kernels.segments import FindSegments, Unpadded
 from petune.kernels.specs import spec_of
 from petune.kernels.unmade import fuse_head, unfuse_head
 from petune.log import say
 from petune.sites import Family
-from petune.stack import Stack, own_stacks, unownable
+from petune.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 
 OWN_INPUT = 1  # the group whose input attention writes, where no s can be put beside it: o
 
@@ -95,8 +95,12 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
     reasons = _refusals(model, family)
     if reasons or family is None:
         return False, tuple(reasons)
-    before, stacks = bool(_hooks_of(model)), own_stacks(model, family).values()
+    before, owned = bool(_hooks_of(model)), stacks_in(model)
+    stacks = own_stacks(model, family).values()
+    for path, stack in stacks_in(model).items():
+        stack.for_fusing = stack.for_fusing or path not in owned
     reasons = [f"{stack.name}: {reason}" for stack in stacks if (reason := _fuse_stack(model, stack, family, plan)) is not None]
+    disown_stacks(model, lambda stack: stack.for_fusing and not isinstance(stack.blocks[0], FusedBlock))
     if len(reasons) < len(stacks) and not before:
         _hooks_of(model).append(NoCache().register(_owner(model)))
     return len(reasons) < len(stacks), tuple(reasons)
@@ -129,7 +133,7 @@ def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, base
         raise UsageError(f"no block of this {type(model).__name__} can be fused", where=where, found=why, remedy=remedy)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
         raise UsageError(f"nothing of this {type(model).__name__} can be fused", where="kernels", found=why, remedy="use kernels: auto")
-    if why and kernels != "off" and (done.sites or device.type != "cpu"):
+    if why and kernels != "off" and (done.sites or device.type != "cpu" or kernels != "auto"):
         say(f"kernels: the model's own blocks run, not fused ones: {why}" if not done.blocks else f"kernels: not all is fused: {why}")
     return done
 
@@ -193,7 +197,7 @@ def _leave_padding_out(model: nn.Module, stack: Stack) -> None:
         return
     owner = _owner(model)
     path = next(name for name, module in owner.named_modules() if module is stack)
-    _hooks_of(model).extend(FindSegments(owner, stack.rule.causal, Ready(path)).register(owner))
+    _hooks_of(model).extend(FindSegments(model, owner, stack.rule.causal, Ready(path)).register(model, owner))
     stack.edges = Unpadded()
 
 
@@ -229,15 +233,27 @@ def fused_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def unfuse(model: nn.Module) -> None:
-    """The model's own blocks and head again; weights stay where they are."""
+    """The model's own blocks, module lists and head again; every weight has memory of its own."""
     ungraph(model)
     for handle in model.__dict__.pop("petune_fused_hooks", ()):
         handle.remove()
     for module in model.modules():
         if isinstance(module, FusedBlock):
+            for layers, bank in zip(module.spec.layers, module.spec.banks, strict=True):
+                _out_of(bank, layers)
             module.__class__ = type(module).__mro__[2]
             del module.__dict__["spec"]
         elif isinstance(module, Stack) and isinstance(module.edges, Unpadded):
             module.edges = None
+    disown_stacks(model, lambda stack: stack.for_fusing)
     unfuse_sites(model)
     unfuse_head(model)
+
+
+def _out_of(bank: Bank | None, layers: Sequence[nn.Module]) -> None:
+    """Copy what still lies in the bank out of it: such a view keeps the whole bank alive, and is saved and pickled with it."""
+    homes = set() if bank is None else {whole.untyped_storage().data_ptr() for whole in (bank.weight, bank.bias) if whole is not None}
+    for value in (value for layer in layers for value in layer._parameters.values() if value is not None):
+        storage = value.untyped_storage()
+        if storage.data_ptr() in homes and storage.nbytes() > value.nbytes:
+            value.data = value.detach().clone(memory_format=torch.contiguous_format)

@@ -40,8 +40,9 @@ from petune.kernels.configs import Rung
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Kept
 from petune.kernels.memory import rounded, shape_of
+from petune.kernels.padding import Unpadded
 from petune.kernels.prenorm import PreNorm
-from petune.kernels.segments import Segments, Unpadded
+from petune.kernels.segments import Segments
 from petune.log import say
 from petune.running import Running, bound_to
 from petune.stack import Call as Arguments

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +46,8 @@ class Part(NamedTuple):
         return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
-@runtime_checkable
 class HasPart(Protocol):
-    """A tuned linear that can be fused."""
+    """A tuned linear that can be fused. Its own class defines `part`; what a class inherits is not taken for its own."""
 
     def part(self) -> Part:
         """Itself as a Part; without factors while its tuning is passed by."""
@@ -56,10 +55,12 @@ class HasPart(Protocol):
 
 
 def part_of(layer: nn.Module) -> Part | None:
-    """`layer` as a Part, or None for a layer whose forward is not known here."""
+    """`layer` as a Part, or None for a layer whose forward is not exactly known: what its class merely inherits says nothing of it."""
+    if "forward" in vars(layer):  # somebody has put another in its place
+        return None
     if type(layer) is nn.Linear:
         return Part(layer.weight, layer.bias)
-    return layer.part() if isinstance(layer, HasPart) else None
+    return cast("HasPart", layer).part() if "part" in vars(type(layer)) else None
 
 
 def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:

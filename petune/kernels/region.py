@@ -27,7 +27,8 @@ from petune.dropout import Drop, draw, places
 from petune.kernels import library, reference
 from petune.kernels.block import FusedBlock
 from petune.kernels.ops import Ops
-from petune.kernels.parts import HasPart, Part
+from petune.kernels.parts import HasPart, Part, part_of
+from petune.log import say
 from petune.running import bound
 
 # ------------------------------------------------------------------ nodes
@@ -182,6 +183,8 @@ def fuse_sites(model: nn.Module, ops: Ops) -> int:
     found: list[tuple[Any, Any]] = [(module, form) for module in modules if (form := _form(module)) is not None]
     for module, form in found:
         module.__class__ = _fused_class(form, module.__class__, ops)
+    if strangers := {type(module).__name__ for module in modules if hasattr(type(module), "part") and part_of(module) is None}:
+        say(f"kernels: not fused, as what they compute is not known (`part` is not their own): {', '.join(sorted(strangers))}")
     return len(found)
 
 
@@ -196,14 +199,14 @@ def _form(module: nn.Module) -> type[FusedSite] | None:
     """What `module` can become."""
     if isinstance(module, FusedSite):
         return None
-    if isinstance(module, nn.Linear) and isinstance(module, HasPart):
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear and part_of(module) is not None:
         return FusedLora
     if type(module) is NewGELUActivation:
         return FusedGelu
-    return FusedNorm if _is_rms_norm(module) else None
+    return FusedNorm if is_rms_norm(module) else None
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
     """Whether `module` has what T5's and Llama's norms have and computes what they do: Cohere's has the same and subtracts the mean."""
     if set(module._parameters) != {"weight"} or module._modules or not hasattr(module, "variance_epsilon"):
         return False
@@ -220,5 +223,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 @cache
 def _fused_class(form: Any, kind: Any, ops: Ops) -> Any:
-    """The subclass of `kind` whose forward is that of `form`."""
-    return type(f"Fused{kind.__name__}", (form, kind), {"__module__": kind.__module__, "ops": ops})
+    """The subclass of `kind` whose forward is that of `form`; its parts, if it says them, are known as those of `kind` are."""
+    known = {"part": kind.part} if form is FusedLora else {}
+    return type(f"Fused{kind.__name__}", (form, kind), {"__module__": kind.__module__, "ops": ops} | known)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import nn
+from transformers.activations import ACT2FN
 
 from petune.kernels.call import Spec, Where
 from petune.kernels.ops import Ops
@@ -14,6 +15,7 @@ from petune.kernels.parts import part_of
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.reference import Act
+from petune.kernels.region import is_rms_norm
 from petune.sites import Norms, Region, Role, Shape, child_of
 from petune.stack import Stack
 
@@ -34,14 +36,18 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     linears = _linears(block, stack.rule.regions)
     if isinstance(linears, str):
         return linears
-    act = _ACTS.get(str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)))
-    if act is None:
-        return f"its activation {getattr(config, 'hidden_act', None)!r} has no kernel"
+    name = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None))
+    if (act := _ACTS.get(name)) is None:
+        return f"its activation {name!r} has no kernel"
     if getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False):
         return "it attends to an encoder"
     found = _norm_tensors(block, norms)
+    if (reason := _stranger(block, name) or _other_norm([one[0] for one in found if one is not None], norms)) is not None:
+        return reason
     first = block.get_submodule(norms.first)
     attention = block.get_submodule(next(region.enter for region in stack.rule.regions if region.kind == "attention"))
+    if getattr(attention, "exchange", None) is not None:
+        return "its attention exchanges tokens with other ranks"
     after = norms.drops or (None, None)
     return Spec(
         kind=PostNorm if norms.post else PreNorm,
@@ -52,7 +58,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         head_dim=shape.head_dim,
         act=act,
         gated=len(linears[2]) == 2,
-        eps=float(cast("Any", first).variance_epsilon if hasattr(first, "variance_epsilon") else cast("Any", first).eps),
+        eps=_eps(first),
         scale=float(cast("Any", attention).scaling),
         causal=stack.rule.causal,
         ops=ops,
@@ -74,6 +80,33 @@ def _linears(block: nn.Module, regions: Sequence[Region]) -> list[list[nn.Module
                 if part_of(hit[1]) is None:
                     return f"{hit[0]} is a {type(hit[1]).__name__}"
     return [[by_role[role] for role in group if role in by_role] for group in GROUPS]
+
+
+def _stranger(block: nn.Module, activation: str) -> str | None:
+    """What in the block is neither torch's, transformers' nor ours, so that it may compute anything, or is not the config's activation."""
+    known = type(ACT2FN[activation])
+    for path, module in block.named_modules():
+        kind = type(module)
+        homes = {kind.__module__.partition(".")[0], str(kind.forward.__module__).partition(".")[0]}
+        if "forward" in vars(module) or not homes <= {"torch", "transformers", "petune"}:
+            return f"{path or 'the block'} is a {kind.__name__} whose forward is not transformers' own"
+        if not (module._modules or module._parameters or isinstance(module, known | nn.Dropout | nn.Identity)):
+            return f"{path} is a {kind.__name__}, and the config's activation is {activation!r}"
+    return None
+
+
+def _other_norm(norms: Sequence[nn.Module], rule: Norms) -> str | None:
+    """A norm that computes something else than the table says, or with another epsilon than the first."""
+    for norm in norms:
+        if type(norm) is not nn.LayerNorm if rule.post else not is_rms_norm(norm):
+            return f"its norm {type(norm).__name__} is not {'a LayerNorm' if rule.post else 'an RMS norm'}"
+        if _eps(norm) != _eps(norms[0]):
+            return "its norms have different epsilons"
+    return None
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def _norm_tensors(block: nn.Module, norms: Norms) -> list[tuple[nn.Module, str] | None]:

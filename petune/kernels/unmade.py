@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from petune.kernels.head import IGNORED, VocabularySlice, linear_cross_entropy
 from petune.kernels.logits import Origin, Unmade
 from petune.kernels.ops import Ops
+from petune.kernels.parts import Part, part_of
 from petune.log import say
 
 _FUSION = "petune_fused_head"  # attribute of a model
@@ -118,11 +119,10 @@ class _Fusion:
 
     def refusal(self) -> str | None:
         """Why the head as it is now must run by itself, or None."""
-        head: Any = self.head
-        low_rank = all(hasattr(head, name) for name in ("lora_A", "lora_B", "scale", "dropout", "active", "merged"))
-        if type(head) is not nn.Linear and not (isinstance(head, nn.Linear) and low_rank):
+        head, linear = self.head, part_of(self.head)
+        if linear is None:
             return f"{type(head).__name__} is neither torch.nn.Linear nor LoRA on one"
-        if type(head) is not nn.Linear and head.dropout and head.training and head.active and not head.merged:
+        if linear.dropout and head.training:
             return "there is dropout between it and its LoRA factors"
         if self.part is None and len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
             return "others have hooks on the head, and would see no logits"
@@ -138,17 +138,16 @@ class _Fusion:
         count: Tensor | None,
     ) -> Tensor:
         """The cross-entropy of unmade logits, by the head as it is now."""
-        head: Any = self.head
-        tuned = type(head) is not nn.Linear and head.active and not head.merged
-        biases = [one for one in (head.bias, bias) if one is not None]
+        linear = cast("Part", part_of(self.head))
+        biases = [one for one in (linear.bias, bias) if one is not None]
         with autocast():
             return linear_cross_entropy(
                 hidden,
-                head.weight,
+                linear.weight,
                 labels,
                 ops=self.ops,
                 bias=biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None),
-                low=(head.lora_A, head.lora_B, head.scale) if tuned else None,
+                low=None if linear.a is None or linear.b is None else (linear.a, linear.b, linear.scale),
                 smoothing=smoothing,
                 trained=None if self.trained is None else self.trained(),
                 count=count,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         tuned_names,
         tuned_parameters,
         tuned_state,
+        untouched,
         without_tuning,
     )
     from petune.methods.tuned import Tuning, is_wrapped, tuning
@@ -39,6 +40,7 @@ __all__ = [
     "tuned_parameters",
     "tuned_state",
     "tuning",
+    "untouched",
     "without_tuning",
     "wrap",
 ]

@@ -48,6 +48,10 @@ class AdapterLinear(nn.Linear):
         """Where the base layer's output passes before the bottleneck sees it."""
         return self.linear_part
 
+    def kept(self) -> tuple[bool, int]:
+        """Nothing beside what its two linears keep."""
+        return False, 0
+
     def merged_weight(self) -> Tensor:
         """Raises UsageError: the bottleneck has a non-linearity."""
         raise UsageError("an adapter cannot be merged", remedy="keep the base model and load the adapter with petune.load")

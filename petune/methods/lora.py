@@ -61,6 +61,10 @@ class LoraLayer(nn.Module):
         """The layer itself: an update is linear."""
         return self
 
+    def kept(self) -> tuple[bool, int]:
+        """The input, which A reads, and what it makes of it, r features."""
+        return True, self.lora_A.shape[0]
+
     def plain(self) -> nn.Module:
         """The base layer again, sharing weight and bias."""
         layer = self.base.__new__(self.base)

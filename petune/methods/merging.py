@@ -14,11 +14,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from petune import attention
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
 from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
 from petune.methods.lora import LoraLayer
 from petune.methods.tuned import tuned_layers, tuning
+from petune.stack import disown_stacks
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,6 +36,8 @@ def merge(model: Model) -> Model:
     """
     _refuse_unmergeable(model)
     unfuse(model)
+    disown_stacks(model)
+    attention.leave(model)
     for name, layer in list(tuned_layers(model)):
         lora = cast("LoraLayer", layer)
         if lora.merged:

@@ -11,12 +11,12 @@ from torch import nn
 from petune.errors import UsageError
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig, make_memory
 from petune.kernels.fuse import check_kernels, fuse
-from petune.log import say
+from petune.log import say, warn
 from petune.methods import adapter, full, lora, side
 from petune.methods.configs import CONFIGS, FullConfig, MethodConfig, make_config
 from petune.methods.merging import was_merged
 from petune.methods.targets import head_modules
-from petune.methods.trainable import describe, mark_only_trainable
+from petune.methods.trainable import describe, mark_only_trainable, untouched
 from petune.methods.tuned import Tuning, is_wrapped, tuned_modules, tuning
 from petune.models import FAMILIES, family_of
 
@@ -69,6 +69,8 @@ def wrap(
     check_kernels(model, kernels, base_dtype)
     tune(model, config)
     say(describe(model))
+    if (line := untouched(model)) is not None:
+        warn(line)
     fuse(model, family_of(model), kernels, settings_of_memory, base_dtype)
     return model
 

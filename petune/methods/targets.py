@@ -80,6 +80,39 @@ def _by_word(
     return hits
 
 
+def left_alone(model: nn.Module, tuned: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> str | None:
+    """One line about the matrices of a model without a table that `auto` or `all-linear` did not reach, or None where there is none.
+
+    tuned: the layers that have an update; trained: parameters that train. Embeddings, the output head, norms and biases are not counted.
+    """
+    passed = [*tuned, *(module for module in model.modules() if isinstance(module, nn.Embedding))]
+    passed += [head] if (head := _output_head(model)) is not None else []
+    known = {id(value) for module in passed for value in module.parameters(recurse=False)} | {id(value) for value in trained}
+    found: dict[str, list[nn.Parameter]] = {"linears": [], "parameters of 3 dims and more": []}
+    places: dict[str, dict[str, str]] = {kind: {} for kind in found}
+    for name, value in model.named_parameters():
+        if value.dim() < 2 or id(value) in known:
+            continue
+        kind = "linears" if value.dim() == 2 else "parameters of 3 dims and more"
+        found[kind].append(value)
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        places[kind][re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = owner
+    missed = [value for values in found.values() for value in values]
+    if not missed:
+        return None
+    number, total = sum(value.numel() for value in missed), sum(value.numel() for value in model.parameters())
+    shown = [f"{len(found[kind])} {kind} ({_abridged(names)})" for kind, names in places.items() if names]
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    what = f"lora leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone ({100 * number / total:.1f} %)"
+    return f"{what}: {' and '.join(shown)}, as it tunes torch.nn.Linear and Conv1D only, and petune has no table of {family}"
+
+
+def _abridged(names: Mapping[str, str], most: int = 4) -> str:
+    """The first names with the classes of their owners, and how many more there are."""
+    shown = [f"{name} of {owner}" for name, owner in list(names.items())[:most]]
+    return ", ".join(shown + [f"{len(names) - most} more"] * (len(names) > most))
+
+
 def _output_head(model: nn.Module) -> nn.Module | None:
     get = getattr(model, "get_output_embeddings", None)
     return get() if get else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import cast
 
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.methods.configs import FullConfig
+from petune.methods.configs import FullConfig, LoraConfig
+from petune.methods.targets import left_alone
 from petune.methods.tuned import tuned_layers, tuned_modules, tuning
 from petune.stack import Stack
 
@@ -85,3 +87,12 @@ def describe(model: nn.Module) -> str:
     trained, total = count_parameters(model)
     settings = ", ".join(f"{name}={value}" for name, value in asdict(record.config).items() if value not in ("auto", (), None))
     return f"{record.method}({settings}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"
+
+
+def untouched(model: nn.Module) -> str | None:
+    """One line about what LoRA's `auto` and `all-linear` leave alone in a wrapped model of a family without a table, or None."""
+    record = tuning(model)
+    if not isinstance(record.config, LoraConfig) or record.family is not None or record.config.targets not in ("auto", "all-linear"):
+        return None
+    layers = [cast("nn.Module", layer) for _, layer in tuned_layers(model)]
+    return left_alone(model, layers, tuned_parameters(model).values())

@@ -43,6 +43,13 @@ class TunedLayer(Tuned, Protocol):
         """
         ...
 
+    def kept(self) -> tuple[bool, int]:
+        """What a forward pass keeps for the backward pass of the tuning: whether the input, and how many features of its own per token.
+
+        Linears inside the layer, one after the other, are counted by themselves.
+        """
+        ...
+
     def merged_weight(self) -> Tensor:
         """Base weight with the tuning in it, dtype of the base weight; the sum is made in float32 at least."""
         ...

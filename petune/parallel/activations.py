@@ -18,16 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
 
 from petune.parallel.plan import Cut
 from petune.sites import Region, StackRule, child_of
 
 NORM = 4  # bytes of what a norm saves, whatever the activations are
 OPEN = 4  # bytes of a softmax that is computed openly
-STEPS = {"NewGELUActivation": 3}  # activations made of single operations: what they save besides their input, in features
+STEPS: dict[type[nn.Module], int] = {NewGELUActivation: 3}  # activations of single operations: features they save besides their input
 
 
 @dataclass(frozen=True)
@@ -89,26 +90,25 @@ def _of_region(
     entering: dict[int, float] = {}
     total = 0.0
     for role, layer in layers.items():
-        inner = _inner(layer)
-        total += read[role] * inner * itemsize
-        if layer is not leave and (inner or _trains(layer)):
+        total += read[role] * _declared(layer)[1] * itemsize
+        if layer is not leave and (_declared(layer)[0] or _trains(layer)):
             source = id(layer) if itemsize < NORM else read[role]  # in float32 layers that read the same save one tensor
             entering[source] = read[role] * layer.in_features * itemsize
     total += sum(entering.values())
     if region.kind == "attention":
         made = {role: layer.out_features for role, layer in layers.items()}
         total += itemsize * (tokens * (made["q"] + leave.in_features) + keys * (made["k"] + made["v"]))
-        enter = _module(block, region.enter)
-        for norm in _norms(enter):  # of each head by itself
-            size = made["q"] if "q" in _name_in(enter, norm) else made["k"]
-            total += tokens * size / _width(norm) * _of_norm(norm)
-        if itemsize < NORM and _inner(leave):
+        by_head = () if rule.norms is None else ((rule.norms.q, made["q"]), (rule.norms.k, made["k"]))
+        for path, size in by_head:
+            if path is not None and (norm := child_of(block, path)) is not None:
+                total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
+        if itemsize < NORM and _declared(leave)[0]:
             total += tokens * leave.in_features * itemsize
         return Saved(total) + _pairs(block, region, rule, extent.heads * tokens * keys, itemsize, dropout)
     columns = leave.in_features
-    steps = max((STEPS.get(type(part).__name__, 0) for part in _module(block, region.enter).modules()), default=0)
+    steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
     total += tokens * columns * itemsize * ((3 if "gate" in layers else 1) + steps)
-    if (_inner(leave) or _trains(leave)) and not _relu(block, region):
+    if (_declared(leave)[0] or _trains(leave)) and not _relu(block, region):
         total += tokens * columns * itemsize
     return Saved(total)
 
@@ -146,10 +146,9 @@ def _trains(layer: nn.Module) -> bool:
     return weight is not None and weight.requires_grad
 
 
-def _inner(layer: nn.Module) -> int:
-    """The rank of a layer's low-rank factors, 0 where it has none."""
-    factors = [value for name, value in layer._parameters.items() if value is not None and name not in ("weight", "bias")]
-    return max((min(value.shape) for value in factors), default=0)
+def _declared(layer: nn.Module) -> tuple[bool, int]:
+    """Whether a layer's tuning keeps the layer's input, and how many features of its own; see TunedLayer.kept."""
+    return cast("tuple[bool, int]", cast("Any", layer).kept()) if hasattr(layer, "kept") else (False, 0)
 
 
 def _bottleneck(layer: nn.Module, itemsize: int) -> float:
@@ -160,11 +159,11 @@ def _bottleneck(layer: nn.Module, itemsize: int) -> float:
 
 
 def _norms(module: nn.Module) -> Iterator[nn.Module]:
-    yield from (part for part in module.modules() if "norm" in type(part).__name__.lower() and any(True for _ in _own(part)))
-
-
-def _name_in(owner: nn.Module, part: nn.Module) -> str:
-    return str(next(name for name, module in owner.named_modules() if module is part))
+    """Modules that scale and shift features and hold nothing else: each of their tensors is a vector."""
+    for part in module.modules():
+        own = list(_own(part))
+        if own and all(value.dim() == 1 for value in own):
+            yield part
 
 
 def _width(norm: nn.Module) -> int:

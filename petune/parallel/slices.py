@@ -20,7 +20,7 @@ from petune.errors import UsageError
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.sites import CutKind, Family, Region, Shape, Split, child_of
-from petune.stack import Stack, own_stacks
+from petune.stack import Stack, own_stacks, stacks_in
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def cut(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) ->
 def stacks_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Stack]]:
     """The stacks of a model, made its own if they are not yet, with their full names."""
     own_stacks(model, family)
-    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, Stack))
+    yield from stacks_in(model).items()
 
 
 def _cut_region(block: nn.Module, region: Region, where: str, cut: Cut, shape: Shape, rank: int, slices: dict[str, Slice]) -> set[str]:
@@ -81,7 +81,7 @@ def _cut_region(block: nn.Module, region: Region, where: str, cut: Cut, shape: S
         name, layer = found
         kind: CutKind = "row" if leave is not None and layer is leave[1] else "column"
         seen |= {f"{name}.{own}" for own, _ in layer.named_parameters()}
-        for own, split in _splits(layer, kind, f"{where}.{name}").items():
+        for own, split in splits_of(layer, kind, f"{where}.{name}").items():
             whole |= _narrow(layer, own, split, sizes[role], rank, f"{where}.{name}", slices)
     enter = module_at(block, region.enter, where)
     for name, dim in region.by_head.items():
@@ -103,14 +103,21 @@ def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[int, 
     return {role: keys if role in ("k", "v") else queries for role in region.sites}
 
 
-def _splits(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:
-    """How the tensors of a linear, tuned or plain, are cut."""
-    declared = getattr(layer, "splits", None)
-    if declared is not None:
-        return cast("Mapping[str, Split]", declared(kind))
-    if isinstance(layer, nn.Linear):
+def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split]:
+    """How the tensors of a linear are cut: torch's own as is known, any other as it declares.
+
+    Raises UsageError for a layer that says nothing, or nothing of one of its tensors.
+    """
+    if type(layer) is nn.Linear:
         return {"weight": 0, "bias": 0} if kind == "column" else {"weight": 1, "bias": "owner"}
-    raise UsageError(f"{type(layer).__name__} does not say how it is cut across ranks", where=where, expected="a torch.nn.Linear")
+    if not hasattr(layer, "splits"):
+        expected = "a torch.nn.Linear itself, or a layer with `splits`"
+        raise UsageError(f"{type(layer).__name__} does not say how it is cut across ranks", where=where, expected=expected)
+    declared = cast("Mapping[str, Split]", cast("Any", layer).splits(kind))
+    if unsaid := [name for name, _ in layer.named_parameters() if name not in declared]:
+        sides = {"expected": ", ".join(declared), "found": ", ".join(unsaid)}
+        raise UsageError(f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut", where=where, **sides)
+    return declared
 
 
 def _narrow(layer: nn.Module, own: str, split: Split, sizes: tuple[int, ...], rank: int, where: str, slices: dict[str, Slice]) -> set[str]:

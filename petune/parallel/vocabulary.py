@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError, UsageError
 from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, applied, copy, gather_dim, reduce
-from petune.parallel.slices import Placed, Slice
+from petune.parallel.slices import Placed, Slice, splits_of
 from petune.sites import Split
 
 FIRST = "first_row"  # attribute of a module that is cut by vocabulary: the number of its first row
@@ -47,8 +47,8 @@ def refusal(model: nn.Module) -> str | None:
             return "an embedding is tuned beside its table, by factors that every rank needs whole"
         if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
             return "an embedding with max_norm, scale_grad_by_freq or sparse gradients must see every token"
-    if head is not None and not isinstance(head, nn.Linear):
-        return f"its head is a {type(head).__name__} and not a torch.nn.Linear"
+    if head is not None and type(head) is not nn.Linear and not hasattr(head, "splits"):
+        return f"its head is a {type(head).__name__}, neither torch.nn.Linear itself nor a layer with `splits`"
     return None
 
 
@@ -70,8 +70,8 @@ def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
         raise UsageError("shares of the vocabulary must add up, with at least a row for each rank", expected=str(rows), found=str(sizes))
     splits: dict[int, Split] = {id(table.weight): 0 for table in tables}
     if head is not None:
-        declared = cast("Any", head).splits("column") if hasattr(head, "splits") else {"weight": 0, "bias": 0}
-        splits |= {id(value): declared[name] for name, value in head.named_parameters() if name in declared}
+        declared = splits_of(head, "column", "the head")
+        splits |= {id(value): declared[name] for name, value in head.named_parameters()}
     placed = Placed()
     for name, value in model.named_parameters(remove_duplicate=False):
         if id(value) in splits:

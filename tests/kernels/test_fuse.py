@@ -151,6 +151,12 @@ def test_blocks_that_decline_without_padding_are_the_models_own_and_say_so_once(
     assert len(said) == 1 and "cache" in said[0]
 
 
+def test_a_mask_of_another_kind_goes_to_the_models_own_block() -> None:
+    fused, _ = pair("llama", LORA)
+    assert "as its mask" in str(block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 9)}))
+    assert block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 1, 9, 9)}) is None
+
+
 def test_a_call_in_training_that_says_nothing_of_a_cache_has_none_and_runs_fused() -> None:
     fused, _ = pair("llama", LORA)
     ids = batch("llama")["input_ids"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,14 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from petune import attention
 from petune.errors import UsageError
+from petune.kernels.fuse import unfuse
+from petune.kernels.region import unfuse_sites
+from petune.kernels.unmade import unfuse_head
 from petune.methods import is_wrapped, merge, merged_weights, tuned_parameters, wrap
+from petune.models import family_of
+from petune.stack import own_stacks
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, prompt, stir, tiny
 
 
@@ -35,24 +44,92 @@ def test_a_merged_model_computes_what_the_adapter_did(name: str) -> None:
     assert_close(merge(model)(**inputs).logits, expected)
 
 
-@pytest.mark.parametrize("name", FOUR)
-def test_a_merged_model_has_nothing_of_petune_left(name: str) -> None:
-    base, model = tiny(name), merge(stirred(name))
-    assert [(key, type(module)) for key, module in model.named_modules()] == [(key, type(module)) for key, module in base.named_modules()]
-    assert list(model.state_dict()) == list(base.state_dict())
-    assert {key: value.shape for key, value in model.state_dict().items()} == {key: value.shape for key, value in base.state_dict().items()}
-    assert not is_wrapped(model)
-    for (key, module), (_, plain) in zip(model.named_modules(), base.named_modules(), strict=True):
+PAST = ("kernels: off", "kernels: reference", "stacks of its own", "q alone", "unfused first")
+
+
+def merged(name: str, method: str, past: str) -> Any:
+    """A model that was tuned, trained for a step and merged."""
+    settings: dict[str, Any] = {"r": 4, "targets": ["q", "o"] if past == "q alone" else "auto"} if method == "lora" else {}
+    unfused = past in ("kernels: off", "stacks of its own") or (name.startswith("bart") and method == "full")
+    model = wrap(tiny(name), method, kernels="off" if unfused else "reference", **settings)
+    if past == "stacks of its own":
+        own_stacks(model, family_of(model))  # type: ignore[arg-type]
+        attention.use(model)
+    model.train()(**batch(name)).loss.backward()
+    model.zero_grad(set_to_none=True)
+    if past == "unfused first":
+        unfuse(model)
+    return merge(model.eval())
+
+
+def assert_never_met_petune(model: nn.Module, base: nn.Module) -> None:
+    """Module by module: class, children as they are iterated, attributes, every dictionary of hooks, and memory of its own."""
+    for (key, module), (other, plain) in zip(model.named_modules(), base.named_modules(), strict=True):
+        assert (key, type(module)) == (other, type(plain))
         assert module.__dict__.keys() == plain.__dict__.keys(), key
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks"):
-            assert len(getattr(module, hooks)) == len(getattr(plain, hooks)), key
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert model.config.to_dict() == base.config.to_dict()
+        assert module.training == plain.training, key
+        for name, value in plain.__dict__.items():
+            if "hooks" in name:
+                assert len(module.__dict__[name]) == len(value), (key, name)
+            elif isinstance(value, str | int | float | bool | tuple | type(None)):
+                assert module.__dict__[name] == value, (key, name)
+        if isinstance(plain, nn.ModuleList):
+            assert [type(child) for child in module] == [type(child) for child in plain]  # type: ignore[attr-defined]
+            assert [type(child) for child in module[:1]] == [type(child) for child in plain[:1]]  # type: ignore[index]
+    for (key, value), (other, plain_value) in zip(model.named_parameters(), base.named_parameters(), strict=True):
+        assert (key, value.shape, value.dtype, value.requires_grad) == (other, plain_value.shape, plain_value.dtype, True)
+        assert value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and type(value) is nn.Parameter, key
+
+
+@pytest.mark.parametrize("name", {config: name for name, (_, config, _) in ZOO.items()}.values())  # one of each family
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_merged_model_has_never_met_petune(name: str, method: str) -> None:
+    base = tiny(name)
+    base(**batch(name))  # Hugging Face notes in a config what labels it has seen
+    for past in PAST:
+        model = merged(name, method, past)
+        assert_never_met_petune(model, base)
+        assert not is_wrapped(model) and list(model.state_dict()) == list(base.state_dict())
+        assert model.config.to_dict() == base.config.to_dict()
+        assert model.config._attn_implementation == base.config._attn_implementation
+
+
+@pytest.mark.parametrize("past", ["kernels: reference", "q alone"])
+def test_an_unfused_model_was_never_fused(past: str) -> None:
+    settings: dict[str, Any] = {"r": 4, "targets": ["q"] if past == "q alone" else "auto"}
+    base, model = (wrap(tiny("llama-causal"), "lora", kernels=kernels, **settings) for kernels in ("off", "reference"))
+    unfuse(model)
+    for one in (base, model):
+        one.requires_grad_(True)
+    assert_never_met_petune(model, base)
+
+
+def test_a_stack_that_cannot_be_fused_leaves_none_behind() -> None:
+    base, model = (wrap(tiny("llama-causal", hidden_act="relu6"), "lora", r=4, kernels=kernels) for kernels in ("off", "reference"))
+    unfuse_sites(model)
+    unfuse_head(model)
+    assert [(key, type(one)) for key, one in model.named_modules()] == [(key, type(one)) for key, one in base.named_modules()]
+    assert not any(one._forward_pre_hooks for one in model.modules())
+
+
+def test_merged_models_are_unpickled_where_there_is_no_petune(tmp_path: Path) -> None:
+    for name in FOUR:
+        (tmp_path / name).write_bytes(pickle.dumps((merged(name, "lora", "kernels: reference"), batch(name))))
+    script = """
+import pathlib, pickle, sys
+sys.modules["petune"] = None
+for path in pathlib.Path(sys.argv[1]).iterdir():
+    model, inputs = pickle.loads(path.read_bytes())
+    assert model(**inputs).loss > 0
+assert not [name for name in sys.modules if name.startswith("petune.")]
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_a_merged_model_is_saved_and_loaded_as_a_plain_one(name: str, tmp_path: Path) -> None:
-    model = merge(stirred(name))
+    model = merge(stirred(name, kernels="reference"))
     expected = model(**batch(name)).logits
     model.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)

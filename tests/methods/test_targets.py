@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
@@ -217,3 +226,46 @@ def test_a_single_unknown_module_to_train_is_an_error_too() -> None:
 def test_a_module_trained_whole_is_never_a_target_too() -> None:
     model = wrap(tiny("bert-classify"), "lora", r=2, targets="all-linear", also_train=["pooler", "classifier"])
     assert not {name for name in lora_layers(model) if "pooler" in name or "classifier" in name}
+
+
+# ------------------------------------------------------------------ what is left alone
+
+
+EXPERTS: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+QWEN = Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+MIXTRAL = MixtralConfig(**EXPERTS, num_local_experts=4)
+
+
+@pytest.mark.parametrize("targets", ["auto", "all-linear"])
+@pytest.mark.parametrize(("kind", "config"), [(Qwen3MoeForCausalLM, QWEN), (MixtralForCausalLM, MIXTRAL)], ids=["qwen3", "mixtral"])
+def test_experts_that_lora_does_not_reach_are_said_in_one_line(
+    kind: Any, config: Any, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.methods.registry.warn", said.append)
+    model = wrap(kind(config), "lora", r=2, targets=targets)
+    missed = [value for name, value in model.named_parameters() if ".experts." in name or name.endswith("mlp.gate.weight")]
+    number, total = sum(value.numel() for value in missed), sum(value.numel() for value in model.parameters())
+    (line,) = said
+    assert f"leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone" in line and len(missed) == 6
+    assert "2 linears (model.layers.*.mlp.gate.weight of " in line
+    assert "4 parameters of 3 dims and more (model.layers.*.mlp.experts.gate_up_proj of " in line
+    assert f"no table of {config.model_type}" in line
+
+
+def test_nothing_is_said_where_nothing_is_left_or_targets_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.methods.registry.warn", said.append)
+    wrap(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2)), "lora", r=2)
+    wrap(Qwen3MoeForCausalLM(QWEN), "lora", r=2, targets=["q_proj"])
+    wrap(Qwen3MoeForCausalLM(QWEN), "full")
+    wrap(tiny("llama-causal"), "lora", r=2)
+    assert said == []

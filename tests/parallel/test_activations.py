@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from petune.methods import wrap
 from petune.models import family_of
@@ -29,14 +30,15 @@ WIDE: dict[str, int] = {
 LENGTH, ROWS = 48, 2
 
 
-def model_of(name: str, method: str, depth: int, bf16: bool = False, **changes: Any) -> Any:
+def model_of(name: str, method: str, depth: int, bf16: bool = False, r: int = 16, **changes: Any) -> Any:
     """A wider model of the zoo with `depth` blocks per stack, tuned, in training mode."""
     made, config, values = ZOO[name]
     layers = {key: depth for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers") if key in values}
     wide = {key: value for key, value in WIDE.items() if key in values}
     torch.manual_seed(0)
     model = made(config(**{**values, **wide, **layers, **changes})).train()
-    return wrap(model.bfloat16() if bf16 and method != "full" else model, method, **({"reduction": 8} if method == "side" else {}))
+    settings = {"side": {"reduction": 8}, "lora": {"r": r}}.get(method, {})
+    return wrap(model.bfloat16() if bf16 and method != "full" else model, method, **settings)
 
 
 def saved_by_autograd(model: Any, name: str, bf16: bool = False) -> int:
@@ -88,6 +90,32 @@ def test_dropout_is_near(name: str, rates: tuple[str, str]) -> None:
     changes = dict.fromkeys(rates, 0.1)
     saved = [saved_by_autograd(model_of(name, "lora", depth, **changes), name) for depth in (1, 2)]
     assert estimated(model_of(name, "lora", 2), dropouts=(0.1, 0.1)) == pytest.approx(saved[1] - saved[0], rel=0.3)
+
+
+def test_the_rank_of_an_update_is_what_its_layer_says() -> None:
+    """A rank above the width is no less a rank."""
+
+    saved = [saved_by_autograd(model_of("llama-causal", "lora", depth, r=300), "llama-causal") for depth in (1, 2)]
+    assert estimated(model_of("llama-causal", "lora", 2, r=300)) == pytest.approx(saved[1] - saved[0], rel=0.05)
+
+
+class Rescale(LlamaRMSNorm):
+    """A norm by another name."""
+
+
+class NormalLinear(nn.Linear):
+    """No norm, whatever it is called."""
+
+
+def test_norms_and_linears_are_known_by_their_tensors_and_not_by_their_names() -> None:
+    model = model_of("qwen3-causal", "full", 2)
+    before = estimated(model)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.__class__ = Rescale
+        elif type(module) is nn.Linear:
+            module.__class__ = NormalLinear
+    assert estimated(model) == before
 
 
 def test_side_saves_in_the_ladder_only() -> None:

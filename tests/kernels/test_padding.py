@@ -1,0 +1,399 @@
+"""Padding left out: kept tokens get what they would have got in the padded batch, and whatever is read is Hugging Face's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BertConfig,
+    BertForQuestionAnswering,
+    BertModel,
+    BertPreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask
+
+import petune
+from petune.kernels import attending
+from petune.kernels.attending import How
+from petune.kernels.padding import NO_MASK, FindSegments, Unpadded
+from petune.kernels.segments import Segments, from_mask, pack
+from petune.methods.configs import SideConfig
+from petune.methods.side import apply as climb
+from petune.models import family_of
+from petune.running import Running, bound, running
+from petune.stack import own_stacks
+from tests.methods.zoo import VOCAB, ZOO, assert_same_gradients, gradients, tiny
+
+MASKS = {
+    "right": [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0]],
+    "left": [[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]],
+    "holes": [[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 0, 0]],
+    "an empty row": [[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]],
+}
+PACKED = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5], [0, 0, 1, 0, 1, 2]]
+
+
+class Attend(torch.autograd.Function):
+    """attending's two functions as one node, as a fused block strings them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        out, ctx.kept = attending.forward(q, k, v, how)
+        ctx.how = how
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out = ctx.saved_tensors
+        return *attending.backward(dout, q, k, v, out, ctx.kept, ctx.how), None
+
+
+def within_segments(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, None]:
+    """Hugging Face's attention function as a fused block would compute it."""
+    segments: Segments | None = running().segments
+    assert segments is None or (mask is None and query.shape[0] == 1 and query.shape[2] == segments.total)
+    how = How(bool(getattr(module, "is_causal", True)), kw["scaling"], len(query), segments, mask)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    return Attend.apply(*flat, how).unflatten(0, (query.shape[0], -1)), None  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    AttentionInterface.register("within_segments", within_segments)
+    AttentionMaskInterface.register("within_segments", sdpa_mask)
+    yield
+    AttentionInterface._global_mapping.pop("within_segments")
+    AttentionMaskInterface._global_mapping.pop("within_segments")
+
+
+def both(name: str, side: bool = False, **changes: Any) -> tuple[Any, Any]:
+    """The model as it is, and one whose stack leaves padding out; float64."""
+    models = [tiny(name, attn_implementation=way, **changes).double() for way in ("sdpa", "within_segments")]
+    for model in models if side else []:
+        torch.manual_seed(3)
+        climb(model, family_of(model), SideConfig(reduction=4, dropout=0.0), ())
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    plain, model = models
+    if not side:
+        model.load_state_dict(plain.state_dict())
+    unpad(model)
+    return plain, model
+
+
+def unpad(model: Any) -> None:
+    family = family_of(model)
+    assert family is not None
+    (stack,) = own_stacks(model, family).values()
+    stack.edges = Unpadded()
+    FindSegments(model, model.base_model, stack.rule.causal).register(model, model.base_model)
+
+
+def inputs(side: str, **more: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    mask = torch.tensor(MASKS[side])
+    return {"input_ids": torch.randint(3, VOCAB, (3, 6)), "attention_mask": mask, **more}
+
+
+def tokens_in_stack(model: Any) -> list[tuple[int, ...]]:
+    """Shapes that the first block sees from now on."""
+    seen: list[tuple[int, ...]] = []
+    block = next(iter(own_stacks(model, family_of(model)).values()))[0]  # type: ignore[arg-type]
+    block.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    return seen
+
+
+def test_bert_computes_on_kept_tokens_what_it_computed_in_the_padded_batch() -> None:
+    plain, model = both("bert-tokens")
+    batch = inputs("right")
+    seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
+    left: list[Tensor] = []
+    model.bert.register_forward_hook(lambda _, args, output: left.append(output.last_hidden_state))
+    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    assert seen == [(1, int(kept.sum()), 64)]
+    assert not left[0][~kept].any()
+    batch["labels"] = torch.where(kept, batch["input_ids"] % 3, -100)
+    (loss, grads), (expected_loss, expected_grads) = gradients(model, batch), gradients(plain, batch)
+    assert seen[1:] == [(1, int(kept.sum()), 64)]
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(grads, expected_grads, 1e-12)
+
+
+def test_bert_pools_the_first_token_of_every_row() -> None:
+    plain, model = both("bert-classify")
+    batch = inputs("right", labels=torch.tensor([0, 2, 1]), token_type_ids=torch.tensor([[0, 0, 1, 1, 1, 1]] * 3))
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama-causal", "qwen3-causal", "mistral-causal"])
+def test_a_decoder_computes_on_kept_tokens_what_it_computed_in_the_padded_batch(name: str) -> None:
+    plain, model = both(name)
+    batch: dict[str, Any] = inputs("right") | {"use_cache": False}
+    seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
+    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    batch["position_ids"] = 2 * torch.arange(6).expand(3, -1)  # each row has positions of its own
+    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    batch["labels"] = torch.where(kept, batch["input_ids"], -100)
+    assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], 1e-12)
+    assert seen == [(1, int(kept.sum()), 64)] * 3
+
+
+# ------------------------------------------------------------------ what is read all the same
+
+
+def everywhere(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with labels on every token, padding included, or with one for each row."""
+    return batch | {"labels": torch.tensor([0, 2, 1]) if name.endswith("classify") else batch["input_ids"] % 3}
+
+
+@pytest.mark.parametrize("side", MASKS)
+@pytest.mark.parametrize("name", ["bert-classify", "bert-tokens", "bert-mlm", "llama-causal", "llama-classify"])
+def test_fused_blocks_agree_with_hugging_face_wherever_padding_stands_and_labels_do(name: str, side: str) -> None:
+    plain = tiny(name).double().train()
+    fused = petune.wrap(copy.deepcopy(plain), "full", kernels="reference").train()
+    batch, close = everywhere(name, inputs(side)), 1e-9 if name.startswith("bert") else 2e-6  # Hugging Face's RMS norm is float32
+    found, expected = fused(**batch), plain(**batch)
+    torch.testing.assert_close(found.loss.float(), expected.loss.float(), rtol=2e-6, atol=0)
+    if side != "right" or not name.endswith("classify"):  # then no place is left out
+        torch.testing.assert_close(torch.as_tensor(found.logits), expected.logits, rtol=close, atol=close)
+    assert_same_gradients(gradients(fused, batch)[1], gradients(plain, batch)[1], close)
+
+
+def test_the_first_token_of_a_model_without_a_head_is_hugging_faces() -> None:
+    plain = tiny("bert-classify").double().bert
+    fused = petune.wrap(copy.deepcopy(plain), "lora", kernels="reference").train()
+    for side in MASKS:
+        found, expected = fused(**inputs(side)), plain(**inputs(side))
+        torch.testing.assert_close(found.pooler_output, expected.pooler_output, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=1e-9, atol=1e-9)
+
+
+def test_a_head_over_all_places_of_a_row_reads_padding_too() -> None:
+    config = BertConfig(**{**ZOO["bert-tokens"][2], "num_labels": 2})
+    plain = BertForQuestionAnswering(config).double()
+    fused = petune.wrap(copy.deepcopy(plain), "full", kernels="reference").train()
+    batch = inputs("right", start_positions=torch.tensor([0, 1, 2]), end_positions=torch.tensor([3, 1, 2]))
+    assert_same_gradients(gradients(fused, batch)[1], gradients(plain, batch)[1], 1e-9)
+
+
+class Mean(BertPreTrainedModel):
+    """A model of somebody's own, which reads every place."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.bert(**batch).last_hidden_state.mean(1)
+
+
+def test_who_else_reads_hidden_states_finds_padding_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.kernels.padding.say", said.append)
+    own = Mean(BertConfig(**ZOO["bert-tokens"][2])).double().eval()
+    fused = petune.wrap(copy.deepcopy(own), "lora", kernels="reference").train()
+    for _ in range(2):
+        torch.testing.assert_close(fused(**inputs("right")), own(**inputs("right")), rtol=1e-9, atol=1e-9)
+    plain, model = both("bert-tokens")
+    torch.testing.assert_close(model.bert(**inputs("right"))[0], plain.bert(**inputs("right"))[0], rtol=1e-12, atol=1e-12)
+    assert [line.partition("is computed too: ")[2] for line in said] == [
+        "Mean is not transformers' own, and may read every place",
+        "the model was not called by its head",
+    ]
+
+
+def test_a_classifier_pools_a_token_that_is_masked() -> None:
+    plain, model = both("llama-classify")
+    seen, batch = tokens_in_stack(model), inputs("right") | {"use_cache": False}  # no token is pad_token_id
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
+    batch["input_ids"] = batch["input_ids"] * batch["attention_mask"]
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
+    assert seen == [(3, 6, 64), (1, 12, 64)]
+
+
+def test_labels_of_an_unknown_shape_keep_the_padding() -> None:
+    plain, model = both("llama-causal")
+    seen, batch = tokens_in_stack(model), inputs("right")
+    shifted = batch["input_ids"].roll(-1, 1)
+    call: dict[str, Any] = batch | {"labels": batch["input_ids"][:, 1:], "shift_labels": shifted, "use_cache": False}
+    torch.testing.assert_close(model(**call).loss, plain(**call).loss, rtol=1e-12, atol=1e-12)
+    assert seen == [(3, 6, 64)]
+
+
+# ------------------------------------------------------------------ samples that are packed, ladders
+
+
+def test_packed_samples_do_not_see_one_another() -> None:
+    plain, model = both("llama-causal")
+    ids = inputs("right")["input_ids"]
+    batch: dict[str, Any] = {"input_ids": ids, "position_ids": torch.tensor(PACKED), "labels": ids, "use_cache": False}
+    seen = tokens_in_stack(model)
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
+    assert seen == [(1, 18, 64)]
+    assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], 1e-12)
+    alone = {"input_ids": ids[:1, 4:], "position_ids": torch.tensor([[0, 1]]), "use_cache": False}
+    torch.testing.assert_close(model(**batch).logits[:1, 4:], plain(**alone).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_one_row_of_positions_packs_every_row() -> None:
+    plain, model = both("llama-causal")
+    batch: dict[str, Any] = {"input_ids": inputs("right")["input_ids"], "position_ids": torch.tensor(PACKED[:1]), "use_cache": False}
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_a_ladder_climbs_beside_kept_tokens() -> None:
+    plain, model = both("llama-causal", side=True)
+    batch: dict[str, Any] = inputs("right") | {"use_cache": False}
+    kept = batch["attention_mask"].bool()
+    for one in (plain, model):
+        nn.init.constant_(one.model.layers.side.up.weight, 0.1)
+    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_of_whole_hidden_states_is_what_is_kept_of_them() -> None:
+    segments, x = from_mask(torch.tensor(MASKS["right"])), torch.randn(3, 6, 4)
+    assert segments is not None
+    edges, here = Unpadded(), Running(segments=segments)
+    assert torch.equal(edges.part(x, here), pack(x, segments))
+    assert torch.equal(edges.leave(edges.part(x, here), here), x * torch.tensor(MASKS["right"])[..., None])
+    assert edges.part(x, Running()) is x and edges.leave(x, Running()) is x
+
+
+def test_a_stack_with_a_position_bias_is_not_entered_packed() -> None:
+    model = tiny("t5-classify")
+    stack = own_stacks(model, family_of(model))["encoder"]  # type: ignore[arg-type]
+    with bound(segments=from_mask(torch.tensor(MASKS["right"]))), pytest.raises(AssertionError, match="keeps its padding"):
+        Unpadded().enter(stack, {"hidden_states": torch.randn(3, 6, 64)})
+
+
+# ------------------------------------------------------------------ the hooks
+
+
+def test_the_mask_that_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = both("llama-causal")
+    made: list[int] = []
+
+    def counted(*args: Any, **kw: Any) -> Any:
+        made.append(1)
+        return sdpa_mask(*args, **kw)
+
+    AttentionMaskInterface.register("within_segments", counted)
+    try:
+        batch = inputs("right")
+        model(**batch, use_cache=False)
+        model(input_ids=batch["input_ids"], position_ids=torch.tensor(PACKED), use_cache=False)
+        assert not made
+        model(**batch, use_cache=True)
+        assert made
+    finally:
+        AttentionMaskInterface.register("within_segments", sdpa_mask)
+
+
+def test_a_block_that_reads_the_mask_after_all_raises() -> None:
+    for name in ("bert-tokens", "llama-causal"):
+        for way in ("sdpa", "eager"):
+            model = tiny(name, attn_implementation=way)
+            FindSegments(model, model.base_model, name == "llama-causal").register(model, model.base_model)
+            with pytest.raises(RuntimeError, match="size"):
+                model(**inputs("right"), use_cache=False)
+    with pytest.raises(RuntimeError, match="size"):
+        nn.functional.scaled_dot_product_attention(*torch.randn(3, 1, 1, 4, 8), attn_mask=NO_MASK)
+
+
+def test_segments_are_known_inside_the_call_alone_also_after_an_exception() -> None:
+    _, model = both("bert-tokens")
+    seen: list[Any] = []
+    handle = model.bert.encoder.layer[1].register_forward_pre_hook(lambda *_: seen.append(running().segments))
+    model(**inputs("right"))
+    assert [type(one) for one in seen] == [Segments] and running().segments is None
+
+    def fail(*_: Any) -> None:
+        assert running().segments is not None
+        raise KeyError("a block failed")
+
+    handle.remove()
+    model.bert.encoder.layer[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="a block failed"):
+        model(**inputs("right"))
+    assert running().segments is None
+
+
+def test_arguments_may_be_given_by_position() -> None:
+    plain, model = both("llama-causal", use_cache=False)
+    ids, mask = inputs("right").values()
+    seen, labels = tokens_in_stack(model), torch.where(mask.bool(), ids, -100)
+    for counted, shape in ((labels, (1, 12, 64)), (ids, (3, 6, 64))):
+        found, expected = (one(ids, mask, None, None, None, counted).loss for one in (model, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert seen.pop() == shape
+
+
+def test_embeddings_may_be_given_in_place_of_tokens() -> None:
+    plain, model = both("llama-causal")
+    ids, mask = inputs("right").values()
+    embedded = plain.model.embed_tokens(ids)
+    seen = tokens_in_stack(model)
+    found, expected = (one(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits[mask.bool()] for one in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert seen == [(1, 12, 64)]
+
+
+LEFT_ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "nothing to leave out": ("llama-causal", {}, {"attention_mask": torch.ones(3, 6), "use_cache": False}),
+    "no mask": ("bert-tokens", {}, {"attention_mask": None}),
+    "an encoder's positions": ("bert-tokens", {}, {"attention_mask": None, "position_ids": torch.tensor(PACKED)}),
+    "a mask of four dims": ("llama-causal", {}, {"attention_mask": torch.ones(3, 1, 6, 6).tril().bool(), "use_cache": False}),
+    "a mask comes before positions": (
+        "llama-causal",
+        {},
+        {"attention_mask": torch.ones(3, 6), "position_ids": torch.tensor(PACKED), "use_cache": False},
+    ),
+    "a cache by default": ("llama-causal", {}, {}),
+    "a cache": ("llama-causal", {"use_cache": False}, {"use_cache": True}),
+    "hidden states recorded": ("llama-causal", {}, {"output_hidden_states": True, "use_cache": False}),
+    "hidden states recorded by config": ("bert-tokens", {"output_hidden_states": True}, {}),
+    "a sliding window": ("mistral-causal", {"sliding_window": 3}, {"use_cache": False}),
+    "a BERT as a decoder": ("bert-tokens", {"is_decoder": True}, {}),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_calls_that_need_their_padding_keep_it(why: str) -> None:
+    name, changes, more = LEFT_ALONE[why]
+    plain, model = both(name, **changes)
+    seen, batch = tokens_in_stack(model), inputs("right") | more
+    found, expected = model(**batch), plain(**batch)
+    assert seen == [(3, 6, 64)]
+    kept = torch.tensor(MASKS["right"]).bool()
+    torch.testing.assert_close(found.logits[kept], expected.logits[kept], rtol=1e-12, atol=1e-12)
+    for one, other in zip(found.hidden_states or (), expected.hidden_states or (), strict=True):
+        torch.testing.assert_close(one[kept], other[kept], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "encoder_hidden_states"])
+def test_calls_that_go_on_from_a_cache_or_across_to_an_encoder_keep_their_padding(name: str) -> None:
+    whole, call = tiny("llama-causal"), inputs("right") | {"use_cache": False}
+    model = whole.model
+    hooks = FindSegments(whole, model, causal=True)
+    hooks.before_model(whole, (), call)
+    assert hooks.before(model, (), call | {name: torch.randn(3, 4, 64)}) is None and running().segments is None
+    assert hooks.before(model, (), call | {name: None}) is not None and running().segments is not None
+    hooks.after(model, (), None)
+
+
+def test_a_copied_model_finds_its_own_segments() -> None:
+    plain, model = both("bert-tokens")
+    model = copy.deepcopy(model)
+    batch = inputs("right")
+    seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
+    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    assert seen == [(1, 12, 64)]
