@@ -14,7 +14,7 @@ from torch import nn
 from petune import checkpoint, export
 from petune.assemble import Prepared, choose_place, labels_of, load_base, prepare, rebuild
 from petune.errors import FileError, UsageError
-from petune.evaluate import asking, batches, evaluate, scoring
+from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
@@ -89,20 +89,23 @@ class Run:
     def eval(self) -> dict[str, Any]:
         """Score the tuned model and the untouched base on the recipe's held-out rows; also written to eval.json.
 
-        The base's scores are those of the run when the rows are the same, else measured anew. Raises DataError for a label the model
-        does not know.
+        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says why the run is no success.
+        Raises DataError for a label the model does not know.
         """
-        trained_on = self.summary["rows"]
+        summary = self.summary
         prepared = prepare(self.recipe, labels_of(self.folder / "tuned"))
         after = self._score(self.speaker.model, prepared)
-        if prepared.rows.sha256 == trained_on:
-            before = self.summary["before"]
+        same = prepared.rows.sha256 == summary["rows"]
+        if same:
+            before = summary["before"]
         elif self.base is not None:
             before = self._score(self.base.model, prepared)
         else:
             with without_tuning(self.speaker.model):
                 before = self._score(self.speaker.model, prepared)
-        scores = {"base": before, "tuned": after, "rows": len(prepared.encoded.eval)}
+        here = {"before": before, "after": after} | ({} if same else {"last": after, "head_only": None})
+        warnings = shortcomings(summary | here)
+        scores = {"base": before, "tuned": after, "rows": len(prepared.encoded.eval), "warnings": warnings}
         checkpoint.write_json(self.folder / "eval.json", scores)
         return scores
 

@@ -36,7 +36,7 @@ def header_lines(
 
 
 def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) -> list[str]:
-    """Loss and score before and after, cost, files, and the commands that come next."""
+    """Loss and score before and after, cost, files, the commands that come next and, last, why the run is no success."""
     metric, out = str(summary["metric"]), folder.path
     before, after = summary["before"][metric], summary["after"][metric]
     control = f"   (head only: {summary['head_only']:.4f})" if summary["head_only"] is not None else ""
@@ -51,6 +51,7 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
         f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
         f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
         f"next     petune eval {out}   |   {ask}   |   {use}",
+        *(f"WARNING  {line}" for line in summary["warnings"]),
     ]
 
 
