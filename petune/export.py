@@ -179,11 +179,12 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
 
 
 def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) -> Model:
-    """Tune `base_model`, in place, as the folder says: one that `save` or peft's LoRA wrote. What was trained requires gradients again.
+    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA wrote.
 
-    A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is rounded on a bf16 base unless it is float32
-    there. `verify_base` compares the SHA-256 of the whole base with the stored one. Raises FileError for a tensor that is missing,
-    unexpected, mis-shaped or not finite, for another base, and for a setting petune lacks; UsageError for a model that is wrapped already.
+    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is
+    rounded on a bf16 base, with a warning, unless it is float32 there. `verify_base` compares the SHA-256 of the whole base with the stored
+    one. Raises FileError for a tensor that is missing, unexpected, mis-shaped, not finite or no weight, for another base, and for a setting
+    petune lacks; UsageError for a model that is wrapped already.
     """
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
     if is_wrapped(model):

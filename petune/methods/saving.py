@@ -21,10 +21,11 @@ from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods.configs import FullConfig
 from petune.methods.trainable import frozen_tensors, mark_only_trainable, tuned_names, tuned_state
 from petune.methods.tuned import Tuning
-from petune.tensorfile import check_dtypes, write_json, write_tensors
+from petune.tensorfile import check_dtypes, read_json, write_json, write_tensors
 
 TUNED = "tuned"  # the folder, inside the one that `save_pretrained` is given, that `petune.load` reads
 WEIGHTS = "model.safetensors"  # what the Trainer looks for and hands to `load_state_dict`
+CONFIG = "config.json"
 NO_WEIGHTS = {"transformers_weights": "none, as this is a tuning without its base: read it with petune.load(base, folder)"}  # no such file
 _IDLE = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}  # nothing to do for small files
 
@@ -50,7 +51,7 @@ class TunedModel(nn.Module):
         save(self, folder / TUNED, overwrite=True)
         write_tensors(folder / WEIGHTS, tuned_state(self), {"format": "petune"})
         config = json.loads(cast("Any", self).config.to_json_string())
-        write_json(folder / "config.json", config | {"architectures": [type(self).__name__]} | NO_WEIGHTS)
+        write_json(folder / CONFIG, config | {"architectures": [type(self).__name__]} | NO_WEIGHTS)
 
     def _refuse(self, folder: Path, state_dict: Mapping[str, Tensor] | None, others: Mapping[str, Any]) -> None:
         """Raise UsageError for what would be ignored, or would destroy something."""
@@ -58,7 +59,7 @@ class TunedModel(nn.Module):
         if asked:
             remedy = "petune.merge(model) first, then save_pretrained writes a plain model with every option of transformers"
             raise UsageError(f"a wrapped model has no {asked[0]}", where="save_pretrained", remedy=remedy)
-        if (folder / "config.json").exists() and not (folder / TUNED).is_dir():
+        if (folder / CONFIG).exists() and not NO_WEIGHTS.items() <= read_json(folder / CONFIG).items():
             remedy = "give another: the tuning would take the place of its weights"
             raise UsageError("this folder holds a whole model", where=str(folder), remedy=remedy)
         given = {} if state_dict is None else dict(state_dict)
@@ -123,5 +124,6 @@ def forget(model: nn.Module) -> None:
 
 
 def plain_class(model: nn.Module) -> Any:
-    """The class the model had before it was wrapped."""
-    return type(model).__bases__[1] if isinstance(model, TunedModel) else type(model)
+    """The class the model had before it was wrapped, whatever class others (FSDP) have put over it since."""
+    order = type(model).__mro__
+    return order[order.index(TunedModel) + 1] if TunedModel in order else order[0]

@@ -137,6 +137,7 @@ def test_a_wrapped_model_is_still_of_its_class_and_its_copies_save_as_it_does(tm
 def test_save_pretrained_refuses_what_it_would_ignore_or_destroy(tmp_path: Path) -> None:
     model = wrapped("lora")
     tiny("llama-causal").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tuned").mkdir()
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
     with pytest.raises(UsageError, match="whole model"):
         model.save_pretrained(tmp_path / "base")
