@@ -481,6 +481,11 @@ def _differences(mine: Mapping[str, Any], facts: Mapping[str, Any], kept: Mappin
     ]
     problems += [Problem(f"the tensor {key!r} is missing", where) for key in sorted(set(wanted) - set(kept))]
     problems += [Problem(f"the tensor {key!r} is unexpected", where) for key in sorted(set(kept) - set(wanted))]
+    problems += [
+        Problem(f"the tensor {key!r} holds {str(kept[key].dtype).removeprefix('torch.')}, not moments", where, "a float")
+        for key in sorted(set(wanted) & set(kept))
+        if not kept[key].is_floating_point() or kept[key].element_size() == 1
+    ]
     return problems + [
         Problem(f"the tensor {key!r} has another shape", where, str(wanted[key]), str([*kept[key].shape]))
         for key in sorted(set(wanted) & set(kept))

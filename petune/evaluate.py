@@ -1,8 +1,11 @@
-"""Scoring a model on held-out rows, and the control every classifier is held against: a head trained on the frozen backbone alone."""
+"""Scoring a model on held-out rows, the control every classifier is held against, and what is to be said of a run that is no success.
+
+The control is a head trained on the frozen backbone alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import TrainingFault
-from petune.tasks import Example, Scorer, collate, loss_sum
+from petune.tasks import METRICS, Example, Scorer, collate, loss_sum
 
 Batch = dict[str, Tensor]
 
@@ -96,6 +99,33 @@ def scoring(*models: nn.Module) -> Iterator[None]:
     finally:
         for model, training in zip(models, before, strict=True):
             model.train(training)
+
+
+def shortcomings(summary: Mapping[str, Any]) -> list[str]:
+    """Why the run of a summary is no success, one line each with the numbers and what to do; nothing where it is one.
+
+    It diverged where the training loss ended above its start and the held-out loss above the untouched base's: the first alone may be the
+    noise of one batch, the second overfitting. A score equal to the base's is no better; the control must be better to be named.
+    """
+    metric, before, after = str(summary["metric"]), summary["before"], summary["after"]
+    (first, last), at_end, rate = summary["loss"], summary.get("last") or after, summary.get("lr")
+    direction = summary.get("direction") or METRICS[summary["task"]][metric]
+    lower = "lower lr" if rate is None else f"lower lr (it was {rate:g})"
+    lines = []
+    diverged = last > first and at_end["loss"] > before["loss"]
+    if diverged:
+        lines.append(
+            f"training diverged: loss {first:.4f} -> {last:.4f}, held out {before['loss']:.4f} -> {at_end['loss']:.4f}; "
+            f"{lower} or raise warmup"
+        )
+    if after[metric] <= before[metric] if direction == "max" else after[metric] >= before[metric]:
+        remedy = lower if diverged else "try another lr, more epochs or more data, and look at the rows with petune data"
+        lines.append(f"no better than the untouched base: {metric} {before[metric]:.4f} -> {after[metric]:.4f}, held out; {remedy}")
+    control = summary.get("head_only")
+    if control is not None and control > after["accuracy"]:
+        remedy = "try another lr, more epochs or more data"
+        lines.append(f"a head alone on the frozen base does better: accuracy {control:.4f}, tuned {after['accuracy']:.4f}; {remedy}")
+    return lines
 
 
 def head_only(

@@ -28,14 +28,16 @@ from petune.file_hashes import FileHashes
 from petune.fingerprint import bare, compare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.folders import commit_folder
 from petune.log import warn
-from petune.methods import Tuning, is_wrapped, lora, mark_only_trainable, merged_weights, tuned_names, tuned_state, tuning
+from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
 from petune.methods.configs import FullConfig, LoraConfig, MethodConfig, make_config
 from petune.methods.lora import LoraLayer
+from petune.methods.saving import TUNED as TUNED_FOLDER
+from petune.methods.saving import plain_class, remember
 from petune.methods.tuned import tuned_layers
 from petune.models import family_of
 from petune.models.load import quiet, weight_files
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
-from petune.tensorfile import is_finite, open_regular, read_json, read_tensors, write_file, write_json, write_tensors
+from petune.tensorfile import check_dtypes, is_finite, open_regular, read_json, read_tensors, write_file, write_json, write_tensors
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
 
@@ -176,7 +178,7 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
     logging.disable_progress_bar()
     try:
         with quiet():
-            model.save_pretrained(work, state_dict=dict(state))
+            plain_class(model).save_pretrained(model, work, state_dict=dict(state))
     except SafetensorError as error:
         raise MachineError(f"cannot write: {error}", where=str(work), remedy="check the disk's free space") from error
     finally:
@@ -188,17 +190,17 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
 
 
 def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) -> Model:
-    """Tune `base_model`, in place, as the folder says: one that `save` or peft's LoRA wrote. What was trained requires gradients again.
+    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA wrote.
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.load(base, "tuned")
 
-    A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is rounded on a bf16 base unless it is float32
-    there. `verify_base` compares the SHA-256 of the files the base was loaded from with those stored by a run, or that of its tensors with
-    the one given to `save`. Raises FileError for a tensor that is missing,
-    unexpected, mis-shaped or not finite, for another base, and for a setting petune lacks; UsageError for a model that is wrapped already.
+    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is
+    rounded on a bf16 base, with a warning, unless it is float32 there. `verify_base` compares the SHA-256 of the files the base was loaded
+    from with those stored by a run, or that of its tensors with the one given to `save`. Raises FileError for a tensor that is missing,
+    unexpected, mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a wrapped model.
     """
-    folder, model = Path(folder), bare(base_model)
+    folder, model = _tuned_folder(Path(folder)), bare(base_model)
     if is_wrapped(model):
         raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
     record = _read_record(folder)
@@ -221,6 +223,12 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) ->
         config.id2label = {int(index): label for index, label in labels.items()}
         config.label2id = {label: int(index) for index, label in labels.items()}
     return base_model
+
+
+def _tuned_folder(folder: Path) -> Path:
+    """`folder`, or the `tuned/` in it: a run and a checkpoint of the Trainer keep what was tuned there."""
+    inside = folder / TUNED_FOLDER
+    return inside if (inside / RECORD).is_file() and not (folder / RECORD).exists() else folder
 
 
 @dataclass(frozen=True)
@@ -340,14 +348,24 @@ def _load_lora(model: nn.Module, folder: Path, record: _Record | None) -> None:
     if record is not None:
         check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TENSORS, record.also_train)
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    wanted = {f"{name}.lora_{factor}": lora.factor_dtype(plain[name][1]) for name in adapter.layers for factor in "AB"}
+    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
+    heads = {name: value for head in also_train for name, value in _named(model, head).items()}
+    _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
     if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
     for name, own in adapter.layers.items():
         full, layer = plain[name]
         model.set_submodule(full, lora.tune(layer, own, (state[f"{name}.lora_A"], state[f"{name}.lora_B"])))
-    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
-    _remember(model, Tuning("lora", record.config if record else adapter.config, _family(model), also_train))
-    _fill({name: value for head in also_train for name, value in _named(model, head).items()}, state)
+    remember(model, Tuning("lora", record.config if record else adapter.config, _family(model), also_train))
+    _fill(heads, state)
+
+
+def _check_dtypes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], file: Path) -> None:
+    """Raise FileError for tensors that cannot be weights; say which are rounded."""
+    if rounded := check_dtypes(state, wanted, str(file)):
+        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        warn(f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; to keep it, load the base in the dtype it was tuned in")
 
 
 def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
@@ -357,11 +375,6 @@ def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
 def _family(model: nn.Module) -> str | None:
     family = family_of(model)
     return family.name if family else None
-
-
-def _remember(model: nn.Module, record: Tuning) -> None:
-    setattr(model, "petune_tuning", record)  # noqa: B010
-    mark_only_trainable(model)
 
 
 def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -374,13 +387,15 @@ def _load_tuned(model: nn.Module, folder: Path, record: _Record) -> None:
     """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned tensor."""
     state = read_tensors(folder / TUNED)
     check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
+    check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))  # before the model is changed
     devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
     wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
     shapes = {name: tuple(value.shape) for name, value in wanted.items()}
     check_tensors(shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
-    _remember(model, replace(tuning(model), config=record.config))
+    _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
+    remember(model, replace(tuning(model), config=record.config))
     _fill(wanted, state)
 
 
@@ -401,8 +416,9 @@ def _load_full(model: nn.Module, folder: Path, record: _Record) -> None:
     given = {id(own[name]) for name in state if name in own}
     tied = {name for name, value in own.items() if name not in state and id(value) in given}  # written once, under its other name
     check_tensors({name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder)
+    _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
     _fill({name: own[name] for name in state}, state)
-    _remember(model, Tuning("full", FullConfig(), _family(model), ()))
+    remember(model, Tuning("full", FullConfig(), _family(model), ()))
 
 
 # ---------------------------------------------------------------- merging

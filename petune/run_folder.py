@@ -223,10 +223,11 @@ def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)
+    warned = "".join(f"\n**Warning:** {line}.\n" for line in summary["warnings"])
     return f"""# {recipe.name}: {recipe.model} tuned with {method}
 
 {metric}: {before:.4f} on the untouched base, {after:.4f} tuned ({summary["steps"]} steps, {summary["seconds"]} s).
-
+{warned}
 ```python
 import petune, transformers
 {code}
@@ -239,7 +240,7 @@ import petune, transformers
 | metrics.jsonl, loss.png | one line per step and per evaluation; the curve |
 | run.log, env.json | everything the run said; versions and machine |
 | checkpoints/step-N/, best | resumable states, whole or absent; which is the best |
-| summary.json | scores before and after, time, tokens, memory |
+| summary.json | scores before and after, warnings, time, tokens, memory |
 """
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from petune import checkpoint, export
 from petune.assemble import Prepared, choose_place, labels_of, load_base, prepare, rebuild
 from petune.errors import FileError, UsageError
-from petune.evaluate import asking, batches, evaluate, scoring
-from petune.inference import Chat, Speaker
+from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
+from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
 from petune.models.load import resolve_model
@@ -103,13 +103,25 @@ class Run:
         model: nn.Module = load_base(source, tuned.task, labels_of(self.folder / "tuned"), self.recipe, tuned.tokenizer).model
         return replace(tuned, model=model.to(tuned.place.device).eval())
 
-    def generate(self, prompt: str, **options: Any) -> str:
-        """The tuned model's answer to `prompt`; for classify the label. `options` as in transformers' generate."""
-        return self.speaker.ask(prompt, **options)
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[str], **options: Any) -> list[str]: ...
+    def generate(self, prompt: str | Sequence[str], **options: Any) -> str | list[str]:
+        """The tuned model's answer to a text, or a list of answers to a list of texts, each asked by itself; for classify the label.
+
+        `options` are transformers' generation options. Greedy unless one of sampling (`temperature=0.7`, `top_p=0.9`, ...) is given.
+        Raises UsageError for prompts that are no texts and for options that are unknown, out of range or contradict each other.
+        """
+        if isinstance(prompt, list | tuple):
+            return self.generate_many(prompt, **options)
+        return self.speaker.ask(text_of(prompt), **options)
 
     def generate_many(self, prompts: Sequence[str], **options: Any) -> list[str]:
-        """`generate` for each prompt."""
-        return [self.generate(prompt, **options) for prompt in prompts]
+        """`generate` for each text of a list. Raises UsageError as it does, before the first answer."""
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise UsageError("generate_many takes a list of texts", found=repr(prompts)[:80], remedy="for one text use generate")
+        return [self.speaker.ask(prompt, **options) for prompt in [text_of(prompt) for prompt in prompts]]
 
     def chat(self, **options: Any) -> Chat:
         """A conversation with the tuned model that can switch to the untouched base."""
@@ -118,21 +130,24 @@ class Run:
     def eval(self) -> dict[str, Any]:
         """Score the tuned model and the untouched base on the recipe's held-out rows; also written to eval.json.
 
-        The base's scores are those of the run when the rows are the same, else measured anew. Raises DataError for a label the model
-        does not know.
+        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says why the run is no success.
+        Raises DataError for a label the model does not know.
         """
-        trained_on = self.summary["rows"]
+        summary = self.summary
         objects = self.objects if self.objects.model is None else replace(self.objects, tokenizer=self.speaker.tokenizer)
         prepared = prepare(self.recipe, labels_of(self.folder / "tuned"), objects)
         after = self._score(self.speaker.model, prepared)
-        if prepared.rows.sha256 == trained_on:
-            before = self.summary["before"]
+        same = prepared.rows.sha256 == summary["rows"]
+        if same:
+            before = summary["before"]
         elif self.base is not None:
             before = self._score(self.base.model, prepared)
         else:
             with without_tuning(self.speaker.model):
                 before = self._score(self.speaker.model, prepared)
-        scores = {"base": before, "tuned": after, "rows": len(prepared.encoded.eval)}
+        here = {"before": before, "after": after} | ({} if same else {"last": after, "head_only": None})
+        warnings = shortcomings(summary | here)
+        scores = {"base": before, "tuned": after, "rows": len(prepared.encoded.eval), "warnings": warnings}
         checkpoint.write_json(self.folder / "eval.json", scores)
         return scores
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from petune import checkpoint
 from petune.errors import FileError, Problem
 from petune.parallel import Runner
+from petune.tensorfile import check_dtypes
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
@@ -50,6 +51,9 @@ def fill(tuned: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], where: 
     wrong = sorted(set(saved) ^ set(tuned)) or [name for name in saved if saved[name].shape != tuned[name].shape]
     if wrong:
         raise FileError([Problem("is not the tensor this recipe trains", where=f"{where}: {name}") for name in wrong[:10]])
+    for name in check_dtypes(saved, {name: value.dtype for name, value in tuned.items()}, where)[:1]:
+        sides = {"expected": str(tuned[name].dtype), "found": str(saved[name].dtype)}
+        raise FileError("would be rounded", where=f"{where}  {name}", remedy="resume with the dtype that the run began with", **sides)
     with torch.no_grad():
         for name, value in saved.items():
             tuned[name].copy_(value)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from petune.errors import FileError, MachineError, TrainingFault
+from petune.errors import FileError, MachineError, Problem, TrainingFault
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,6 +45,12 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WEIGHTS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+)  # one may be read from another; 8 bits mean nothing without a scale
 
 # A header is parsed into Python objects some twenty times its size: 4 MiB hold about 40,000 tensors and bound what a hostile one can cost.
 MAX_HEADER = 4 << 20
@@ -303,6 +309,27 @@ def read_tensors(path: Path, *, finite: bool = True, links: bool = False, under:
             if finite and not is_finite(tensor):
                 raise FileError("holds a NaN or an infinity", where=f"{path}  {name}", remedy="its training had failed: use an earlier one")
     return tensors
+
+
+def check_dtypes(found: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], where: str) -> list[str]:
+    """Names of the tensors `found` in the file `where` that are rounded when they are read into the dtypes `wanted`.
+
+    Raises FileError naming the first ten that cannot be read: integers, truth values, complex and 8-bit numbers in the place of weights.
+    """
+    pairs = {name: (value.dtype, wanted[name]) for name, value in found.items() if value.dtype != wanted[name]}
+    remedy = "use the file as its training saved it: a quantised or converted one lacks what is needed to read it"
+    problems = [
+        Problem(f"holds {_said(mine)}, not weights", f"{where}  {name}", expected=_said(theirs), remedy=remedy)
+        for name, (mine, theirs) in pairs.items()
+        if mine not in _WEIGHTS or theirs not in _WEIGHTS
+    ]
+    if problems:
+        raise FileError(problems[:10])
+    return [name for name, (mine, theirs) in pairs.items() if torch.promote_types(mine, theirs) != theirs]
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _header(file: FileIO, path: Path) -> Header:

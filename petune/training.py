@@ -26,7 +26,7 @@ from petune.audit import Audit, comparable, digest, frozen_checksums
 from petune.callbacks import Callback, Callbacks
 from petune.dropout import step_key
 from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault, UsageError
-from petune.evaluate import Batch, batches, evaluate, head_only, scoring
+from petune.evaluate import Batch, batches, evaluate, head_only, scoring, shortcomings
 from petune.file_hashes import FileHashes
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
@@ -717,16 +717,19 @@ class Training:
 
     def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
         progress = self.progress
-        return {
+        summary = {
             "task": self.task.name,
             "format": self.prepared.rows.format,
             "rows": self.prepared.rows.sha256,
             "num_labels": len(self.prepared.rows.labels or ()),
             "metric": self.metric,
+            "direction": "max" if self.larger_is_better else "min",
             "before": progress.before,
             "after": dict(scores),
+            "last": progress.scores,
             "head_only": progress.head_only,
             "loss": [progress.first_loss, progress.last_loss],
+            "lr": self.recipe.learning_rate,
             "steps": progress.step,
             "best_step": progress.best_step,
             "tokens": progress.tokens,
@@ -734,6 +737,7 @@ class Training:
             "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 1),
             "peak_memory_bytes": peak,
         }
+        return summary | {"warnings": shortcomings(summary)}
 
 
 def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -41,7 +41,7 @@ def header_lines(
 
 
 def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) -> list[str]:
-    """Loss and score before and after, cost, files, and the commands that come next."""
+    """Loss and score before and after, cost, files, the commands that come next and, last, why the run is no success."""
     metric, out = str(summary["metric"]), folder.path
     before, after = summary["before"][metric], summary["after"][metric]
     control = f"   (head only: {summary['head_only']:.4f})" if summary["head_only"] is not None else ""
@@ -59,6 +59,7 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
         f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
         f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
         f"next     {next_}",
+        *(f"WARNING  {line}" for line in summary["warnings"]),
     ]
 
 

@@ -701,6 +701,7 @@ def test_state_that_does_not_fit_is_refused_whole() -> None:
         ("missing", optimizer, names_of, {k: v for k, v in tensors.items() if k != key}, facts),
         ("unexpected", optimizer, names_of, tensors | {"optimizer/exp_avg/nowhere": torch.ones(1)}, facts),
         ("shape", optimizer, names_of, tensors | {key: torch.ones(3)}, facts),
+        ("holds int64, not moments", optimizer, names_of, tensors | {key: tensors[key].long()}, facts),
         ("shape", torch.optim.AdamW(wide_groups), dict(wide.named_parameters()), tensors, facts),
         ("first.wait", optimizer, {name.replace("weight", "wait"): value for name, value in names_of.items()}, tensors, facts),
         ("groups differ", torch.optim.AdamW(net.parameters()), names_of, tensors, facts),

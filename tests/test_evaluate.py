@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from petune.errors import TrainingFault
-from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring
+from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings
 from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
@@ -137,3 +138,44 @@ def test_the_features_of_the_control_do_not_depend_on_padding(family: str, tmp_p
         module: nn.Module = made.model.get_submodule(head)
         batch = next(iter(plain(made, examples, 5)))
         assert torch.allclose(module(found["pooled"]), forward(made.model, batch), atol=1e-5)
+
+
+GOOD: dict[str, Any] = {
+    **{"task": "classify", "metric": "accuracy", "direction": "max", "lr": 0.5, "loss": [2.0, 0.5], "head_only": 0.8},
+    **{"before": {"accuracy": 0.4, "loss": 1.5}, "after": {"accuracy": 0.9, "loss": 0.6}, "last": {"accuracy": 0.9, "loss": 0.6}},
+}
+WORSE = {"accuracy": 0.3, "loss": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"head_only": 0.9}, []),
+        ({"head_only": None}, []),
+        ({"head_only": 0.95}, ["a head alone on the frozen base does better: accuracy 0.9500, tuned 0.9000"]),
+        ({"after": {"accuracy": 0.4, "loss": 0.6}, "head_only": None}, ["no better than the untouched base: accuracy 0.4000 -> 0.4000"]),
+        ({"loss": [0.5, 0.9]}, []),  # one noisy batch: the held-out loss fell
+        ({"last": WORSE}, []),  # overfitting after the best step: the training loss fell
+        (
+            {"loss": [4.55, 7.93], "last": WORSE},
+            ["training diverged: loss 4.5500 -> 7.9300, held out 1.5000 -> 4.0000; lower lr (it was 0.5)"],
+        ),
+        (
+            {"loss": [4.55, 7.93], "last": WORSE, "after": WORSE},
+            ["training diverged", "untouched base: accuracy 0.4000 -> 0.3000", "a head alone"],
+        ),
+        ({"metric": "loss", "direction": "min"}, []),
+        ({"metric": "loss", "direction": "min", "after": {"accuracy": 0.9, "loss": 1.6}}, ["untouched base: loss 1.5000 -> 1.6000"]),
+    ],
+)
+def test_a_run_that_is_no_success_is_said_with_its_numbers(changes: dict[str, Any], said: list[str]):
+    lines = shortcomings(GOOD | changes)
+    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+
+
+def test_the_summary_of_an_earlier_release_is_judged_too():
+    old = {name: value for name, value in GOOD.items() if name not in ("direction", "lr", "last")}
+    assert shortcomings(old) == []
+    (line,) = shortcomings(old | {"loss": [1.0, 2.0], "after": {"accuracy": 0.9, "loss": 2.0}})
+    assert "lower lr or raise warmup" in line

@@ -20,7 +20,7 @@ from transformers.models.t5 import T5Config, T5ForConditionalGeneration
 
 from petune import export, folders
 from petune.errors import FileError, TrainingFault, UsageError
-from petune.methods import merged_weights, tuned_state, wrap
+from petune.methods import is_wrapped, merged_weights, tuned_state, wrap
 
 torch.set_num_threads(1)
 
@@ -245,9 +245,11 @@ def test_folders_that_are_no_tuning_are_explained(tmp_path: Path) -> None:
     bert().save_pretrained(tmp_path / "whole")
     with pytest.raises(FileError, match="whole model"):
         export.load(bert(), tmp_path / "whole")
-    export.save(tuned(bert), tmp_path / "run" / "tuned")
-    with pytest.raises(FileError, match=r"give .*run/tuned"):
+    export.save(tuned(bert), tmp_path / "run" / "mine")
+    with pytest.raises(FileError, match=r"give .*run/mine"):
         export.load(bert(), tmp_path / "run")
+    (tmp_path / "run" / "mine").rename(tmp_path / "run" / "tuned")
+    assert is_wrapped(export.load(bert(), tmp_path / "run"))  # as a run and a checkpoint of the Trainer keep it
     (tmp_path / "run" / "tuned" / "petune.json").write_text('{"format": 99}')
     with pytest.raises(FileError, match="another version"):
         export.load(bert(), tmp_path / "run" / "tuned")
@@ -426,3 +428,37 @@ def test_a_flipped_bit_in_a_number_is_found(method: str, tmp_path: Path) -> None
     file.write_bytes(content)
     with pytest.raises(FileError, match="changed or damaged"):
         export.load(bert(), tmp_path / "a")
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_a_tensor_that_holds_no_weights_is_refused_by_name_and_the_base_is_untouched(
+    method: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As it would be in a file that somebody quantised: its numbers mean nothing without their scales."""
+    folder = export.save(tuned(bert, method), tmp_path / "a")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name, value in tensors.items() if value.dim() == 2 and value.any())
+    save_file({**tensors, name: tensors[name].to(dtype)}, file, {"format": "pt"})
+    record = json.loads((folder / "petune.json").read_text())
+    (folder / "petune.json").write_text(json.dumps(record | {"sha256": {}}))
+    base = bert()
+    with pytest.raises(FileError, match=f"holds {str(dtype).removeprefix('torch.')}, not weights") as caught:
+        export.load(base, folder)
+    assert name.removeprefix("base_model.model.").removesuffix(".weight") in str(caught.value)
+    assert not is_wrapped(base) and torch.equal(logits(base), logits(bert()))
+    if method == "lora":
+        (folder / "petune.json").unlink()  # as peft writes it
+        with pytest.raises(FileError, match="not weights"):
+            export.load(base, folder)
+
+
+def test_rounding_what_was_trained_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(export, "warn", said.append)
+    folder = export.save(tuned(bert, "lora"), tmp_path / "a")
+    export.load(bert(), folder)
+    assert said == []
+    export.load(bert().to(torch.bfloat16), folder)  # the factors stay float32, the head does not
+    assert len(said) == 1 and "classifier" in said[0] and "rounded to torch.bfloat16" in said[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from petune.errors import UsageError
+from petune.inference import settle_options
 from petune.methods import without_tuning
 from petune.tasks import encode_prompt
 from petune.training import load_run
@@ -43,11 +44,70 @@ def test_many_prompts_have_the_answers_of_each(tmp_path: Path):
     assert loaded.generate_many(prompts, max_new_tokens=3) == [loaded.generate(prompt, max_new_tokens=3) for prompt in prompts]
 
 
-def test_options_are_transformers_own(tmp_path: Path):
+def test_options_of_sampling_sample_and_are_transformers_own(tmp_path: Path):
     loaded = trained(tmp_path)
+    ids = torch.tensor([encode_prompt("red", "causal", loaded.speaker.tokenizer, loaded.speaker.data, format=loaded.speaker.format)])
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"temperature": 5}, {"do_sample": True, "temperature": 5.0}),
+        ({"top_k": 50, "temperature": 9.0}, {"do_sample": True, "top_k": 50, "temperature": 9.0}),
+        ({"do_sample": True}, {"do_sample": True}),
+        ({"num_beams": 3}, {"do_sample": False, "num_beams": 3}),
+        ({"temperature": 0}, {"do_sample": False}),
+    ]
+    for said, meant in cases:
+        torch.manual_seed(1)
+        answer = loaded.generate("red", max_new_tokens=8, **said)
+        torch.manual_seed(1)
+        mask = torch.ones_like(ids)
+        expected = loaded.speaker.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, pad_token_id=0, **meant)[0]
+        assert answer == loaded.speaker.tokenizer.decode(expected[ids.shape[1] :], skip_special_tokens=True).strip()
     torch.manual_seed(0)
-    answers = {loaded.generate("red", do_sample=True, temperature=5.0, max_new_tokens=8) for _ in range(5)}
-    assert len(answers) > 1
+    assert len({loaded.generate("red", temperature=5.0, max_new_tokens=8) for _ in range(5)}) > 1
+    assert loaded.generate(["red", "sun"], max_new_tokens=3) == loaded.generate_many(("red", "sun"), max_new_tokens=3)
+    with pytest.raises(UsageError, match=r"transformers refuses[\s\S]*early_stopping"):
+        loaded.generate("red", early_stopping=3)
+    for wrong in (5, None, b"red", ["red", 5], [["red"]], {"text": "red"}):
+        with pytest.raises(UsageError, match="a prompt is a text"):
+            loaded.generate(wrong)
+    for wrong in ("red", 5, None):
+        with pytest.raises(UsageError, match="takes a list of texts"):
+            loaded.generate_many(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temprature": 1.5}, "'temprature' is no generation option[\\s\\S]*did you mean: temperature"),
+        ({"max_tokens": 5}, "max_new_tokens"),
+        ({"prompt": "red"}, "'prompt' is no generation option"),
+        ({"num_return_sequences": 3}, "more than one text"),
+        ({"temperature": "hot"}, "temperature does not fit[\\s\\S]*at least 0, found 'hot'"),
+        ({"temperature": -1}, "temperature does not fit"),
+        ({"temperature": float("nan")}, "temperature does not fit"),
+        ({"temperature": True}, "temperature does not fit"),
+        ({"top_p": 1.5}, "at most 1, found 1.5"),
+        ({"max_new_tokens": 0}, "at least 1, found 0"),
+        ({"max_new_tokens": 5.0}, "a whole number"),
+        ({"do_sample": "no"}, "true or false"),
+        ({"temperature": 1.5, "do_sample": False}, "temperature samples and do_sample=False does not"),
+        ({"temperature": 0, "do_sample": True}, "temperature=0 is greedy and do_sample=True samples"),
+        ({"temperature": 0, "top_p": 0.5}, "top_p samples"),
+        ({"max_new_tokens": 5, "max_length": 9}, "two limits"),
+        ({"max_new_tokens": 5, "min_new_tokens": 6}, "at most 5, found 6"),
+    ],
+)
+def test_options_that_would_be_ignored_or_contradict_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        settle_options(options)
+
+
+def test_every_fault_of_the_options_is_named_at_once_and_none_means_unsaid():
+    with pytest.raises(UsageError) as caught:
+        settle_options({"temprature": 1, "top_p": 2.0})
+    assert len(caught.value.problems) == 2
+    assert settle_options({"temperature": None, "max_length": 9}) == {"do_sample": False, "max_length": 9}
+    assert settle_options({"min_new_tokens": 200})["max_new_tokens"] == 200
+    assert settle_options({"top_p": 0.9}) == {"max_new_tokens": 128, "do_sample": True, "top_p": 0.9}
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -56,8 +116,13 @@ def test_a_classifier_answers_with_a_label_and_its_probability(family: str, tmp_
     label, probability = loaded.speaker.classify("red sun moon")
     assert label in ("red", "green", "blue") and 1 / 3 <= probability <= 1
     assert loaded.generate("red sun moon") == label
-    with pytest.raises(UsageError, match="no generation options"):
-        loaded.generate("red sun moon", max_new_tokens=5)
+    assert loaded.generate(["red sun moon", "blue"]) == [label, loaded.generate("blue")]
+    for ask in (loaded.generate, loaded.chat):
+        with pytest.raises(UsageError, match="no generation options"):
+            ask(*["red sun moon"] * (ask == loaded.generate), max_new_tokens=5)
+    for wrong in (5, None, [None]):
+        with pytest.raises(UsageError, match="a prompt is a text"):
+            loaded.generate(wrong)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -123,6 +188,10 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(tmp_path: 
 def test_a_turn_that_failed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded = trained(tmp_path, task="chat")
     chat = loaded.chat()
+    with pytest.raises(UsageError, match="a prompt is a text"):
+        list(chat.ask(5))
+    with pytest.raises(UsageError, match="did you mean: temperature"):
+        loaded.chat(temprature=1.0)
 
     def fail(self: Any, prompt: Any, **options: Any) -> str:
         raise KeyboardInterrupt

@@ -545,5 +545,24 @@ def test_the_last_line_of_a_finished_run_names_commands_that_fit_its_method(tmp_
     for method, fits in (("lora", "petune merge"), ("side", "petune.load(")):
         listener = Listener()
         run(settings(tmp_path, method=method, out=method, max_steps=1, warmup=0), listener)
-        assert fits in listener.closing[-1]
-        assert "petune eval" in listener.closing[-1]
+        (last,) = [line for line in listener.closing if line.startswith("next ")]
+        assert fits in last and "petune eval" in last
+
+
+def test_a_run_that_diverged_says_so_in_its_last_lines_its_readme_its_summary_and_when_it_is_scored(tmp_path: Path):
+    listener = Listener()
+    rate = {"max_steps": 3, "lr": 1.0, "schedule": "constant", "warmup": 0}  # ruins all weights, suits factors
+    finished = run(settings(tmp_path, method="full", **rate), listener)
+    summary = finished.summary
+    first, last = summary["loss"]
+    assert last > first + 1 and summary["last"]["loss"] > summary["before"]["loss"] + 1, "this run does not show what it should"
+    diverged, beaten = summary["warnings"]
+    assert diverged.startswith(f"training diverged: loss {first:.4f} -> {last:.4f}, held out") and "lower lr (it was 1)" in diverged
+    assert beaten.startswith("no better than the untouched base: loss")
+    assert listener.closing[-2:] == [f"WARNING  {diverged}", f"WARNING  {beaten}"]
+    readme = (finished.folder / "README.md").read_text()
+    assert f"**Warning:** {diverged}.\n" in readme and f"**Warning:** {beaten}.\n" in readme
+    scored = finished.eval()["warnings"]
+    assert [line.partition(":")[0] for line in scored] == [line.partition(":")[0] for line in summary["warnings"]]
+    good = run(settings(tmp_path, out="good", **rate))
+    assert good.summary["warnings"] == [] and "Warning" not in (good.folder / "README.md").read_text()

@@ -67,9 +67,9 @@ def _check_out(file: Path | None, out: Path | None, overwrite: bool) -> None:
 
 
 def _options(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:
-    """Only what was asked for, as transformers' generate takes it."""
-    options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    return options | ({"do_sample": True, "temperature": temperature} if temperature else {})
+    """Only what was asked for."""
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _read_standard_input() -> str:

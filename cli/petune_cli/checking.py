@@ -49,5 +49,7 @@ def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
     run = Given.of(words).run(verify_base=verify_base)
     from petune_cli.display import score_table
 
-    for line in score_table(run.eval()):
+    scores = run.eval()
+    warnings = scores.pop("warnings")
+    for line in [*score_table(scores), *(f"WARNING  {line}" for line in warnings)]:
         typer.echo(line)

@@ -183,14 +183,18 @@ def tune(layer: nn.Module, config: LoraConfig, factors: tuple[Tensor, Tensor] | 
     tuned = form.__new__(form)
     tuned.__dict__ = dict(layer.__dict__)
     tuned.__dict__["_parameters"] = dict(layer._parameters)
-    weight = cast("Tensor", layer.weight)
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    weight, dtype = cast("Tensor", layer.weight), factor_dtype(layer)
     a, b = factors or _draw(layer, weight, config.r, dtype)
     tuned.lora_A = nn.Parameter(a.to(weight.device, dtype))
     tuned.lora_B = nn.Parameter(b.to(weight.device, dtype))
     tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
     tuned.dropout, tuned.active, tuned.merged = config.dropout, True, False
     return tuned
+
+
+def factor_dtype(layer: nn.Module) -> torch.dtype:
+    """What both factors of a layer are held in: float32, float64 on a float64 weight."""
+    return torch.promote_types(cast("Tensor", layer.weight).dtype, torch.float32)
 
 
 def _draw(layer: nn.Module, weight: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
 from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
 from petune.methods.lora import LoraLayer
+from petune.methods.saving import forget
 from petune.methods.tuned import tuned_layers, tuning
 from petune.stack import disown_stacks
 
@@ -48,7 +49,7 @@ def merge(model: Model) -> Model:
         model.set_submodule(name, plain)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    del model.petune_tuning
+    forget(model)
     _merged.add(model)
     return model
 

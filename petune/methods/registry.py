@@ -15,8 +15,9 @@ from petune.log import say, warn
 from petune.methods import adapter, full, lora, side
 from petune.methods.configs import CONFIGS, FullConfig, MethodConfig, make_config
 from petune.methods.merging import was_merged
+from petune.methods.saving import remember
 from petune.methods.targets import head_modules
-from petune.methods.trainable import describe, mark_only_trainable, untouched
+from petune.methods.trainable import describe, untouched
 from petune.methods.tuned import Tuning, is_wrapped, tuned_modules, tuning
 from petune.models import FAMILIES, family_of
 
@@ -85,8 +86,7 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
         raise UsageError(f"{name} needs a model family petune knows, not {kind}", expected=", ".join(FAMILIES), remedy="use lora or full")
     also_train = () if isinstance(config, FullConfig) else head_modules(model, family, config.also_train)
     METHODS[name].apply(model, family, config, also_train)
-    setattr(model, "petune_tuning", Tuning(name, config, family.name if family else None, also_train))  # noqa: B010 - mypy's Module has no such attribute
-    mark_only_trainable(model)
+    remember(model, Tuning(name, config, family.name if family else None, also_train))
 
 
 def refuse_tuned(model: nn.Module) -> None:

@@ -119,7 +119,7 @@ def test_data_marks_what_is_trained_in_the_real_rows(type_: Type) -> None:
 def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> None:
     lines = type_("eval", "runs/mine").out.splitlines()
     assert [line.split() for line in lines[:2]] == [["metric", "base", "tuned"], ["accuracy", "0.5000", "0.8750"]]
-    assert lines[-1] == "rows: 8"
+    assert lines[-2:] == ["rows: 8", "WARNING  too good"]
 
 
 # ------------------------------------------------------------------ Ship
@@ -141,7 +141,7 @@ def test_generate_answers_one_prompt_whatever_it_looks_like(type_: Type, run_fol
 def test_generate_passes_only_the_options_that_were_given(type_: Type, run_folder: FakeRun) -> None:
     type_("generate", "runs/mine", "x", "--max-new-tokens", "7", "--temperature", "0.5")
     type_("generate", "runs/mine", "x", "--temperature", "0")
-    assert [options for _, options in run_folder.calls] == [{"max_new_tokens": 7, "do_sample": True, "temperature": 0.5}, {}]
+    assert [options for _, options in run_folder.calls] == [{"max_new_tokens": 7, "temperature": 0.5}, {"temperature": 0.0}]
 
 
 def test_generate_reads_a_prompt_from_a_pipe(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
