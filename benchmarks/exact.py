@@ -2,13 +2,14 @@
 
     PYTHONPATH=. python3 benchmarks/exact.py survival            on the device there is; --tiny on a CPU
     PYTHONPATH=. python3 benchmarks/exact.py losses              50 steps of four blocks of the 8B shape, LoRA r=16
-    PYTHONPATH=.:SITE python3 benchmarks/exact.py losses --layers 2 --steps 200 --rank 64 --peers --plot exact.svg
+    PYTHONPATH=.:SITE python3 benchmarks/exact.py losses --layers 2 --steps 200 --rank 64 --variants float32 petune peft unsloth
+    PYTHONPATH=. python benchmarks/exact.py losses --tiny --layers 2 --steps 200 --plot exact.svg         on a CPU
 
 Survival: y is the first rounded tensor behind a site, y(0) without its update and y(B) with it, u the update of y in float64 and small:
 |u| / |y| = 4e-4. The share is <y(B) - y(0), u> / <u, u>, the mean of 8 seeds: 1 where nothing is lost, 0 where all of it is rounded away.
 
 Losses: the same weights, tokens (a small set of sequences, so that there is something to learn) and factors in every variant, LoRA on all
-projections, AdamW at 2e-4. --peers adds transformers + peft and Unsloth, --fp8 a base in eight bits. Losses go to exact.jsonl in $OUT.
+projections, AdamW at 2e-4. A variant has a process of its own and is printed when it is done; losses go to exact.jsonl in $OUT.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from petune.kernels.region import fuse_sites
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
 
-ROWS, TOKENS, BATCHES = 2, 1024, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, TOKENS, BATCHES = 2, 1024, 8  # tokens of a row: an eighth of it on a CPU
 SMALL = 4e-4  # |u| / |y|
 SEEDS = 8
 SIZES = {"8b": (4096, 14336, 32), "tiny": (256, 512, 4)}  # width, columns of the MLP, heads
@@ -173,14 +175,17 @@ def build(variant: str, rank: int, folder: Path) -> nn.Module:
     if variant == "unsloth":
         return _unsloth(rank, folder)
     dtype = torch.float32 if variant == "float32" else torch.bfloat16
-    model = cast("nn.Module", LlamaForCausalLM.from_pretrained(folder, dtype=dtype)).to("cuda")
+    model = cast("nn.Module", LlamaForCausalLM.from_pretrained(folder, dtype=dtype)).to(DEVICE)
     if variant == "peft":
         from peft import LoraConfig as PeftConfig
         from peft import get_peft_model
 
         model = get_peft_model(model, PeftConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS))
     else:
-        petune.wrap(model, r=rank, **VARIANTS[variant])
+        settings = VARIANTS[variant]
+        if DEVICE == "cpu" and settings["kernels"] == "triton":
+            settings = settings | {"kernels": "reference"}
+        petune.wrap(model, r=rank, **settings)
     _draw(model)
     return model.train()
 
@@ -196,14 +201,14 @@ def _unsloth(rank: int, folder: Path) -> nn.Module:
 
 def _draw(model: nn.Module) -> None:
     """Factors A from one generator in the order of blocks and roles, B = 0; float32."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     factors = {name.replace(".default", "").removeprefix("base_model.model."): value for name, value in model.named_parameters()}
     for name in sorted(name for name in factors if "lora_A" in name):
         value = factors[name]
         bound = value.shape[1] ** -0.5
-        value.data = torch.empty(value.shape, device="cuda").uniform_(-bound, bound, generator=generator)
+        value.data = torch.empty(value.shape, device=DEVICE).uniform_(-bound, bound, generator=generator)
     for name in (name for name in factors if "lora_B" in name):
-        factors[name].data = torch.zeros(factors[name].shape, device="cuda")
+        factors[name].data = torch.zeros(factors[name].shape, device=DEVICE)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -219,12 +224,12 @@ def train(model: nn.Module, exact: bool, steps: int) -> tuple[list[float], Tenso
     """Losses of every step, and the gradients of a second pass at the start, when B is no longer zero, as one vector."""
     parameters = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.0, fused=True)
-    generator = torch.Generator("cuda").manual_seed(2)
-    data = torch.randint(4, 2000, (BATCHES, ROWS, TOKENS), device="cuda", generator=generator)
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    data = torch.randint(4, 2000, (BATCHES, ROWS, TOKENS if DEVICE == "cuda" else TOKENS // 8), device=DEVICE, generator=generator)
     losses, gradient = [], torch.empty(0)
     for step in range(steps):
         ids = data[step % BATCHES]
-        with torch.autocast("cuda", torch.bfloat16, enabled=not exact):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=not exact):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if step == 1:
@@ -246,20 +251,23 @@ def worker(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def compare(given: argparse.Namespace) -> None:
     """Train every variant, each in its own process, and print how far it is from float32."""
-    names = [name for name in VARIANTS if given.fp8 or "fp8" not in name] + ["peft", "unsloth"] * given.peers
+    names = given.variants or ["float32", "petune", "petune, kernels: off", "peft"]
     out = Path(os.environ.get("OUT", "."))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
         SHAPES["exact"] = SHAPES["8b"] | {"num_hidden_layers": given.layers, "vocab_size": 32000}
-        prepare("exact", folder, "cuda")
+        if given.tiny:
+            SHAPES["exact"] |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+            SHAPES["exact"] |= {"head_dim": 64, "vocab_size": 2000}
+        prepare("exact", folder, DEVICE)
         torch.set_default_dtype(torch.float32)
         rows: list[dict[str, Any]] = []
         for name in names:
             request = {"variant": name, "rank": given.rank, "steps": given.steps, "folder": str(folder)}
             rows.append(in_own_process(__file__, request, 600) | {"variant": name})
+            with (out / "exact.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
             _print(rows, folder)
-    with (out / "exact.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
     if given.plot:
         plot([row for row in rows if "losses" in row], out / given.plot)
 
@@ -301,17 +309,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="survival: small layers")
-    parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--peers", action="store_true", help="transformers + peft, and Unsloth")
+    parser.add_argument("--tiny", action="store_true", help="small layers, for a CPU")
+    parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, "peft", "unsloth"), help="float32 has to be the first")
     parser.add_argument("--plot", metavar="FILE", help="draw the differences (matplotlib)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         answer(worker(json.loads(given.worker)))
     elif given.what == "survival":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        for name, rank, found in survival("tiny" if given.tiny else "8b", (16, 40, 64, 256), device):
+        for name, rank, found in survival("tiny" if given.tiny else "8b", (16, 40, 64, 256), DEVICE):
             print(f"{name:20} r={rank:<4} {found:.4f}", flush=True)
     else:
         compare(given)
