@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FORMATS = ("text-label", "pairs", "alpaca", "sharegpt", "messages", "text")
-ROLES = ("text", "text_pair", "label", "source", "target", "instruction", "input", "output", "messages")
+ROLES = ("text", "text_pair", "label", "source", "target", "instruction", "input", "output", "messages", "system", "history", "tools")
 DEFAULT_MAX_LENGTH = 1024
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is a broken file far more often than a row
 MAX_BAD_SHARE = 0.05  # what `on_bad_line: skip` may skip

@@ -10,8 +10,9 @@ from pathlib import Path
 from petune.errors import DataError, UsageError, nearest
 from petune.tasks.configs import DataConfig
 from petune.tasks.faults import Faults
-from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, RowMaker, detect
+from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect
 from petune.tasks.read import Record
+from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Labelled, Row, Rows, fingerprint
 from petune.tasks.sources import Source, find_source
 from petune.tasks.splits import Split, keep_apart, sample, split_off
@@ -103,21 +104,22 @@ def _read(
     demo = source.demo if config.format == "auto" and not config.columns else None
     records = source.records(side, faults)
     first = _first(records, source.name, faults)
-    if layout is None:
-        columns: Mapping[str, str] = DEMO[task] if demo else config.columns
-        layout = detect(first, config.format, columns, task)
-        notes.append(str(layout))
-    make = RowMaker(layout, task, faults, drop_empty=demo is not None)
+    columns: Mapping[str, str] = DEMO[task] if demo else config.columns
+    make = RowMaker(layout or detect(first, config.format, columns, task), task, faults, drop_empty=demo is not None)
     rows = [row for record in itertools.chain((first,), records) if (row := make(record)) is not None]
+    if layout is None:
+        notes.append(str(make.layout))
+    if make.unused and not demo and (left := f"columns not used: {', '.join(make.unused)}") not in notes:
+        notes.append(left)
     if skipped := faults.settle(len(rows) + make.dropped):
         notes.append(skipped)
     if make.dropped:
-        notes.append(f"{side}: {make.dropped} rows without {' or '.join(layout.columns.values())} dropped")
+        notes.append(f"{side}: {make.dropped} rows without {' or '.join(make.columns.values())} dropped")
     if faults.blanks:
         notes.append(f"{side}: {faults.blanks} blank lines passed over")
     if not rows:
         raise DataError("no row is left", where=source.name, found=f"{make.dropped} dropped")
-    return rows, layout
+    return rows, make.layout
 
 
 def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,25 @@ class Pair:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation; role is system, user, assistant or tool."""
+    """One turn of a conversation; role is system, user, assistant or tool.
+
+    `more` are its other fields, for the chat template alone: tool_calls, tool_call_id, reasoning_content, name ... `trained` is False for
+    an assistant's turn of weight 0, which is read and not learned.
+    """
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; at least one is the assistant's."""
+    """Turns in order, at least one of them the assistant's and trained, and the tools it may call, as JSON schemas."""
 
     where: str
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,21 @@ class Rows:
 
 
 def content(row: Row) -> str:
-    """The row without its place, as one canonical line."""
-    fields = {name: value for name, value in asdict(row).items() if name != "where"}
-    return json.dumps(fields, ensure_ascii=True, sort_keys=True)
+    """The row without its place, as one canonical line. Fields at their default are left out: a new one changes no fingerprint."""
+    return json.dumps(_plain(row), ensure_ascii=True, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        told = ((entry, getattr(value, entry.name)) for entry in fields(value) if entry.name != "where")
+        return {entry.name: _plain(part) for entry, part in told if part != _default(entry)}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _default(entry: Any) -> Any:
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
 def identity(row: Row) -> str:
