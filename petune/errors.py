@@ -98,6 +98,6 @@ class Stopped(PetuneError):
     code = 75
 
 
-def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` valid names most like `name`, best first; empty when nothing is near."""
-    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.5)
+def nearest(name: str, valid: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The `count` valid names most like `name`, best first; empty when none has a likeness of `cutoff` (0 to 1)."""
+    return difflib.get_close_matches(name, list(valid), n=count, cutoff=cutoff)

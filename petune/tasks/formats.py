@@ -6,7 +6,7 @@ a guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from petune.errors import DataError, Problem, UsageError, nearest
@@ -87,6 +87,8 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
             fits = ", ".join(TASK_FORMATS[task]) if task else ", ".join(FORMATS)
             raise UsageError(f"format {format_} does not fit task {task}", expected=fits)
         wanted = (format_,)
+    if preference := _preference(record, columns):
+        raise DataError([preference])
     fitting = [layout for name in NEEDS if name in wanted and (layout := _fit(name, record, columns, forced=format_ != "auto"))]
     if not fitting:
         raise DataError([_unfit(record, wanted, columns, task)])
@@ -129,13 +131,43 @@ def missing(record: Record, name: str, why: str) -> Problem:
     return Problem(f"there is no column {name!r} ({why})", record.where, found="columns " + ", ".join(record.columns), remedy=remedy)
 
 
+def _preference(record: Record, given: Mapping[str, str]) -> Problem | None:
+    """Refuse what says which answer is better: learning it as if it were one answer would turn its meaning round."""
+    columns = record.columns
+    if {"chosen", "rejected"} <= columns.keys() and not {"chosen", "rejected"} & set(given.values()) and "messages" not in columns:
+        role = "messages" if isinstance(columns["chosen"], list) else "target"
+        remedy = f"to learn the preferred answers alone: data.columns.{role}=chosen"
+    elif {"prompt", "completion"} <= columns.keys() and str(columns.get("label")).lower() in ("true", "false") and not given:
+        remedy = "to learn the good answers alone: keep the rows whose label is true, without that column"
+    else:
+        return None
+    what = "these rows are preferences between answers, which petune does not train on"
+    return Problem(what, record.where, found="columns " + ", ".join(columns), remedy=remedy)
+
+
 def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task: str | None) -> Problem:
-    """Say which role has no column, nearest name first, when the task leaves one format; else what each format needs."""
+    """What each format needs, and which column might play a role that is missing."""
     what = f"the columns do not fit task {task}" if task else "the columns fit no format"
     expected = "; or ".join(f"{name}: {' + '.join(NEEDS[name])}" for name in NEEDS if name in wanted)
-    lacking = [role for name in wanted for role in NEEDS[name] if role not in given and not set(USUAL[role]) & set(record.columns)]
-    near = next(((role, found[0]) for role in lacking for usual in USUAL[role] if (found := nearest(usual, record.columns, 1))), None)
-    role = near[0] if near else lacking[0] if lacking else "messages"
-    name = near[1] if near else "NAME"
-    remedy = f"name the column of the {role}: data.columns.{role}={name}"
+    lacking = {name: [role for role in NEEDS[name] if column_of(role, record, given) is None] for name in wanted}
+    taken = {column_of(role, record, given) for name in wanted for role in NEEDS[name]}
+    guesses = {role: name for roles in lacking.values() for role in roles if (name := _like(role, record, taken))}
+    fewest = min(lacking.values(), key=lambda roles: (len(set(roles) - guesses.keys()), len(roles)))
+    named = ", ".join(f"data.columns.{role}={guesses.get(role, 'NAME')}" for role in fewest)
+    sure = all(role in guesses for role in fewest)
+    remedy = f"name the column of the {' and the '.join(fewest)}: {named}" if sure else "name the columns: data.columns.ROLE=COLUMN"
     return Problem(what, record.where, expected, "columns " + ", ".join(record.columns), remedy)
+
+
+def _like(role: str, record: Record, taken: Collection[str | None]) -> str | None:
+    """The column with values for `role` whose name is most like its usual ones, or the only column left with such values."""
+    able = [name for name, value in record.columns.items() if name not in taken and _suits(role, value)]
+    near = next((found[0] for usual in USUAL[role] if (found := nearest(usual, able, 1, cutoff=0.7))), None)
+    return near or (able[0] if len(able) == 1 else None)
+
+
+def _suits(role: str, value: object) -> bool:
+    """Whether a cell could be of the role, by its type."""
+    if role == "messages":
+        return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return isinstance(value, str | int) if role == "label" else isinstance(value, str)

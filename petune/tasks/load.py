@@ -17,6 +17,7 @@ from petune.tasks.rows import Labelled, Row, Rows, fingerprint
 from petune.tasks.sources import Source, find_source
 from petune.tasks.splits import Split, keep_apart, sample, split_off
 
+CLASSES_TOLD = 12  # in the header; the most frequent
 INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
     **{("text-label", kind): "classify" for kind in ("encoder", "encoder-decoder", "decoder")},
     **{(format_, "encoder-decoder"): "seq2seq" for format_ in ("pairs", "alpaca", "docstrings")},
@@ -78,11 +79,13 @@ def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0, lab
     if len(kept) + len(held) < len(split.train) + len(split.eval):
         sizes = f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
         notes.append(f"max_rows: {sizes}, chosen by content hash")
+    if task == "classify":
+        notes.append(_per_class(kept, held))
     return Rows(kept, held, labels if task == "classify" else None, layout.format, tuple(notes), fingerprint(kept, held))
 
 
 def _has_side(source: Source, side: str) -> bool:
-    if not source.hub:
+    if source.in_files:
         return bool(source.held_out)
     return next(iter(source.records(side, Faults(skip=False))), None) is not None
 
@@ -120,6 +123,15 @@ def _read(
     if not rows:
         raise DataError("no row is left", where=source.name, found=f"{make.dropped} dropped")
     return rows, make.layout
+
+
+def _per_class(train: list[Row], held_out: list[Row]) -> str:
+    """How many rows each class has on either side, the most frequent first."""
+    sides = [Counter(row.label for row in side if isinstance(row, Labelled)) for side in (train, held_out)]
+    order = [label for label, _ in (sides[0] + sides[1]).most_common()]
+    told = [f"{label} {sides[0][label]} + {sides[1][label]}" for label in order[:CLASSES_TOLD]]
+    more = [f"and {len(order) - CLASSES_TOLD} more"] if len(order) > CLASSES_TOLD else []
+    return f"rows per class, to train on + held out: {', '.join([*told, *more])}"
 
 
 def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:

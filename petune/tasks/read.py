@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,24 +47,35 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-FOREIGN = {
-    b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself: git lfs pull"),
-    b"<!DOCTYPE": ("an HTML page", "the download answered with a web page: fetch the file again"),
-    b"<html": ("an HTML page", "the download answered with a web page: fetch the file again"),
-    b"PK\x03\x04": ("a zip archive", "unpack it first"),
-    b"\x1f\x8b": ("a gzip archive", "unpack it first: gunzip"),
-    b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
-    b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
-}
+PAGE = "the download answered with a web page: fetch the file again"
+FOREIGN: tuple[tuple[bytes, str, str], ...] = (  # in lower case, as the file begins; what it is; what to do
+    (b"version https://git-lfs", "a Git LFS pointer, not the data", "fetch the file itself: git lfs pull"),
+    (b"<!doctype", "an HTML page", PAGE),
+    (b"<html", "an HTML page", PAGE),
+    (b"<head", "an HTML page", PAGE),
+    (b"<?xml", "an XML document", "convert it to .jsonl"),
+    (b"%pdf", "a PDF document", "convert it to .txt"),
+    (b"pk\x03\x04", "a zip archive, or a document of an office program", "unpack it first, or save it as .csv"),
+    (b"\x1f\x8b", "a gzip archive", "unpack it first: gunzip"),
+    (b"bzh", "a bzip2 archive", "unpack it first: bunzip2"),
+    (b"\xfd7zxz", "an xz archive", "unpack it first: unxz"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard archive", "unpack it first: unzstd"),
+    (b"par1", "a Parquet file", "name it .parquet"),
+    (b"\xff\xfe", "UTF-16 text", "save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "save it as UTF-8"),
+)
 
 
 def refuse_foreign(path: Path, suffix: str) -> None:
-    """Name what a file really is, before its first line is blamed."""
+    """Name what a file really is, before its first line is blamed. Raises DataError."""
     with path.open("rb") as file:
-        head = file.read(64)
-    for start, (kind, remedy) in FOREIGN.items():
-        if head.startswith(start):
+        head = file.read(512)
+    first = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    for start, kind, remedy in FOREIGN:
+        if first.startswith(start) and not (suffix == ".parquet" and start == b"par1"):
             raise DataError(f"this {suffix} file is {kind}", where=shown(path), remedy=remedy)
+    if READERS[suffix] in (read_jsonl, read_json) and first.startswith(b"<"):
+        raise DataError(f"this {suffix} file is an HTML or XML page", where=shown(path), remedy=PAGE)
 
 
 # --- lines ---
@@ -149,9 +160,7 @@ def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
         try:
             value = DECODER.decode(line.text)
         except json.JSONDecodeError as error:
-            cut = not line.ended and error.pos >= len(line.text.rstrip()) - 1
-            what = "the last line is cut off" if cut or not line.ended else f"not JSON: {error.msg}"
-            remedy = "was the file copied whole?" if not line.ended else _hint(line)
+            what, remedy = CUT if _cut(line, error) else (f"not JSON: {error.msg}", _hint(line))
             faults.add(Problem(what, f"{where}:{error.colno}", remedy=remedy))
         except (ValueError, RecursionError) as error:
             faults.add(Problem(_said(error), where))
@@ -160,6 +169,18 @@ def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
                 yield Record(where, value)
             else:
                 faults.add(Problem("a row must be an object", where, expected='{"column": value, ...}', found=kind_of(value)))
+
+
+CUT = ("the last line is cut off", "was the file copied whole?")
+
+
+def _cut(line: Line, error: json.JSONDecodeError) -> bool:
+    """Whether a line that cannot be read only lacks its end: it has no line end, and more of it could have been JSON."""
+    rest = line.text[error.pos :].rstrip()
+    unfinished = (
+        error.msg.startswith("Unterminated string") or len(rest) < 2 or any(word.startswith(rest) for word in ("true", "false", "null"))
+    )
+    return not line.ended and line.text.lstrip().startswith("{") and unfinished
 
 
 def _said(error: Exception) -> str:
@@ -272,19 +293,52 @@ def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
 
 
 def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
-    """Rows of a Parquet file; the place is the row's number, from 1."""
+    """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's number, from 1."""
     import pyarrow  # type: ignore[import-untyped]  # comes with datasets
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        name, number = shown(path), 0
+        name, number, names = shown(path), 0, _class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
         for batch in file.iter_batches():
             for columns in batch.to_pylist():
                 number += 1
-                yield Record(f"{name}:{number}", columns)
+                yield Record(f"{name}:{number}", named(columns, names))
     except (pyarrow.ArrowException, ValueError) as error:
         raise DataError(f"not a whole Parquet file: {error}", where=shown(path), remedy="fetch or write it again") from error
+
+
+ClassNames = Mapping[str, list[str]]  # column -> the names of its numbers
+
+
+def class_names(features: Mapping[str, Any]) -> ClassNames:
+    """The names of the classes of each column that holds their numbers, or lists of them; `features` as datasets writes them."""
+    found = {}
+    for column, kind in features.items():
+        while isinstance(kind, list) or (isinstance(kind, dict) and "feature" in kind):
+            kind = kind[0] if isinstance(kind, list) else kind["feature"]
+        if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names"):
+            found[column] = kind["names"]
+    return found
+
+
+def _class_names_of(metadata: bytes | None) -> ClassNames:
+    """The same from the metadata of a Parquet file; none of one that another program wrote."""
+    try:
+        return class_names(json.loads(metadata or b"{}")["info"]["features"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def named(columns: dict[str, Any], names: ClassNames) -> dict[str, Any]:
+    """A record with names for class numbers; what is no number of a class stays."""
+
+    def name(value: Any, known: list[str]) -> Any:
+        if isinstance(value, list):
+            return [name(one, known) for one in value]
+        return known[value] if isinstance(value, int) and 0 <= value < len(known) else value
+
+    return columns | {column: name(columns[column], known) for column, known in names.items() if column in columns}
 
 
 Reader = Callable[[Path, Faults], Iterator[Record]]

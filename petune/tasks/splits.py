@@ -45,7 +45,17 @@ def split_off(rows: list[Row], share: float, salt: str = "") -> Split:
     for keys in strata.values():
         held.update(keys[: min(round(share * len(keys)), len(keys) - 1)])
     if not held:
-        held.add(max(strata.values(), key=len)[0])
+        largest = max(strata.values(), key=len)
+        if len(largest) < 2:
+            remedy = "add rows, or give the held-out rows: data.eval; is data.columns.label the right column?"
+            raise DataError(
+                "every row has a label of its own, so that none can be held out",
+                where=rows[0].where,
+                expected="2 distinct rows of a class or more",
+                found=f"{len(strata)} labels in {len(rows)} rows",
+                remedy=remedy,
+            )
+        held.add(largest[0])
     out = {index for key in held for index in groups[key]}
     train = [row for index, row in enumerate(rows) if index not in out]
     by = "seed and content hash" if salt else "content hash"
