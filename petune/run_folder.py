@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from petune import checkpoint
 from petune.assemble import choose_place
 from petune.errors import MachineError, UsageError
-from petune.models.load import resolve_model
+from petune.models.load import AUTO, Head, resolve_model
 from petune.recipe import Recipe, load_recipe
+from petune.tasks import TASKS
 from petune.tensorfile import write_file, writing
 
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
@@ -211,12 +212,6 @@ _LOADING = {
     "other": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
     "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
 }
-_AUTO = {
-    "classify": "AutoModelForSequenceClassification",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "causal": "AutoModelForCausalLM",
-    "chat": "AutoModelForCausalLM",
-}
 
 
 def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
@@ -224,7 +219,7 @@ def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     options = {"revision": source.revision, "dtype": str(choose_place(recipe).dtype).removeprefix("torch.")}
     options |= {"num_labels": summary.get("num_labels")}
     base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
-    auto = f"transformers.{_AUTO[str(summary['task'])]}"
+    auto = f"transformers.{AUTO[cast(Head, TASKS[str(summary['task'])].head)].__name__}"
     form = "random" if source.kind == "config" and method != "full" else method if method in _LOADING else "other"
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from petune.errors import DataError, Problem, UsageError, nearest
 from petune.tasks.configs import FORMATS, ROLES
-from petune.tasks.read import Record
+from petune.tasks.lines import Record
 
 USUAL: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "content", "document", "review", "sentence1", "premise", "question1"),
     "text_pair": ("text_pair", "sentence2", "hypothesis", "question2", "text2"),
     "label": ("label", "labels", "class", "category", "kind", "sentiment"),
+    "tokens": ("tokens", "words"),
+    "tags": ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags"),
     "source": ("source", "prompt", "question", "src", "article", "dialogue", "input"),
     "target": ("target", "completion", "response", "answer", "tgt", "summary", "highlights", "output"),
     "instruction": ("instruction",),
@@ -32,6 +34,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "sharegpt": ("messages",),
     "alpaca": ("instruction", "output"),
     "text-label": ("text", "label"),
+    "tokens": ("tokens", "tags"),
     "pairs": ("source", "target"),
     "text": ("text",),
 }
@@ -45,12 +48,16 @@ MAY: dict[str, tuple[str, ...]] = {
 }
 TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "classify": ("text-label",),
+    "tokens": ("tokens",),
+    "mlm": ("text",),
     "seq2seq": ("alpaca", "pairs"),
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
 }
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
+    "tokens": {"tokens": "tokens", "tags": "tags"},  # which load makes of the text
+    "mlm": {"text": "text"},
     "seq2seq": {"source": "body", "target": "summary"},
     "causal": {"text": "text"},
     "chat": {"source": "body", "target": "summary"},
@@ -107,6 +114,10 @@ def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool
             found[role] = name
         elif role in NEEDS[format_]:
             return None
+    if not forced and any(
+        isinstance(record.columns[found[role]], list) == (role == "label") for role in ("label", "tags") if role in found
+    ):
+        return None
     if format_ in ("messages", "sharegpt") and not forced and _turn_style(record.columns[found["messages"]]) != format_:
         return None
     return Layout(format_, found)
@@ -170,4 +181,6 @@ def _suits(role: str, value: object) -> bool:
     """Whether a cell could be of the role, by its type."""
     if role == "messages":
         return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if role in ("tokens", "tags"):
+        return isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
     return isinstance(value, str | int) if role == "label" else isinstance(value, str)

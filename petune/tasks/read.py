@@ -1,116 +1,42 @@
 """Readers: a file becomes records (place, columns), strictly and with line numbers.
 
-JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or name the wrong line. Lines are
-read with a cap, so that a file without line ends costs no memory. A bad line goes to `Faults` and reading goes on where it can.
+JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or name the wrong line. A bad line
+goes to `Faults` and reading goes on where it can.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from petune.errors import DataError, MachineError, Problem
+from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
 from petune.tasks.faults import Faults
+from petune.tasks.foreign import refuse_foreign
+from petune.tasks.lines import Line, Record, lines, shown
+from petune.tasks.plain_text import read_conll, read_document, read_txt
 
 
-class Record(NamedTuple):
-    """One row as the file has it."""
+def read_file(path: Path, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
+    """The records of one file, by its suffix; with `whole` a text file is one.
 
-    where: str
-    columns: dict[str, Any]
-
-
-def read_file(path: Path, faults: Faults) -> Iterator[Record]:
-    """The records of one file, by its suffix. Raises DataError for a file of another kind, MachineError if it cannot be opened."""
+    Raises DataError for a file of another kind, MachineError if it cannot be opened.
+    """
     suffix = path.suffix.lower()
     if suffix not in READERS:
         what = f"cannot read a {suffix or 'suffixless'} file as data"
         raise DataError(what, where=shown(path), expected=" ".join(READERS), remedy="convert it to .jsonl")
     try:
-        refuse_foreign(path, suffix)
-        yield from READERS[suffix](path, faults)
+        refuse_foreign(path, shown(path))
+        yield from (read_document if whole and suffix == ".txt" else READERS[suffix])(path, faults)
     except PermissionError as error:
         raise MachineError("no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}") from error
     except OSError as error:
         raise MachineError(f"cannot read the data file: {error.strerror or error}", where=shown(path)) from error
-
-
-def shown(path: Path) -> str:
-    """The path as a person would type it: relative when it lies under the working directory."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
-PAGE = "the download answered with a web page: fetch the file again"
-FOREIGN: tuple[tuple[bytes, str, str], ...] = (  # in lower case, as the file begins; what it is; what to do
-    (b"version https://git-lfs", "a Git LFS pointer, not the data", "fetch the file itself: git lfs pull"),
-    (b"<!doctype", "an HTML page", PAGE),
-    (b"<html", "an HTML page", PAGE),
-    (b"<head", "an HTML page", PAGE),
-    (b"<?xml", "an XML document", "convert it to .jsonl"),
-    (b"%pdf", "a PDF document", "convert it to .txt"),
-    (b"pk\x03\x04", "a zip archive, or a document of an office program", "unpack it first, or save it as .csv"),
-    (b"\x1f\x8b", "a gzip archive", "unpack it first: gunzip"),
-    (b"bzh", "a bzip2 archive", "unpack it first: bunzip2"),
-    (b"\xfd7zxz", "an xz archive", "unpack it first: unxz"),
-    (b"\x28\xb5\x2f\xfd", "a Zstandard archive", "unpack it first: unzstd"),
-    (b"par1", "a Parquet file", "name it .parquet"),
-    (b"\xff\xfe", "UTF-16 text", "save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "save it as UTF-8"),
-)
-
-
-def refuse_foreign(path: Path, suffix: str) -> None:
-    """Name what a file really is, before its first line is blamed. Raises DataError."""
-    with path.open("rb") as file:
-        head = file.read(512)
-    first = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    for start, kind, remedy in FOREIGN:
-        if first.startswith(start) and not (suffix == ".parquet" and start == b"par1"):
-            raise DataError(f"this {suffix} file is {kind}", where=shown(path), remedy=remedy)
-    if READERS[suffix] in (read_jsonl, read_json) and first.startswith(b"<"):
-        raise DataError(f"this {suffix} file is an HTML or XML page", where=shown(path), remedy=PAGE)
-
-
-# --- lines ---
-
-
-class Line(NamedTuple):
-    """One line without its end; `ended` is False for a last line that has none."""
-
-    number: int
-    text: str
-    ended: bool
-
-
-def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
-    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also ends the reading."""
-    with path.open("rb") as file:
-        name, number = shown(path), 0
-        while raw := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{name}:{number}"
-            if len(raw) > MAX_LINE_BYTES:
-                while raw and not raw.endswith(b"\n"):
-                    raw = file.readline(2**20)
-                what = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
-                faults.add(Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal)
-            else:
-                try:
-                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                    yield Line(number, text.rstrip("\r\n"), raw.endswith(b"\n"))
-                    continue
-                except UnicodeDecodeError as error:
-                    what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-                    faults.add(Problem(what, f"{where}:{error.start + 1}", remedy="save the file as UTF-8"), fatal=fatal)
-            if fatal:
-                return
 
 
 # --- JSON ---
@@ -245,7 +171,7 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
             return
 
 
-# --- tables and text ---
+# --- tables ---
 
 
 def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
@@ -282,16 +208,6 @@ def _header(cells: list[str], where: str) -> list[str]:
     return header
 
 
-def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
-    """A row of plain text per line."""
-    name = shown(path)
-    for line in lines(path, faults):
-        if line.text.strip():
-            yield Record(f"{name}:{line.number}", {"text": line.text})
-        else:
-            faults.blanks += 1
-
-
 def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
     """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's number, from 1."""
     import pyarrow  # type: ignore[import-untyped]  # comes with datasets
@@ -299,46 +215,13 @@ def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        name, number, names = shown(path), 0, _class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
+        name, number, names = shown(path), 0, class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
         for batch in file.iter_batches():
             for columns in batch.to_pylist():
                 number += 1
                 yield Record(f"{name}:{number}", named(columns, names))
     except (pyarrow.ArrowException, ValueError) as error:
         raise DataError(f"not a whole Parquet file: {error}", where=shown(path), remedy="fetch or write it again") from error
-
-
-ClassNames = Mapping[str, list[str]]  # column -> the names of its numbers
-
-
-def class_names(features: Mapping[str, Any]) -> ClassNames:
-    """The names of the classes of each column that holds their numbers, or lists of them; `features` as datasets writes them."""
-    found = {}
-    for column, kind in features.items():
-        while isinstance(kind, list) or (isinstance(kind, dict) and "feature" in kind):
-            kind = kind[0] if isinstance(kind, list) else kind["feature"]
-        if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names"):
-            found[column] = kind["names"]
-    return found
-
-
-def _class_names_of(metadata: bytes | None) -> ClassNames:
-    """The same from the metadata of a Parquet file; none of one that another program wrote."""
-    try:
-        return class_names(json.loads(metadata or b"{}")["info"]["features"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def named(columns: dict[str, Any], names: ClassNames) -> dict[str, Any]:
-    """A record with names for class numbers; what is no number of a class stays."""
-
-    def name(value: Any, known: list[str]) -> Any:
-        if isinstance(value, list):
-            return [name(one, known) for one in value]
-        return known[value] if isinstance(value, int) and 0 <= value < len(known) else value
-
-    return columns | {column: name(columns[column], known) for column, known in names.items() if column in columns}
 
 
 Reader = Callable[[Path, Faults], Iterator[Record]]
@@ -349,5 +232,6 @@ READERS: dict[str, Reader] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".txt": read_txt,
+    **dict.fromkeys((".conll", ".bio", ".iob", ".iob2"), read_conll),
     ".parquet": read_parquet,
 }

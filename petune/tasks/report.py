@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class DataReport:
     """Figures of the rows to train on; lengths are tokens of one example before cutting. `bins` counts packed sequences.
 
-    `trained` is None for classify, where rows are trained, not tokens.
+    `trained` is None for classify, where rows are trained, not tokens, and for mlm, where they change.
     """
 
     rows: int
@@ -72,7 +72,7 @@ def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[st
     """The example as pieces of text, each with whether it is trained. For seq2seq the source comes first, then the target."""
     if isinstance(example.labels, int):
         return [(_text(tokenizer, example.input_ids), False)]
-    if _has_target(example):
+    if example.has_target:
         return [(_text(tokenizer, example.input_ids), False), (_text(tokenizer, example.labels), True)]
     pieces: list[tuple[list[int], bool]] = []
     for token, label in zip(example.input_ids, example.labels, strict=True):
@@ -81,11 +81,6 @@ def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[st
             pieces.append(([], trained))
         pieces[-1][0].append(token)
     return [(_text(tokenizer, ids), trained) for ids, trained in pieces]
-
-
-def _has_target(example: Example) -> bool:
-    """A seq2seq example: its labels are a text of their own, trained from the first on, which a causal one's never are."""
-    return not isinstance(example.labels, int) and example.labels[:1] != [MASKED]
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -97,5 +92,5 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequenc
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)
         return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"
-    arrow = " -> " if _has_target(example) else ""
+    arrow = " -> " if example.has_target else ""
     return arrow.join(f"[[{text}]]" if trained else text for text, trained in spans(example, tokenizer))

@@ -14,8 +14,9 @@ from petune.errors import Problem
 from petune.tasks.cells import Bad, clean
 from petune.tasks.faults import Faults
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
-from petune.tasks.read import Record, kind_of
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Text
+from petune.tasks.lines import Record
+from petune.tasks.read import kind_of
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged, Text
 from petune.tasks.turns import conversation, schemas
 
 ALPACA = (
@@ -35,6 +36,7 @@ class RowMaker:
         self.dropped = 0
         self.make: Callable[[Record], Row] = {
             "text-label": self._labelled,
+            "tokens": self._tagged,
             "pairs": self._pair,
             "alpaca": self._alpaca,
             "messages": self._conversation,
@@ -107,6 +109,19 @@ class RowMaker:
         if label.lower() == "nan":
             raise Bad(f"column {name!r} is nan", "the name of a class", None, "a missing value? drop the row")
         return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
+
+    def _tagged(self, record: Record) -> Row:
+        sides = {role: self._cell(record, role) for role in ("tokens", "tags")}
+        for role, kind, known in (("tokens", "strings", (str,)), ("tags", "the names or numbers of tags", (str, int))):
+            name, values = self.columns[role], sides[role]
+            if not isinstance(values, list) or not values:
+                raise Bad(f"column {name!r} has no words" if values == [] else f"column {name!r} is no list", "a list", kind_of(values))
+            if wrong := [value for value in values if type(value) not in known or value == ""]:
+                raise Bad(f"column {name!r} is not a list of {kind}", f"{kind}, none of them empty", repr(wrong[0]))
+        tokens, tags = sides["tokens"], sides["tags"]
+        if len(tokens) != len(tags):
+            raise Bad("not as many tags as words", f"{len(tokens)} tags, one a word", str(len(tags)))
+        return Tagged(record.where, tuple(clean(word, "a word", may_be_empty=True) for word in tokens), tuple(map(str, tags)))
 
     def _pair(self, record: Record) -> Row:
         return self._paired(record, self._text(record, "source"), self._text(record, "target"))

@@ -1,7 +1,7 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Four shapes cover every format: a labelled text, a source with its target, a conversation, a text. `where` is for people, never part of
-a row's content: the fingerprint of the same rows is the same on every machine.
+Five shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, a text. `where` is for people,
+never part of a row's content: the fingerprint of the same rows is the same on every machine.
 """
 
 from __future__ import annotations
@@ -63,12 +63,24 @@ class Text:
     text: str
 
 
-Row = Labelled | Pair | Conversation | Text
+@dataclass(frozen=True)
+class Tagged:
+    """Words, and the name of each one's tag."""
+
+    where: str
+    tokens: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+Row = Labelled | Tagged | Pair | Conversation | Text
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Every row of a run. `labels` are the classes in the order of their ids (classify only); `notes` say what was detected and decided."""
+    """Every row of a run.
+
+    `labels` are the classes or tags in the order of their ids (classify and tokens); `notes` say what was detected and decided.
+    """
 
     train: list[Row]
     eval: list[Row]
@@ -97,9 +109,11 @@ def _default(entry: Any) -> Any:
 
 
 def identity(row: Row) -> str:
-    """What makes two rows the same one when held-out rows must not be among the trained: for a labelled text its text alone."""
+    """What makes two rows the same one when held-out rows must not be among the trained: what is read, where that is labelled or tagged."""
     if isinstance(row, Labelled):
         return json.dumps([row.text, row.pair])
+    if isinstance(row, Tagged):
+        return json.dumps(row.tokens)
     return content(row)
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
+from petune.tasks.class_names import class_names, named
 from petune.tasks.faults import Faults
-from petune.tasks.read import READERS, Record, class_names, named, read_file, shown
+from petune.tasks.lines import Record, shown
+from petune.tasks.read import READERS, read_file
 
 TRAIN = ("train", "training")
 HELD_OUT = ("eval", "validation", "valid", "dev")
@@ -45,14 +47,14 @@ class Source:
         """Whether `train` and `held_out` say all there is."""
         return self.hub is None and self.saved is None
 
-    def records(self, side: str, faults: Faults) -> Iterator[Record]:
-        """The records of one side, "train" or "eval"."""
+    def records(self, side: str, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
+        """The records of one side, "train" or "eval"; with `whole` a text file is one."""
         if self.hub:
             yield from _hub_records(*self.hub, side)
         if self.saved:
             yield from _records(shown(self.saved), _saved_load(self.saved), "/", side)
         for path in self.train if side == "train" else self.held_out:
-            yield from read_file(path, faults)
+            yield from read_file(path, faults, whole=whole)
 
 
 def find_source(spec: str, folder: Path) -> Source:

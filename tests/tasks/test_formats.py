@@ -7,7 +7,7 @@ import pytest
 from petune.errors import DataError, UsageError
 from petune.tasks import Conversation, DataConfig, Message, Pair, detect_format, infer_task, load_rows
 from petune.tasks.formats import detect
-from petune.tasks.read import Record
+from petune.tasks.lines import Record
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -65,6 +65,7 @@ def test_a_format_that_the_task_cannot_use_is_a_usage_error() -> None:
         ("pairs", "decoder", "causal"),
         ("messages", "decoder", "chat"),
         ("text", "decoder", "causal"),
+        ("text", "encoder", "mlm"),
         ("docstrings", "encoder", "classify"),
         ("docstrings", "encoder-decoder", "seq2seq"),
         ("docstrings", "decoder", "causal"),
@@ -75,7 +76,7 @@ def test_the_task_follows_from_format_and_model(format_: str, kind: str, task: s
 
 
 @pytest.mark.parametrize(
-    ("format_", "kind"), [("messages", "encoder"), ("text", "encoder"), ("pairs", "encoder"), ("text", "encoder-decoder")]
+    ("format_", "kind"), [("messages", "encoder"), ("pairs", "encoder"), ("text", "encoder-decoder"), ("tokens", "encoder-decoder")]
 )
 def test_rows_that_a_model_cannot_learn_from_are_a_usage_error(format_: str, kind: str) -> None:
     with pytest.raises(UsageError, match=format_):
