@@ -126,3 +126,12 @@ def test_a_family_that_a_task_does_not_fit_is_refused_by_name(family: str, task:
 def test_a_decoder_tags_words_too(tmp_path: Path) -> None:
     finished = run(settings(tmp_path, "llama", "lora", task="tokens", max_steps=3))
     assert set(finished.summary["after"]) == {"loss", "precision", "recall", "f1", "accuracy"}
+
+
+def test_masks_change_with_the_step_and_the_seed(tmp_path: Path) -> None:
+    drawn = []
+    for seed in (0, 1):
+        made = training(recipe(tmp_path, "mlm", seed=seed, out=f"seed-{seed}"))
+        made.units = [max(made.units, key=lambda example: len(example.input_ids))] * len(made.units)
+        drawn += [[example.labels for example in made.rows_of(step)] for step in (0, 1)]
+    assert all(one != other for at, one in enumerate(drawn) for other in drawn[:at])

@@ -68,6 +68,9 @@ def load_rows(config: DataConfig, task: str, folder: Path, *, seed: int = 0, lab
     source = find_source(config.path, folder)
     notes = list(source.notes)
     train, layout = _read(source, "train", config, task, notes)
+    if config.chunk and layout.format != "text":
+        remedy = "remove data.chunk, or set format: text"
+        raise UsageError("only plain text is cut into windows", where="data.chunk", expected="text", found=layout.format, remedy=remedy)
     own = not config.eval and _has_side(source, "eval")
     if config.eval or own:
         other = find_source(config.eval, folder) if config.eval else source

@@ -88,9 +88,12 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
-    """The example as text with what is trained in [[...]]; for classify the class follows, by name if `labels` is given."""
+    """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by name if `labels` is given."""
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)
         return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"
+    if labels:
+        tokens = ((_text(tokenizer, [token]), label) for token, label in zip(example.input_ids, example.labels, strict=True))
+        return " ".join(text if label == MASKED else f"[[{text} {labels[label]}]]" for text, label in tokens)
     arrow = " -> " if example.has_target else ""
     return arrow.join(f"[[{text}]]" if trained else text for text, trained in spans(example, tokenizer))

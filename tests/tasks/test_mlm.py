@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from petune.demo import model_path
-from petune.errors import DataError, FileError
+from petune.errors import DataError, FileError, UsageError
 from petune.tasks import DataConfig, Rows, Text, encode, load_rows, render
 from petune.tasks.examples import MASKED
 
@@ -105,6 +105,11 @@ def test_of_many_documents_some_are_held_out_whole(tmp_path: Path) -> None:
     rows = load_rows(DataConfig(str(tmp_path), chunk=True), "causal", tmp_path)
     assert (len(rows.train), len(rows.eval)) == (7, 1)
     assert rows.eval[0].text.endswith("\nof two lines")
+
+
+def test_rows_that_are_no_plain_text_are_not_cut_into_windows(jsonl, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.chunk[\s\S]*found pairs"):
+        load_rows(DataConfig(jsonl({"source": "a", "target": "b"}), chunk=True), "causal", tmp_path)
 
 
 def test_a_document_of_one_word_cannot_be_parted(tmp_path: Path) -> None:

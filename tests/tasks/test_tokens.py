@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from petune.demo import model_path
 from petune.demo.code_words import code_words
 from petune.errors import DataError, UsageError
-from petune.tasks import DataConfig, Rows, Scorer, Tagged, encode, infer_task, load_rows, make_coder
+from petune.tasks import DataConfig, Rows, Scorer, Tagged, encode, infer_task, load_rows, make_coder, render
 from petune.tasks.examples import MASKED
 from petune.tasks.metrics import entities
 from petune.tasks.tokens import encode_words
@@ -50,6 +50,11 @@ def test_of_a_word_whose_beginning_is_cut_off_nothing_is_trained(side: str, kept
     coder = make_coder(tokenizer, replace(CONFIG, max_length=9, truncation=side))
     found = encode_words(("abcdef", "ghi", "jk"), coder)
     assert (tokenizer.decode(found.input_ids), found.firsts, found.length) == (kept, firsts, 14)
+
+
+def test_a_row_is_shown_with_its_tags(tokenizer) -> None:
+    (example,) = coded(tokenizer, Tagged("d:1", ("ab", "c"), ("O", "B-X"))).train
+    assert render(example, tokenizer, ("B-X", "O")) == "<s> [[a O]] b   [[c B-X]]"
 
 
 def test_the_tags_of_a_run_are_those_of_both_sides_and_are_counted(jsonl, tmp_path: Path) -> None:
