@@ -130,7 +130,7 @@ def preview(recipe: Recipe, number: int) -> Preview:
     """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
     prepared = prepare(recipe)
     facts = (f"model {prepared.source.note}", f"task {prepared.task.name}", *prepared.rows.notes, *prepared.encoded.report.lines())
-    shown = prepared.encoded.train[:number]
+    shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
     return Preview(facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown))
 
 
@@ -203,7 +203,7 @@ def plan_of(recipe: Recipe, world: int | None = None) -> ParallelPlan:
         raise UsageError("compile does not go with a parallel plan", where=recipe.where("compile"), remedy="set compile: false")
     task = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind_of(config))
     available = torch.cuda.device_count() if choose_place(recipe).device.type == "cuda" else 2
-    return make_plan(recipe.parallel, family, config, world, recipe.batch_size, available, vocabulary_head=task != "classify")
+    return make_plan(recipe.parallel, family, config, world, recipe.batch_size, available, vocabulary_head=TASKS[task].over_vocabulary)
 
 
 def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | None) -> Runner:
@@ -221,7 +221,7 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         return trained_positions(kept, rows["labels"], task)
 
     def summed(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
-        if task == "classify" or not has_fused_head(model):
+        if not prepared.task.over_vocabulary or not has_fused_head(model):
             return None
         return head_loss(model, batch, ask, shift=task in ("causal", "chat"), trained=trained)
 

@@ -56,13 +56,13 @@ Add = Callable[[Sequence[float]], list[float]]  # numbers summed over all proces
 
 
 def evaluate(
-    ask: Ask, rows: Iterable[Batch | None], task: str, classes: int, add: Add = list, check: Callable[[], None] = lambda: None
+    ask: Ask, rows: Iterable[Batch | None], task: str, labels: Sequence[str], add: Add = list, check: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """The task's metrics over `rows`. `check` runs before each batch and may raise; None is a batch this process has no part in.
 
-    `classes` is the number of labels of classify, else 0. Raises TrainingFault when the loss is not finite.
+    `labels` are the classes or tags in the order of their ids, none for other tasks. Raises TrainingFault when the loss is not finite.
     """
-    scorer = Scorer(task)
+    scorer = Scorer(task, labels)
     for batch in rows:
         check()
         logits = None if batch is None else ask(batch)
@@ -71,7 +71,7 @@ def evaluate(
         logits, batch = real_rows(logits, to_device(batch, logits.device))
         total, number = loss_sum(logits, batch, task)
         scorer.add(logits, batch["labels"], total, number)
-    scores = Scorer.of(task, add(scorer.numbers(classes))).result()
+    scores = Scorer.of(task, labels, add(scorer.numbers())).result()
     if not all(value == value and abs(value) != float("inf") for value in scores.values()):
         raise TrainingFault("a score of the evaluation is not finite", found=str(scores))
     return scores

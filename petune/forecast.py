@@ -152,7 +152,7 @@ def sketch(recipe: Recipe) -> Sketch:
         itemsize=2 if bf16 else 4,
         dropouts=_dropouts(config, open_probabilities=not cuda or any(name not in ("dp", "pp") for name in recipe.parallel.axes)),
         recompute=recipe.gradient_checkpointing,
-        vocabulary_head=task.head != "classify",
+        vocabulary_head=task.over_vocabulary,
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
     )
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)

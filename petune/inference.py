@@ -6,20 +6,21 @@ What is asked for is done or refused: an option of sampling samples, and one tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from petune.assemble import Place, positions_of
 from petune.errors import Problem, UsageError, nearest
 from petune.methods import is_wrapped, without_tuning
 from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
-from petune.tasks.examples import cut_on
+from petune.tasks.examples import Coder, cut_on
+from petune.tasks.tokens import encode_words
 
 _WHOLE = {"max_new_tokens": 1, "min_new_tokens": 0, "max_length": 1, "min_length": 0, "num_beams": 1, "top_k": 0, "no_repeat_ngram_size": 0}
 _NUMBERS = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}  # from 0 to
@@ -96,25 +97,27 @@ class Speaker:
     place: Place
 
     def settle(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options` as they are meant for this model. Raises UsageError as `settle_options`, and for any given to a classifier."""
-        if self.task.name != "classify":
+        """`options` as they are meant for this model. Raises UsageError as `settle_options`, and for any where nothing is generated."""
+        if self.task.name not in _ANSWERS:
             return settle_options(options)
         if options:
-            raise UsageError("a classifier has no generation options", where="generate", found=", ".join(options), remedy="leave them out")
+            what = f"task {self.task.name} has no generation options"
+            raise UsageError(what, where="generate", found=", ".join(options), remedy="leave them out")
         return {}
 
     def ask(self, prompt: str | Sequence[Message], **options: Any) -> str:
-        """The model's answer to one prompt, a text or, for chat, a conversation; for classify the label.
+        """The model's answer to one prompt, a text or, for chat, a conversation; for classify the label, for tokens a line `word<tab>tag`
+        per word, for mlm the masks filled in.
 
         `options` are transformers' generation options (max_new_tokens, temperature, top_p, num_beams, ...); greedy, 128 new tokens unless
         said, and sampled where one of sampling is given. Raises UsageError for any other prompt, for options that are unknown or do not
         fit, and for a prompt longer than the model's positions.
         """
         settings = self.settle(options)
+        if answer := _ANSWERS.get(self.task.name):
+            return answer(self, text_of(prompt))
         talk = self.task.name == "chat" and isinstance(prompt, list | tuple) and all(isinstance(turn, Message) for turn in prompt)
         prompt = prompt if talk and prompt else text_of(prompt)
-        if self.task.name == "classify":
-            return self.classify(text_of(prompt))[0]
         ids = torch.tensor([encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)], device=self.place.device)
         limit = positions_of(self.model.config)
         if limit is not None and ids.shape[1] > limit:
@@ -133,14 +136,58 @@ class Speaker:
 
     def classify(self, text: str) -> tuple[str, float]:
         """The most probable label of `text`, cut as in training, and its probability. Raises UsageError for anything but a text."""
-        text = text_of(text)
-        limit = make_coder(self.tokenizer, self.data, max_positions=positions_of(self.model.config)).limit
+        text, limit = text_of(text), self._coder().limit
         with cut_on(self.tokenizer, self.data.truncation):
             inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(self.place.device)
         with torch.no_grad(), self.place.autocast():
             probabilities = self.model(**inputs).logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
         return str(self.model.config.id2label[best]), float(probabilities[best])  # type: ignore[union-attr, index]
+
+    def tag(self, text: str) -> str:
+        """Each word of `text`, as blanks part them, with its tag: lines `word<tab>tag`. Raises UsageError for one that is too long."""
+        words = text.split()
+        if not words:
+            raise UsageError("the text has no words")
+        coded = encode_words(words, self._coder())
+        self._refuse_long(coded.length)
+        best = self._logits(coded.input_ids).argmax(-1).tolist()
+        names: dict[int, str] = self.model.config.id2label  # type: ignore[union-attr, assignment]
+        tags = ["-" if place is None else names[best[place]] for place in coded.firsts]
+        return "\n".join(f"{word}\t{tag}" for word, tag in zip(words, tags, strict=True))
+
+    def fill_masks(self, text: str) -> str:
+        """`text` with the most probable token for each [MASK]. Raises UsageError for a text without one, and for one that is too long."""
+        mask = str(self.tokenizer.mask_token)
+        text = text.replace("[MASK]", mask)
+        if mask not in text:
+            raise UsageError("the text has no mask to fill in", expected=mask, found=text)
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        self._refuse_long(len(ids))
+        best = self._logits(ids).argmax(-1).tolist()
+        filled = [guess if token == self.tokenizer.mask_token_id else token for token, guess in zip(ids, best, strict=True)]
+        return str(self.tokenizer.decode(filled, skip_special_tokens=True)).strip()
+
+    def _coder(self) -> Coder:
+        return make_coder(self.tokenizer, self.data, max_positions=positions_of(self.model.config))
+
+    def _refuse_long(self, length: int) -> None:
+        if length > (limit := self._coder().limit):
+            raise UsageError("the text is longer than what the model was trained on", expected=f"at most {limit} tokens", found=str(length))
+
+    def _logits(self, ids: list[int]) -> Tensor:
+        """What the model says of each token, [tokens, labels or vocabulary]."""
+        inputs = torch.tensor([ids], device=self.place.device)
+        with torch.no_grad(), self.place.autocast():
+            logits: Tensor = self.model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits[0]
+        return logits
+
+
+_ANSWERS: dict[str, Callable[[Speaker, str], str]] = {  # of tasks that generate nothing
+    "classify": lambda speaker, text: speaker.classify(text)[0],
+    "tokens": Speaker.tag,
+    "mlm": Speaker.fill_masks,
+}
 
 
 def text_of(prompt: object) -> str:

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from petune import checkpoint
 from petune.assemble import choose_place
 from petune.errors import MachineError, Problem, RecipeError, UsageError, nearest
-from petune.models.load import resolve_model
+from petune.models.load import AUTO, Head, resolve_model
 from petune.plot import draw_loss
 from petune.recipe import Recipe, differences, load_recipe
+from petune.tasks import TASKS
 from petune.tensorfile import write_file, writing
 
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
@@ -203,12 +204,6 @@ _LOADING = {
     "object": '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")',
     "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
 }
-_AUTO = {
-    "classify": "AutoModelForSequenceClassification",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "causal": "AutoModelForCausalLM",
-    "chat": "AutoModelForCausalLM",
-}
 
 
 def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
@@ -216,7 +211,7 @@ def _readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     options = {"revision": source.revision, "dtype": str(choose_place(recipe).dtype).removeprefix("torch.")}
     options |= {"num_labels": summary.get("num_labels")}
     base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
-    auto = f"transformers.{_AUTO[str(summary['task'])]}"
+    auto = f"transformers.{AUTO[cast(Head, TASKS[str(summary['task'])].head)].__name__}"
     form = (
         {"config": "random", "object": "object"}.get(source.kind, method if method == "lora" else "other") if method != "full" else "full"
     )

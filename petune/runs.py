@@ -156,7 +156,7 @@ class Run:
         size = self.recipe.eval_batch_size or self.recipe.batch_size
         held_out = batches(prepared.encoded.eval, size, task, pad_token_id(prepared.tokenizer))
         with scoring(model):
-            return evaluate(asking(model, place.device, place.autocast), held_out, task, len(prepared.rows.labels or ()))
+            return evaluate(asking(model, place.device, place.autocast), held_out, task, prepared.rows.labels or ())
 
     def merge(self, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
         """Write a plain Hugging Face checkpoint with the tuning in its weights; `merge_report` then says what rounding cost.

@@ -362,8 +362,11 @@ class Training:
         return [batch for batch in found if batch is not None]
 
     def rows_of(self, step: int) -> list[Example]:
-        """What step `step` (from 0) trains on, over all replicas."""
-        return [self.units[index] for index in units_of_step(step, self.steps, self.recipe.seed)]
+        """What step `step` (from 0) trains on, over all replicas; masks are drawn here, for all of it, whatever the plan."""
+        seed = self.recipe.seed
+        return self.prepared.encoded.drawn(
+            [self.units[index] for index in units_of_step(step, self.steps, seed)], f"seed {seed} step {step}"
+        )
 
     def _batch(self, numbered: Sequence[tuple[int, Example]], packed: bool = False) -> Batch | None:
         """This replica's rows of one forward pass; where all must go forward together, a row that counts for nothing stands in for none."""
@@ -479,10 +482,10 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Scores on the held-out rows. Raises StopAsked when a stop was asked for meanwhile."""
         held_out = self._batches(self.prepared.encoded.eval, self.recipe.eval_batch_size or self.recipe.batch_size)
-        classes = len(self.prepared.rows.labels or ())
+        labels = self.prepared.rows.labels or ()
         doing = phase(f"evaluating on {len(self.prepared.encoded.eval)} rows")
         with doing, self._explain_memory("evaluation"), scoring(*self.runner.modules):
-            return evaluate(self.runner.logits, held_out, self.task.name, classes, self.runner.sum, self._check_stop)
+            return evaluate(self.runner.logits, held_out, self.task.name, labels, self.runner.sum, self._check_stop)
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:

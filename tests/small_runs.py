@@ -118,6 +118,11 @@ def row_of(text: str, task: str) -> dict[str, Any]:
         return {"source": text, "target": " ".join(words[:4])}
     if task == "chat":
         return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": " ".join(reversed(words))}]}
+    if task == "tokens":
+        return {
+            "tokens": words,
+            "tags": [("B-COLOR", "I-COLOR")[at] if at < 2 else "B-NUMBER" if word in WORDS[3:6] else "O" for at, word in enumerate(words)],
+        }
     return {"text": text}
 
 

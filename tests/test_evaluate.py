@@ -24,7 +24,7 @@ from tests.small_runs import TASK, settings, training, write_model
 def scored(made: Training, size: int) -> dict[str, float]:
     with scoring(made.model):
         return evaluate(
-            made.runner.logits, made._batches(made.prepared.encoded.eval, size), made.task.name, len(made.prepared.rows.labels or ())
+            made.runner.logits, made._batches(made.prepared.encoded.eval, size), made.task.name, made.prepared.rows.labels or ()
         )
 
 
@@ -83,7 +83,7 @@ def test_the_mode_is_put_back_when_a_stop_is_asked_for(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt), scoring(made.model):
         assert not made.model.training
-        evaluate(made.runner.logits, made._batches(made.prepared.encoded.eval, 2), "causal", 0, check=stop)
+        evaluate(made.runner.logits, made._batches(made.prepared.encoded.eval, 2), "causal", (), check=stop)
     assert made.model.training
 
 

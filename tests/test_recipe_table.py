@@ -70,7 +70,11 @@ OVER: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # family -> method
 TOGETHER = [f"{family}_{method}_{backend}" for family, (methods, backends) in OVER.items() for method in methods for backend in backends]
 TOGETHER.append("llama_lora_dp_tp_pp")
 STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"}  # as a CPU can, too
-NAMES = [*ALONE, "llama_full_streamed", *TOGETHER]
+OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
+    "tokens": {"task": "tokens", "class_weights": "none"},
+    "mlm": {"task": "mlm", "class_weights": "none", "lr": 2e-3, "data": {**FAMILIES["bert"]["data"], "chunk": True}},
+}
+NAMES = [*ALONE, "llama_full_streamed", *(f"bert_lora_{task}" for task in OTHER_TASKS), *TOGETHER]
 
 
 def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
@@ -84,6 +88,8 @@ def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     row = {**SHARED, **FAMILIES[family], "method": method, "lr": LR[family][METHODS.index(method)], "out": f"runs/{name}"}
     if over == ["streamed"]:
         row |= STREAMED
+    elif over and over[0] in OTHER_TASKS:
+        row |= OTHER_TASKS[over[0]]
     elif over:
         row["parallel"] = parallel(family, over[0])
     assert load_recipe(recipe_folder() / f"{name}.yaml").resolved() == load_recipe(row).resolved()

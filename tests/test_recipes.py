@@ -8,24 +8,24 @@ from __future__ import annotations
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BertModel
+from transformers import AutoConfig, BertModel
 
 from petune.assemble import plan_of
 from petune.demo import minilm_folder
 from petune.errors import Stopped, UsageError
+from petune.models.load import AUTO, Head
 from petune.parallel import ALONE
 from petune.recipe import load_recipe, shipped_recipes
-from petune.tasks import pad_token_id
+from petune.tasks import TASKS, pad_token_id
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import Listener, assert_same_run, run, terminate_at
 from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
-AUTO = {"classify": AutoModelForSequenceClassification, "seq2seq": AutoModelForSeq2SeqLM, "causal": AutoModelForCausalLM}
 SMALL = ("max_steps=2", "warmup=0", "data.max_rows=24", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=4")
 THREE_STEPS = ("max_steps=3", "warmup=0", "data.max_rows=22", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=8")
 ALL = {file.stem: file for file in shipped_recipes()}
@@ -64,7 +64,7 @@ def test_a_shipped_recipe_trains_resumes_and_merges(name: str, tmp_path: Path):
         with pytest.raises(UsageError, match=r"petune\.load"):
             resumed.merge()
         return
-    merged = AUTO[resumed.summary["task"]].from_pretrained(resumed.merge(), dtype=torch.float32).eval()
+    merged = AUTO[cast(Head, TASKS[resumed.summary["task"]].head)].from_pretrained(resumed.merge(), dtype=torch.float32).eval()
     ids = resumed.speaker.tokenizer("Return the length of the list.", return_tensors="pt")["input_ids"]
     inputs = {"input_ids": ids}
     if resumed.summary["task"] == "seq2seq":

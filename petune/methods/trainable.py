@@ -22,9 +22,9 @@ def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
     if isinstance(record.config, FullConfig):
         return dict(model.named_parameters())
     found = {f"{name}.{own}": value for name, module in tuned_modules(model) for own, value in module.tuned().items()}
-    for head in record.also_train:
-        found |= {f"{head}.{own}": value for own, value in model.get_submodule(head).named_parameters()}
-    return found
+    modules = dict(model.named_modules(remove_duplicate=False))
+    here = [head for head in record.also_train if head in modules]  # a pipeline's stage has them or not
+    return found | {f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()}
 
 
 def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -65,5 +65,5 @@ FAMILY = Family(
     shape=shape,
     narrow=narrow,
     depth=depth,
-    fresh=("pooler",),
+    fresh=("pooler", "transform"),  # the second of the head of masked words, whose table of words is the embedding
 )

@@ -172,10 +172,13 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
 def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
     """The model of `source` with the task's head, in `dtype`, on the CPU, in eval mode.
 
-    `labels` become id2label. Raises FileError for a checkpoint that does not fill the model it describes (first ten names) or holds
-    non-finite values, and MachineError when memory runs out.
+    `labels` become id2label. Raises UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
+    fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory runs out.
     """
     config = read_config(source)
+    if type(config) not in AUTO[head]._model_mapping:
+        what = f"transformers has no {AUTO[head].__name__} for models of type {config.model_type}"
+        raise UsageError(what, where="task", remedy="choose another model or another task")
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
@@ -238,7 +241,7 @@ def _check_filled(model: nn.Module, family: Family | None, info: Any, source: So
     heads = (*family.heads, *family.fresh) if family else (*outside, "pooler")
     names = [name for name, _ in model.named_modules() if name]
     new = tuple(name for name in names if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing))
-    lost = sorted(key for key in missing if not key.startswith(tuple(f"{name}." for name in new)))
+    lost = sorted(key for key in missing - _zero_biases(model, new) if not key.startswith(tuple(f"{name}." for name in new)))
     blocks = tuple(rule.blocks + "." for rule in family.stacks.values()) if family else ()
     surplus = sorted(str(key) for key in info["unexpected_keys"] if any(f".{block}" in f".{key}" for block in blocks))
     faults = {True: "has another shape in the checkpoint", False: "is in the model but not in the checkpoint"}
@@ -251,6 +254,16 @@ def _check_filled(model: nn.Module, family: Family | None, info: Any, source: So
     parts = [f"{', '.join(new)} is new and will be trained"] if new else []
     parts += [f"{', '.join(dropped)} of the checkpoint is not used by this task"] if dropped else []
     return new, "; ".join(parts)
+
+
+def _zero_biases(model: nn.Module, new: Sequence[str]) -> set[str]:
+    """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random stays."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if new and callable(get) else None
+    bias = getattr(head, "bias", None)
+    if bias is None or bool(bias.any()):
+        return set()
+    return {name for name, value in model.named_parameters(remove_duplicate=False) if value is bias}
 
 
 def _check_finite(model: nn.Module, source: Source) -> None:

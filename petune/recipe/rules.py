@@ -12,6 +12,7 @@ from petune.parallel.configs import DpConfig, ParallelConfig, axis_contradiction
 from petune.recipe.schema import Recipe
 from petune.recipe.written import PARALLEL, Found, Written, as_mapping
 from petune.recipe.yaml_lines import KeyPath
+from petune.tasks.configs import METRICS
 
 
 class Rule(NamedTuple):
@@ -21,14 +22,6 @@ class Rule(NamedTuple):
     holds: Callable[[Recipe], bool]
     what: str
     remedy: str
-
-
-_TOKENS = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
-# Task -> metric -> the better direction; as in tasks/metrics.py, which cannot be asked without loading torch (a test compares them).
-METRICS: Mapping[str, Mapping[str, str]] = {
-    "classify": {"accuracy": "max", "f1_macro": "max", "matthews": "max", "loss": "min"},
-    **dict.fromkeys(("seq2seq", "causal", "chat"), _TOKENS),
-}
 
 
 def _metrics(recipe: Recipe) -> Mapping[str, str]:
@@ -112,6 +105,18 @@ RULES = (
         "remove data.packing, or set task: causal",
     ),
     Rule(
+        ("data.chunk", "task"),
+        lambda recipe: not getattr(recipe.data, "chunk", False) or _task_is(recipe, "causal", "mlm"),
+        "only causal and mlm read documents",
+        "remove data.chunk, or set task: causal or mlm",
+    ),
+    Rule(
+        ("data.chunk", "data.packing"),
+        lambda recipe: not (getattr(recipe.data, "chunk", False) and getattr(recipe.data, "packing", False)),
+        "windows are full already, and packing joins rows that are not",
+        "remove data.packing",
+    ),
+    Rule(
         ("data.max_target_length", "task"),
         lambda recipe: getattr(recipe.data, "max_target_length", None) is None or _task_is(recipe, "seq2seq"),
         "only seq2seq has targets of their own length",
@@ -145,7 +150,7 @@ RULES = (
         ("metric", "task"),
         lambda recipe: recipe.metric is None or recipe.metric in _metrics(recipe),
         "no such metric of this task",
-        f"classify has {', '.join(METRICS['classify'])}; seq2seq, causal and chat have {', '.join(_TOKENS)}",
+        "; ".join(f"{task} has {', '.join(metrics)}" for task, metrics in METRICS.items()),
     ),
     Rule(
         ("direction", "metric", "task"),

@@ -47,8 +47,8 @@ class Recipe(BaseModel):
     name: Annotated[str, Field(min_length=1)] = Field("run", description="name of the run, in its folder and README; the file's name")
     model: str = Field(min_length=1, description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights")
     data: SkipValidation[DataConfig] = Field(description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more")
-    task: Literal["classify", "seq2seq", "causal", "chat"] | None = Field(
-        None, description="classify, seq2seq, causal or chat; null: inferred from model and data where unambiguous"
+    task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat"] | None = Field(
+        None, description="classify, tokens, mlm, seq2seq, causal or chat; null: inferred from model and data where unambiguous"
     )
     method: SkipValidation[MethodConfig] = Field(description="full, lora, adapter or side; or a mapping with name and settings")
     epochs: Annotated[float, Field(gt=0, le=10_000)] = Field(1.0, description="passes over the training rows; fractions count")

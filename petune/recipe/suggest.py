@@ -92,6 +92,8 @@ ALIASES: Mapping[str, str] = {
 
 _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("classification", "sequence-classification", "text-classification"), "classify"),
+    **dict.fromkeys(("ner", "token-classification", "token_classification", "tagging", "pos"), "tokens"),
+    **dict.fromkeys(("masked-lm", "masked_lm", "fill-mask", "mlm-pretraining"), "mlm"),
     **dict.fromkeys(("summarization", "translation", "text2text", "seq2seq-lm"), "seq2seq"),
     **dict.fromkeys(("clm", "causal-lm", "causal_lm", "lm", "pretrain", "text-generation"), "causal"),
     **dict.fromkeys(("sft", "instruct", "conversation"), "chat"),

@@ -13,19 +13,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from petune.tasks.configs import DataConfig
+from petune.tasks.configs import METRICS, DataConfig
 from petune.tasks.encode import Encoded, encode, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Example
 from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.report import DataReport, render, spans
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Rows, Text
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Rows, Tagged, Text
 from petune.tasks.table import TASKS, Task, check_fit
 
 if TYPE_CHECKING:
     from petune.tasks.batch import collate
     from petune.tasks.loss import class_weights, count, loss_sum, trained_positions
-    from petune.tasks.metrics import METRICS, Scorer
+    from petune.tasks.metrics import Scorer
 
 NEED_TORCH = {
     "collate": "batch",
@@ -33,7 +33,6 @@ NEED_TORCH = {
     "count": "loss",
     "loss_sum": "loss",
     "trained_positions": "loss",
-    "METRICS": "metrics",
     "Scorer": "metrics",
 }
 
@@ -54,6 +53,7 @@ __all__ = [
     "Rows",
     "Scorer",
     "Table",
+    "Tagged",
     "Task",
     "Text",
     "check_fit",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from petune.tasks.examples import MASKED, Coder, Example, causal_example
 from petune.tasks.rows import Pair, Row, Text
+from petune.tasks.windows import Document, cut_documents
 
 
 def prompt_text(source: str, coder: Coder) -> str:
@@ -23,7 +24,7 @@ def opened(ids: list[int], eos: int) -> list[int]:
 
 
 def encode_causal(rows: Sequence[Row], coder: Coder) -> list[Example]:
-    """One example per Pair or Text."""
+    """One example per Pair or Text, or per window of joined texts, where a document's first token follows from nothing."""
     eos = coder.eos()
     pairs = [row for row in rows if isinstance(row, Pair)]
     texts = [row for row in rows if isinstance(row, Text)]
@@ -33,7 +34,11 @@ def encode_causal(rows: Sequence[Row], coder: Coder) -> list[Example]:
     for row, prompt, completion in zip(pairs, prompts, completions, strict=True):
         prompt = opened(prompt, eos)
         examples.append(causal_example([*prompt, *completion, eos], [MASKED] * len(prompt) + [*completion, eos], row.where, coder))
-    for text, ids in zip(texts, coder.ids([row.text for row in texts]), strict=True):
-        ids = [*opened(ids, eos), eos]
-        examples.append(causal_example(ids, ids, text.where, coder))
-    return examples
+    whole = [
+        Document([*opened(ids, eos), eos], text.where) for text, ids in zip(texts, coder.ids([row.text for row in texts]), strict=True)
+    ]
+    if not coder.config.chunk:
+        return [*examples, *(causal_example(one.ids, one.ids, one.where, coder) for one in whole)]
+    bos = coder.tokenizer.bos_token_id
+    windows = ((ids, where, [MASKED if token == bos else token for token in ids]) for ids, where in cut_documents(whole, coder.limit))
+    return [causal_example(ids, labels, where, coder) for ids, where, labels in windows]

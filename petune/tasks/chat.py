@@ -1,12 +1,15 @@
 """chat: conversations through the tokenizer's own template; only what the assistant says is trained, its end of turn included.
 
 Templates rarely mark the assistant's part, so it is found by rendering prefixes: the conversation up to a turn (with its prompt),
-and up to and including it. What lies between is what a model would generate there. One that rewrites earlier turns is refused.
+and up to and including it. What lies between is what a model would generate there. A template that rewrites an earlier trained turn is
+refused, and one that leaves out what a row says: a rendering that stays the same without a field has lost it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from petune.errors import DataError, FileError
 from petune.tasks.examples import MASKED, Coder, Example, causal_example
@@ -30,11 +33,15 @@ def need_template(coder: Coder) -> None:
         )
 
 
-def render(messages: Sequence[Message], coder: Coder, where: str, *, prompt: bool = False) -> str:
+LINKS = (("assistant", "id"), ("tool", "tool_call_id"), ("tool", "name"))  # which call a result answers: the order of turns says it too
+
+
+def render(messages: Sequence[Message], coder: Coder, where: str, *, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False) -> str:
     """The conversation as text; with `prompt` also the words that make the assistant speak next. DataError if the template refuses it."""
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns = [{"role": message.role, "content": message.content, **message.more} for message in messages]
+    schemas: list[Any] | None = [dict(tool) for tool in tools] or None
     try:
-        return str(coder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
+        return str(coder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, tools=schemas))
     except Exception as error:  # a template is a program: what it raises is its own affair
         raise DataError(f"the chat template refuses the conversation: {error}", where=where, found=_roles(messages)) from error
 
@@ -44,23 +51,51 @@ def _roles(messages: Sequence[Message]) -> str:
 
 
 def spans(row: Conversation, coder: Coder) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation, and the character spans that the assistant speaks. DataError if a rendering is no prefix of the next."""
-    whole = render(row.messages, coder, row.where)
+    """The rendered conversation, and the character spans that are trained. DataError if a rendering is no prefix of the next."""
+    whole = render(row.messages, coder, row.where, tools=row.tools)
+    _refuse_lost(row, whole, coder)
     found = []
     for index, message in enumerate(row.messages):
-        if message.role != "assistant":
+        if message.role != "assistant" or not message.trained:
             continue
-        before = render(row.messages[:index], coder, row.where, prompt=True) if index else ""
-        upto = render(row.messages[: index + 1], coder, row.where)
+        before = render(row.messages[:index], coder, row.where, tools=row.tools, prompt=True) if index else ""
+        upto = render(row.messages[: index + 1], coder, row.where, tools=row.tools)
         if not (whole.startswith(upto) and upto.startswith(before)):
             raise DataError(
                 f"the chat template renders turn {index + 1} differently once more turns follow",
                 where=row.where,
                 expected="each rendering to begin with the one before",
-                remedy="write one row per assistant turn, ending with it, or change the chat template",
+                remedy='write one row per assistant turn, ending with it, the earlier ones with "weight": 0, or change the template',
             )
         found.append((len(before), len(upto)))
     return whole, found
+
+
+def _refuse_lost(row: Conversation, whole: str, coder: Coder) -> None:
+    """DataError for the first part of a conversation that the template does not render."""
+
+    def lost(messages: Sequence[Message], shown: str, tools: Sequence[Mapping[str, Any]] = row.tools) -> bool:
+        try:
+            return render(messages, coder, row.where, tools=tools) == shown
+        except DataError:
+            return False  # it is read, or its absence would not be noticed
+
+    missing = "tools" if row.tools and lost(row.messages, whole, ()) else None
+    for index, message in enumerate(row.messages):
+        if missing or not (message.more or message.content.strip() not in whole):
+            continue
+        earlier = row.messages[:index]
+        shown = render((*earlier, message), coder, row.where, tools=row.tools)
+        others = {"content": replace(message, content=f"{message.content} again")} if message.content.strip() else {}
+        for name in message.more:
+            if (message.role, name) not in LINKS:
+                others[name] = replace(message, more={key: value for key, value in message.more.items() if key != name})
+        missing = next(
+            (f"{name} of turn {index + 1} ({message.role})" for name, other in others.items() if lost((*earlier, other), shown)), None
+        )
+    if missing:
+        remedy = "take a model whose chat template has a place for it, or remove it from the rows"
+        raise DataError(f"the chat template does not render {missing}: it would be lost", where=row.where, remedy=remedy)
 
 
 def _example(row: Conversation, coder: Coder) -> Example:
@@ -70,13 +105,17 @@ def _example(row: Conversation, coder: Coder) -> Example:
     labels = [
         token if any(start <= begin < end for start, end in trained) else MASKED for token, (begin, _) in zip(ids, places, strict=True)
     ]
-    if row.messages[-1].role == "assistant" and not _ends(text, trained[-1], row.messages[-1]):
+    last = row.messages[-1]
+    if last.role == "assistant" and last.trained and not _ends(text, trained[-1], row, coder):
         ids, labels = [*ids, coder.eos()], [*labels, coder.eos()]
     return causal_example(ids, labels, row.where, coder)
 
 
-def _ends(text: str, span: tuple[int, int], message: Message) -> bool:
-    """Whether the template says anything after the turn's last word: an end-of-turn token. If not, the end token is added."""
-    said = message.content.strip()
-    spoken = text[slice(*span)]
+def _ends(text: str, span: tuple[int, int], row: Conversation, coder: Coder) -> bool:
+    """Whether the template says anything after the last turn's last word: an end-of-turn token. If not, the end token is added."""
+    *earlier, last = row.messages
+    said, spoken = last.content.strip(), text[slice(*span)]
+    if last.more:  # its last word may be any of its fields': asked of a turn of words alone
+        said = "Yes."
+        spoken = render([*earlier, Message(last.role, said)], coder, row.where, tools=row.tools)
     return bool(spoken[spoken.rfind(said) + len(said) :].strip())

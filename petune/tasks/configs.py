@@ -9,8 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMATS = ("text-label", "pairs", "alpaca", "sharegpt", "messages", "text")
-ROLES = ("text", "text_pair", "label", "source", "target", "instruction", "input", "output", "messages")
+FORMATS = ("text-label", "tokens", "pairs", "alpaca", "sharegpt", "messages", "text")
+ROLES = (
+    *("text", "text_pair", "label", "tokens", "tags", "source", "target", "instruction", "input", "output"),
+    *("messages", "system", "history", "tools"),
+)
+_OF_TEXT = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
+METRICS: Mapping[str, Mapping[str, str]] = {  # task -> metric -> the better direction
+    "classify": {"accuracy": "max", "f1_macro": "max", "matthews": "max", "loss": "min"},
+    "tokens": {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"},
+    "mlm": _OF_TEXT,
+    "seq2seq": _OF_TEXT,
+    "causal": _OF_TEXT,
+    "chat": _OF_TEXT,
+}
 DEFAULT_MAX_LENGTH = 1024
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is a broken file far more often than a row
 MAX_BAD_SHARE = 0.05  # what `on_bad_line: skip` may skip
@@ -35,6 +47,10 @@ class DataConfig:
     max_target_length: int | None = field(default=None, metadata={"ge": 8, "doc": "longest target of seq2seq, tokens; default max_length"})
     truncation: str = field(default="right", metadata={"choices": ("right", "left"), "doc": "the side cut from an over-long input"})
     packing: bool = field(default=False, metadata={"doc": "causal and chat: several examples in one sequence, none seeing another"})
+    chunk: bool = field(
+        default=False,
+        metadata={"doc": "causal and mlm, plain text: documents joined and cut into windows of max_length; a .txt file is one"},
+    )
     prefix: str = field(default="", metadata={"doc": "text put before every source of a pair, as T5 wants: 'summarize: '"})
     separator: str = field(default="\n", metadata={"doc": "text between prompt and completion of a pair, causal only"})
     on_bad_line: str = field(

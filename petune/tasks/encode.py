@@ -16,6 +16,7 @@ from petune.tasks.chat import need_template
 from petune.tasks.chat import render as render_chat
 from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
 from petune.tasks.examples import Coder, Example
+from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
 from petune.tasks.packing import pack
 from petune.tasks.report import DataReport, percentile
 from petune.tasks.rows import Message, Rows
@@ -24,17 +25,28 @@ from petune.tasks.table import check_fit, find_task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MASKS = f"masks on {SHARE:.0%} of the tokens ({HIDDEN:.0%} hidden, {EXCHANGED:.0%} exchanged), chosen anew at every step"
 ENDLESS = 10**6  # tokenizers without a limit say a number beyond this
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Examples ready to be collated; `train` holds packed sequences if the config says so, `eval` never does."""
+    """Examples ready to be collated; `train` holds packed sequences if the config says so, `eval` never does.
+
+    `masking` (mlm) says that what is trained is chosen anew at every step: see `drawn`.
+    """
 
     train: list[Example]
     eval: list[Example]
     report: DataReport
     packed: bool
+    masking: Masking | None = None
+
+    def drawn(self, examples: Sequence[Example], key: str) -> list[Example]:
+        """The examples of one step with the masks that belong to `key`; the same ones for a task without."""
+        if self.masking is None:
+            return list(examples)
+        return [self.masking.draw(example, f"{key} row {number}") for number, example in enumerate(examples)]
 
 
 def encode(
@@ -64,6 +76,14 @@ def encode(
     if sides[1]:
         _check_left(sides[1], held_out, coder, "eval")
     report = _report(sides, train, held_out, coder, task)
+    if config.chunk:
+        joined = (
+            f"{len(rows.train):,} documents joined and cut into {len(train):,} windows, held out {len(rows.eval):,} into {len(held_out):,}"
+        )
+        report = replace(report, notes=(joined, *report.notes))
+    if task == "mlm":
+        encoded = Encoded(train, [], replace(report, notes=(MASKS, *report.notes)), packed=False, masking=masking_of(coder))
+        return replace(encoded, eval=encoded.drawn(held_out, "held out"))
     if not config.packing:
         return Encoded(train, held_out, report, packed=False)
     bins = pack(train, coder.limit)
@@ -100,8 +120,8 @@ def encode_prompt(
     `format` is `Rows.format`: plain text gets no separator. Raises UsageError for classify, FileError for chat without a template.
     """
     coder = make_coder(tokenizer, config)
-    if task == "classify":
-        raise UsageError("a classifier does not generate", remedy="petune eval scores it")
+    if task not in ("seq2seq", "causal", "chat"):
+        raise UsageError(f"a model of task {task} does not generate", remedy="petune eval scores it")
     if task == "chat":
         need_template(coder)
         turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
@@ -165,7 +185,7 @@ def _report(sides: Sequence[list[Example]], train: list[Example], held_out: list
         dropped=len(sides[0]) - len(train),
         eval_dropped=len(sides[1]) - len(held_out),
         tokens=tokens,
-        trained=None if task == "classify" else sum(example.trained for example in train),
+        trained=None if task in ("classify", "mlm") else sum(example.trained for example in train),
         target_p50=percentile(targets, 0.5) if targets else None,
         target_longest=max(targets) if targets else None,
         bins=None,

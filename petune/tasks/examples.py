@@ -22,7 +22,7 @@ MASKED = -100
 
 @dataclass(frozen=True)
 class Example:
-    """`labels`: one per input token (causal, chat), the target's tokens (seq2seq), or the number of the class (classify).
+    """`labels`: one per input token, the target's tokens (seq2seq, which sets `has_target`), or the number of the class (classify).
 
     `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones. `length` counts the tokens before
     anything was cut.
@@ -34,6 +34,7 @@ class Example:
     length: int
     token_types: list[int] | None = None
     positions: list[int] | None = None
+    has_target: bool = False
 
     @property
     def trained(self) -> int:
@@ -43,7 +44,7 @@ class Example:
     @property
     def tokens(self) -> int:
         """The tokens a model reads for it: the input's, and the target's where that is a text of its own (seq2seq)."""
-        return len(self.input_ids) + (self.trained if isinstance(self.labels, list) and self.labels[:1] != [MASKED] else 0)
+        return len(self.input_ids) + (self.trained if self.has_target else 0)
 
     @property
     def cut(self) -> bool:

@@ -1,58 +1,67 @@
-"""Formats: which columns play which role, found from their names, and a record turned into a row.
+"""Formats: which columns play which role, found from their names.
 
 Detection takes the most telling format that the task can use and says what it chose; where two readings are possible it is an error, never
-a guess. Values are checked here: a cell that is null, empty, nan or of another type than before is named with its line.
+a guess.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from petune.errors import DataError, Problem, UsageError, nearest
 from petune.tasks.configs import FORMATS, ROLES
-from petune.tasks.faults import Faults
-from petune.tasks.read import Record, kind_of
-from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Text
+from petune.tasks.lines import Record
 
 USUAL: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "content", "document", "review", "sentence1", "premise", "question1"),
     "text_pair": ("text_pair", "sentence2", "hypothesis", "question2", "text2"),
     "label": ("label", "labels", "class", "category", "kind", "sentiment"),
+    "tokens": ("tokens", "words"),
+    "tags": ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags"),
     "source": ("source", "prompt", "question", "src", "article", "dialogue", "input"),
     "target": ("target", "completion", "response", "answer", "tgt", "summary", "highlights", "output"),
     "instruction": ("instruction",),
     "input": ("input",),
     "output": ("output",),
     "messages": ("messages", "conversations", "conversation"),
+    "system": ("system", "system_prompt"),
+    "history": ("history",),
+    "tools": ("tools",),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("messages",),
     "alpaca": ("instruction", "output"),
     "text-label": ("text", "label"),
+    "tokens": ("tokens", "tags"),
     "pairs": ("source", "target"),
     "text": ("text",),
 }
-MAY: dict[str, tuple[str, ...]] = {"alpaca": ("input",), "text-label": ("text_pair",)}
+OF_CHAT = ("system", "history", "tools")  # what only a conversation has a place for
+MAY: dict[str, tuple[str, ...]] = {
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "alpaca": ("input", *OF_CHAT),
+    "text-label": ("text_pair",),
+    "pairs": OF_CHAT,
+}
 TASK_FORMATS: dict[str, tuple[str, ...]] = {
     "classify": ("text-label",),
+    "tokens": ("tokens",),
+    "mlm": ("text",),
     "seq2seq": ("alpaca", "pairs"),
     "causal": ("alpaca", "pairs", "text"),
     "chat": ("messages", "sharegpt", "alpaca", "pairs"),
 }
 DEMO: dict[str, Mapping[str, str]] = {  # how each task reads the docstring corpus
     "classify": {"text": "text", "label": "kind"},
+    "tokens": {"tokens": "tokens", "tags": "tags"},  # which load makes of the text
+    "mlm": {"text": "text"},
     "seq2seq": {"source": "body", "target": "summary"},
     "causal": {"text": "text"},
     "chat": {"source": "body", "target": "summary"},
 }
-ALPACA = (
-    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}{input}\n\n### Response:"
-)
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,15 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
             raise UsageError(f"data.columns.{role} is not a role", expected=", ".join(ROLES), remedy=remedy)
     for role, name in columns.items():
         if name not in record.columns:
-            raise DataError([_missing(record, name, f"data.columns.{role} names it")])
+            raise DataError([missing(record, name, f"data.columns.{role} names it")])
     wanted = TASK_FORMATS[task] if task else FORMATS
     if format_ != "auto":
         if format_ not in wanted:
             fits = ", ".join(TASK_FORMATS[task]) if task else ", ".join(FORMATS)
             raise UsageError(f"format {format_} does not fit task {task}", expected=fits)
         wanted = (format_,)
+    if preference := _preference(record, columns):
+        raise DataError([preference])
     fitting = [layout for name in NEEDS if name in wanted and (layout := _fit(name, record, columns, forced=format_ != "auto"))]
     if not fitting:
         raise DataError([_unfit(record, wanted, columns, task)])
@@ -99,14 +110,22 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
 def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool) -> Layout | None:
     found: dict[str, str] = {}
     for role in (*NEEDS[format_], *MAY.get(format_, ())):
-        name = given.get(role) or next((usual for usual in USUAL[role] if usual in record.columns and usual not in given.values()), None)
-        if name:
+        if name := column_of(role, record, given):
             found[role] = name
         elif role in NEEDS[format_]:
             return None
+    if not forced and any(
+        isinstance(record.columns[found[role]], list) == (role == "label") for role in ("label", "tags") if role in found
+    ):
+        return None
     if format_ in ("messages", "sharegpt") and not forced and _turn_style(record.columns[found["messages"]]) != format_:
         return None
     return Layout(format_, found)
+
+
+def column_of(role: str, record: Record, given: Mapping[str, str]) -> str | None:
+    """The column of `record` that plays `role`: the one given, or one of a usual name that is given no other role."""
+    return given.get(role) or next((usual for usual in USUAL[role] if usual in record.columns and usual not in given.values()), None)
 
 
 def _turn_style(turns: object) -> str | None:
@@ -116,159 +135,52 @@ def _turn_style(turns: object) -> str | None:
     return "messages" if "role" in first else "sharegpt" if "from" in first else None
 
 
-def _missing(record: Record, name: str, why: str) -> Problem:
+def missing(record: Record, name: str, why: str) -> Problem:
+    """The problem of a record without the column `name`, which `why` asks for."""
     near = nearest(name, record.columns)
     remedy = f"did you mean: {near[0]}" if near else None
     return Problem(f"there is no column {name!r} ({why})", record.where, found="columns " + ", ".join(record.columns), remedy=remedy)
 
 
+def _preference(record: Record, given: Mapping[str, str]) -> Problem | None:
+    """Refuse what says which answer is better: learning it as if it were one answer would turn its meaning round."""
+    columns = record.columns
+    if {"chosen", "rejected"} <= columns.keys() and not {"chosen", "rejected"} & set(given.values()) and "messages" not in columns:
+        role = "messages" if isinstance(columns["chosen"], list) else "target"
+        remedy = f"to learn the preferred answers alone: data.columns.{role}=chosen"
+    elif {"prompt", "completion"} <= columns.keys() and str(columns.get("label")).lower() in ("true", "false") and not given:
+        remedy = "to learn the good answers alone: keep the rows whose label is true, without that column"
+    else:
+        return None
+    what = "these rows are preferences between answers, which petune does not train on"
+    return Problem(what, record.where, found="columns " + ", ".join(columns), remedy=remedy)
+
+
 def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task: str | None) -> Problem:
-    """Say which role has no column, nearest name first, when the task leaves one format; else what each format needs."""
+    """What each format needs, and which column might play a role that is missing."""
     what = f"the columns do not fit task {task}" if task else "the columns fit no format"
     expected = "; or ".join(f"{name}: {' + '.join(NEEDS[name])}" for name in NEEDS if name in wanted)
-    lacking = [role for name in wanted for role in NEEDS[name] if role not in given and not set(USUAL[role]) & set(record.columns)]
-    near = next(((role, found[0]) for role in lacking for usual in USUAL[role] if (found := nearest(usual, record.columns, 1))), None)
-    role = near[0] if near else lacking[0] if lacking else "messages"
-    name = near[1] if near else "NAME"
-    remedy = f"name the column of the {role}: data.columns.{role}={name}"
+    lacking = {name: [role for role in NEEDS[name] if column_of(role, record, given) is None] for name in wanted}
+    taken = {column_of(role, record, given) for name in wanted for role in NEEDS[name]}
+    guesses = {role: name for roles in lacking.values() for role in roles if (name := _like(role, record, taken))}
+    fewest = min(lacking.values(), key=lambda roles: (len(set(roles) - guesses.keys()), len(roles)))
+    named = ", ".join(f"data.columns.{role}={guesses.get(role, 'NAME')}" for role in fewest)
+    sure = all(role in guesses for role in fewest)
+    remedy = f"name the column of the {' and the '.join(fewest)}: {named}" if sure else "name the columns: data.columns.ROLE=COLUMN"
     return Problem(what, record.where, expected, "columns " + ", ".join(record.columns), remedy)
 
 
-# --- rows ---
+def _like(role: str, record: Record, taken: Collection[str | None]) -> str | None:
+    """The column with values for `role` whose name is most like its usual ones, or the only column left with such values."""
+    able = [name for name, value in record.columns.items() if name not in taken and _suits(role, value)]
+    near = next((found[0] for usual in USUAL[role] if (found := nearest(usual, able, 1))), None)
+    return near or (able[0] if len(able) == 1 else None)
 
 
-class Bad(Exception):
-    """A cell that cannot be used: what is wrong with it, and perhaps a remedy."""
-
-
-class RowMaker:
-    """Turns records of one layout into rows of one task, remembering the type each column began with."""
-
-    def __init__(self, layout: Layout, task: str, faults: Faults, *, drop_empty: bool = False) -> None:
-        self.layout, self.task, self.faults, self.drop_empty = layout, task, faults, drop_empty
-        self.began: dict[str, tuple[type, str]] = {}
-        self.dropped = 0
-        self.make: Callable[[Record], Row] = {
-            "text-label": self._labelled,
-            "pairs": self._pair,
-            "alpaca": self._alpaca,
-            "messages": self._conversation,
-            "sharegpt": self._conversation,
-            "text": lambda record: Text(record.where, self._text(record, "text")),
-        }[layout.format]
-
-    def __call__(self, record: Record) -> Row | None:
-        """The row, or None for one that is bad (told to faults) or dropped (counted)."""
-        names = self.layout.columns
-        for role in NEEDS[self.layout.format]:
-            if names[role] not in record.columns:
-                self.faults.add(_missing(record, names[role], "the rows before have it"))
-                return None
-        if self.drop_empty and any(record.columns[name] in (None, "") for name in names.values()):
-            self.dropped += 1
-            return None
-        try:
-            return self.make(record)
-        except Bad as bad:
-            self.faults.add(Problem(str(bad.args[0]), record.where, *bad.args[1:]))
-            return None
-
-    def _cell(self, record: Record, role: str) -> Any:
-        """The value, of the same JSON type as in the rows before."""
-        name = self.layout.columns[role]
-        value = record.columns[name]
-        if value is None:
-            raise Bad(f"column {name!r} is null or empty")
-        if isinstance(value, float) and math.isnan(value):
-            raise Bad(f"column {name!r} is nan", None, None, "a missing value? drop the row")
-        kind, where = self.began.setdefault(name, (type(value), record.where))
-        if type(value) is not kind:
-            raise Bad(f"column {name!r} changes its type", f"{kind_of(kind())} as at {where}", kind_of(value))
-        return value
-
-    def _text(self, record: Record, role: str, *, may_be_empty: bool = False) -> str:
-        return clean(self._cell(record, role), f"column {self.layout.columns[role]!r}", may_be_empty=may_be_empty)
-
-    def _optional(self, record: Record, role: str) -> str | None:
-        name = self.layout.columns.get(role)
-        if name is None or record.columns.get(name) is None:
-            return None
-        return self._text(record, role, may_be_empty=True) or None
-
-    def _labelled(self, record: Record) -> Row:
-        value, name = self._cell(record, "label"), self.layout.columns["label"]
-        if isinstance(value, float) and not value.is_integer():
-            raise Bad(f"column {name!r} is a number with a fraction", "the name or number of a class", repr(value))
-        if not isinstance(value, str | int | float):
-            raise Bad(f"column {name!r} is {kind_of(value)}", "the name or number of a class", kind_of(value))
-        label = str(value).lower() if isinstance(value, bool) else str(int(value)) if isinstance(value, float) else str(value).strip()
-        if not label:
-            raise Bad(f"column {name!r} is empty", "the name of a class")
-        if label.lower() == "nan":
-            raise Bad(f"column {name!r} is nan", "the name of a class", None, "a missing value? drop the row")
-        return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
-
-    def _pair(self, record: Record) -> Row:
-        return self._paired(record.where, self._text(record, "source"), self._text(record, "target"))
-
-    def _alpaca(self, record: Record) -> Row:
-        instruction, given = self._text(record, "instruction"), self._optional(record, "input")
-        source = alpaca_prompt(instruction, given) if self.task == "causal" else "\n\n".join(part for part in (instruction, given) if part)
-        return self._paired(record.where, source, self._text(record, "output"))
-
-    def _paired(self, where: str, source: str, target: str) -> Row:
-        if self.task == "chat":
-            return Conversation(where, (Message("user", source), Message("assistant", target)))
-        return Pair(where, source, target)
-
-    def _conversation(self, record: Record) -> Row:
-        turns = self._cell(record, "messages")
-        if not isinstance(turns, list) or not turns:
-            raise Bad("the conversation has no turns", "a list of turns", kind_of(turns))
-        messages = tuple(self._turn(number, turn) for number, turn in enumerate(turns, start=1))
-        if not any(message.role == "assistant" for message in messages):
-            roles = ", ".join(dict.fromkeys(message.role for message in messages))
-            raise Bad("no turn is the assistant's: nothing to train", "a turn of role assistant", roles)
-        return Conversation(record.where, messages)
-
-    def _turn(self, number: int, turn: object) -> Message:
-        who, says = ("from", "value") if self.layout.format == "sharegpt" else ("role", "content")
-        if not isinstance(turn, dict) or who not in turn or says not in turn:
-            raise Bad(f"turn {number} is not a turn", f'{{"{who}": ..., "{says}": ...}}', kind_of(turn))
-        role = SPEAKERS.get(str(turn[who]))
-        if role is None:
-            raise Bad(f"turn {number} has an unknown speaker", ", ".join(SPEAKERS), repr(turn[who]))
-        if not isinstance(turn[says], str):
-            raise Bad(f"turn {number}: {says} is {kind_of(turn[says])}", "a string", kind_of(turn[says]))
-        return Message(role, clean(turn[says], f"turn {number}", may_be_empty=role != "assistant"))
-
-
-SPEAKERS = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-
-
-def clean(value: object, name: str, *, may_be_empty: bool = False) -> str:
-    """A usable text: a string, not blank, and valid Unicode (JSON can smuggle in half of a surrogate pair)."""
-    if not isinstance(value, str):
-        raise Bad(f"{name} is {kind_of(value)}", "a string", kind_of(value))
-    if not value.strip() and not may_be_empty:
-        raise Bad(f"{name} is empty")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise Bad(f"{name} holds half of a surrogate pair, which is no character")
-    return value
-
-
-def alpaca_prompt(instruction: str, given: str | None) -> str:
-    """The prompt of the Alpaca format, up to and with '### Response:'."""
-    paired = ", paired with an input that provides further context" if given else ""
-    return ALPACA.format(paired=paired, instruction=instruction, input=f"\n\n### Input:\n{given}" if given else "")
+def _suits(role: str, value: object) -> bool:
+    """Whether a cell could be of the role, by its type."""
+    if role == "messages":
+        return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if role in ("tokens", "tags"):
+        return isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
+    return isinstance(value, str | int) if role == "label" else isinstance(value, str)

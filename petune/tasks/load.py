@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from petune.demo.code_words import code_words
 from petune.errors import DataError, UsageError, nearest
 from petune.tasks.configs import DataConfig
 from petune.tasks.faults import Faults
-from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, RowMaker, detect
+from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect
+from petune.tasks.lines import Record
 from petune.tasks.objects import DataObject
-from petune.tasks.read import Record
-from petune.tasks.rows import Labelled, Row, Rows, fingerprint
+from petune.tasks.row_maker import RowMaker
+from petune.tasks.rows import Labelled, Row, Rows, Tagged, fingerprint
 from petune.tasks.sources import Source, find_source
-from petune.tasks.splits import Split, keep_apart, sample, split_off
+from petune.tasks.splits import Split, keep_apart, sample, split_documents, split_off
 
+WITH_LABELS = ("classify", "tokens")
+CLASSES_TOLD = 12  # in the header; the most frequent
 INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
     **{("text-label", kind): "classify" for kind in ("encoder", "encoder-decoder", "decoder")},
     **{(format_, "encoder-decoder"): "seq2seq" for format_ in ("pairs", "alpaca", "docstrings")},
     **{(format_, "decoder"): "causal" for format_ in ("pairs", "alpaca", "text", "docstrings")},
     **{(format_, "decoder"): "chat" for format_ in ("messages", "sharegpt")},
+    **{("tokens", kind): "tokens" for kind in ("encoder", "decoder")},
+    ("text", "encoder"): "mlm",
     ("docstrings", "encoder"): "classify",
 }
 
@@ -45,7 +51,7 @@ def detect_format(config: DataConfig, folder: Path, objects: Mapping[str, DataOb
     if source.demo and config.format == "auto" and not config.columns:
         return source.demo
     faults = Faults(skip=config.on_bad_line == "skip")
-    first = _first(source.records("train", faults), source.name, faults)
+    first = _first(source.records("train", faults, whole=config.chunk), source.name, faults)
     return detect(first, config.format, config.columns, None).format
 
 
@@ -72,28 +78,35 @@ def load_rows(
     source = find_source(config.path, folder, objects)
     notes = list(source.notes)
     train, layout = _read(source, "train", config, task, notes)
+    if config.chunk and layout.format != "text":
+        remedy = "remove data.chunk, or set format: text"
+        raise UsageError("only plain text is cut into windows", where="data.chunk", expected="text", found=layout.format, remedy=remedy)
     own = not config.eval and _has_side(source, "eval")
     if config.eval or own:
         other = find_source(config.eval, folder, objects) if config.eval else source
         held_out, _ = _read(other, "eval" if own or _has_side(other, "eval") else "train", config, task, notes, layout)
         split = keep_apart(train, held_out, f"held-out rows {'come with' if own else 'are'} {other.name}")
+    elif config.chunk and config.split * len(train) < 0.5:
+        split = split_documents(train, config.split)
     else:
         salt = f"seed {seed}" if config.split_by == "seed" else ""
         split = split_off(train, config.split, salt)
     notes.append(split.rule)
-    if task == "classify":
-        labels = _known(split, labels) if labels else _labels(split)
+    if task in WITH_LABELS:
+        labels = _known(split, labels) if labels else _labels(split) if task == "classify" else _tags(split)
     kept, held = (sample(rows, config.max_rows) for rows in (split.train, split.eval))
     if len(kept) + len(held) < len(split.train) + len(split.eval):
         sizes = f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
         notes.append(f"max_rows: {sizes}, chosen by content hash")
-    return Rows(kept, held, labels if task == "classify" else None, layout.format, tuple(notes), fingerprint(kept, held))
+    if task in WITH_LABELS:
+        notes.append(_per_class(kept, held))
+    return Rows(kept, held, labels if task in WITH_LABELS else None, layout.format, tuple(notes), fingerprint(kept, held))
 
 
 def _has_side(source: Source, side: str) -> bool:
     if source.given:
         return side in source.given.sides
-    if not source.hub:
+    if source.in_files:
         return bool(source.held_out)
     return next(iter(source.records(side, Faults(skip=False))), None) is not None
 
@@ -113,31 +126,58 @@ def _read(
     """The rows of one side, in `layout` or the one found from the first record."""
     faults = Faults(skip=config.on_bad_line == "skip")
     demo = source.demo if config.format == "auto" and not config.columns else None
-    records = source.records(side, faults)
+    records = source.records(side, faults, whole=config.chunk)
+    if demo and task == "tokens":
+        records = (Record(one.where, dict(zip(DEMO[task], code_words(one.columns["text"]), strict=True))) for one in records)
     first = _first(records, source.name, faults)
-    if layout is None:
-        columns: Mapping[str, str] = DEMO[task] if demo else config.columns
-        layout = detect(first, config.format, columns, task)
-        notes.append(str(layout))
-    make = RowMaker(layout, task, faults, drop_empty=demo is not None)
+    columns: Mapping[str, str] = DEMO[task] if demo else config.columns
+    make = RowMaker(layout or detect(first, config.format, columns, task), task, faults, drop_empty=demo is not None)
     rows = [row for record in itertools.chain((first,), records) if (row := make(record)) is not None]
+    if layout is None:
+        notes.append(str(make.layout))
+    if make.unused and not demo and (left := f"columns not used: {', '.join(make.unused)}") not in notes:
+        notes.append(left)
     if skipped := faults.settle(len(rows) + make.dropped):
         notes.append(skipped)
     if make.dropped:
-        notes.append(f"{side}: {make.dropped} rows without {' or '.join(layout.columns.values())} dropped")
+        notes.append(f"{side}: {make.dropped} rows without {' or '.join(make.columns.values())} dropped")
     if faults.blanks:
         notes.append(f"{side}: {faults.blanks} blank lines passed over")
     if not rows:
         raise DataError("no row is left", where=source.name, found=f"{make.dropped} dropped")
-    return rows, layout
+    return rows, make.layout
+
+
+def _per_class(train: list[Row], held_out: list[Row]) -> str:
+    """How many rows each class has on either side, or how many words each tag, the most frequent first."""
+    sides = [Counter(label for row in side for label in _labels_of(row)) for side in (train, held_out)]
+    order = [label for label, _ in (sides[0] + sides[1]).most_common()]
+    told = [f"{label} {sides[0][label]} + {sides[1][label]}" for label in order[:CLASSES_TOLD]]
+    more = [f"and {len(order) - CLASSES_TOLD} more"] if len(order) > CLASSES_TOLD else []
+    what = "words per tag" if isinstance(train[0], Tagged) else "rows per class"
+    return f"{what}, to train on + held out: {', '.join([*told, *more])}"
+
+
+def _labels_of(row: Row) -> tuple[str, ...]:
+    """The class of a labelled row, or the tags of its words."""
+    return (row.label,) if isinstance(row, Labelled) else row.tags if isinstance(row, Tagged) else ()
 
 
 def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:
     """`labels`, when every row has one of them. Raises DataError for the first row that has another."""
     for row in (*split.train, *split.eval):
-        if isinstance(row, Labelled) and row.label not in labels:
-            raise DataError(f"label {row.label!r} is not one the model knows", where=row.where, expected=", ".join(labels[:10]))
+        for label in _labels_of(row):
+            if label not in labels:
+                raise DataError(f"label {label!r} is not one the model knows", where=row.where, expected=", ".join(labels[:10]))
     return labels
+
+
+def _tags(split: Split) -> tuple[str, ...]:
+    """The tags of both sides: a rare one may be held out alone. Raises DataError unless there is something to tell apart."""
+    tags = {tag for row in (*split.train, *split.eval) for tag in _labels_of(row)}
+    if len(tags) < 2:
+        raise DataError("every word has the same tag", where=split.train[0].where, expected="at least 2 tags", found=", ".join(tags))
+    return _in_order(tags)
 
 
 def _labels(split: Split) -> tuple[str, ...]:
@@ -159,5 +199,10 @@ def _labels(split: Split) -> tuple[str, ...]:
             remedy = f"did you mean: {near[0]}" if near else None
             known = ", ".join(sorted(counts)[:10])
             raise DataError(f"label {row.label!r} is held out but never trained on", where=row.where, expected=known, remedy=remedy)
-    numeric = all(label.lstrip("-").isdecimal() for label in counts)
-    return tuple(sorted(counts, key=lambda label: (int(label) if numeric else 0, label)))
+    return _in_order(counts)
+
+
+def _in_order(labels: Iterable[str]) -> tuple[str, ...]:
+    """Numbers in their order, names in the alphabet's."""
+    numeric = all(label.lstrip("-").isdecimal() for label in labels)
+    return tuple(sorted(labels, key=lambda label: (int(label) if numeric else 0, label)))

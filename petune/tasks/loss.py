@@ -55,6 +55,8 @@ def class_weights(spec: str | Mapping[str, float], examples: Sequence[Example], 
     """
     if spec == "none":
         return None
+    if any(not isinstance(example.labels, int) for example in examples):
+        raise UsageError("only classes have weights", where="class_weights", expected="none", remedy="they belong to task: classify")
     if spec == "balanced":
         rows = Counter(example.labels for example in examples if isinstance(example.labels, int))
         return [len(examples) / (len(labels) * rows[index]) if rows[index] else 1.0 for index in range(len(labels))]

@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from petune.errors import DataError
+from petune.tasks.examples import MASKED
 from petune.tasks.loss import trained_positions
-
-METRICS: dict[str, dict[str, str]] = {  # task -> metric -> the better direction
-    "classify": {"accuracy": "max", "f1_macro": "max", "matthews": "max", "loss": "min"},
-    **{task: {"loss": "min", "perplexity": "min", "token_accuracy": "max"} for task in ("seq2seq", "causal", "chat")},
-}
 
 
 def accuracy(predicted: Sequence[int], gold: Sequence[int]) -> float:
@@ -40,51 +36,93 @@ def matthews(predicted: Sequence[int], gold: Sequence[int]) -> float:
     return (right * rows - shared) / math.sqrt(spread) if spread else 0.0
 
 
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Kind, first and last word of every entity, by the rules of conlleval (Tjong Kim Sang and Buchholz 2000), as in seqeval.
+
+    B begins an entity, I goes on with one or, where there is none of its kind, begins it, E (or L) ends it, S (or U) is one. A tag without
+    such a letter is a kind by itself: a run of it is one entity. O is outside.
+    """
+    found: set[tuple[str, int, int]] = set()
+    start, last, kind = -1, "O", ""
+    for place, tag in enumerate([*tags, "O"]):
+        letter, own = _split_tag(tag)
+        if start >= 0 and (letter in "BSO" or last in "ES" or own != kind):
+            found.add((kind, start, place - 1))
+            start = -1
+        if start < 0 and letter != "O":
+            start = place
+        last, kind = letter, own
+    return found
+
+
+def _split_tag(tag: str) -> tuple[str, str]:
+    """The letter of a tag, one of B I E S O, and its kind."""
+    if tag[:2] in ("B-", "I-", "E-", "S-", "L-", "U-"):
+        return {"L": "E", "U": "S"}.get(tag[0], tag[0]), tag[2:]
+    return ("O", "") if tag == "O" else ("I", tag)
+
+
+def share(part: float, whole: float) -> float:
+    """`part` of `whole`, 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
 def perplexity(loss: float) -> float:
     """e to the mean loss in nats; infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 class Scorer:
-    """The metrics of one task over many batches."""
+    """The metrics of one task over many batches. `labels` are the classes or tags in the order of their ids, where the task has any."""
 
-    def __init__(self, task: str) -> None:
-        self.task = task
+    def __init__(self, task: str, labels: Sequence[str] = ()) -> None:
+        self.task, self.labels = task, labels
         self.loss = 0.0
         self.count = 0.0
         self.predicted: list[int] = []
         self.gold: list[int] = []
         self.right = 0
         self.tokens = 0
+        self.entities = [0, 0, 0]  # found and true, found, true
 
     def add(self, logits: Tensor, labels: Tensor, loss_sum: Tensor | float, count: float) -> None:
         """One batch: its logits and labels as the model had them, its summed loss and what that is to be divided by."""
-        chosen, gold = trained_positions(logits.detach(), labels.to(logits.device), self.task)
+        labels = labels.to(logits.device)
+        chosen, gold = trained_positions(logits.detach(), labels, self.task)
         guesses = chosen.argmax(-1)
         self.loss += float(loss_sum)
         self.count += count
         if self.task == "classify":
             self.predicted += guesses.tolist()
             self.gold += gold.tolist()
-        else:
-            self.right += int((guesses == gold).sum())
-            self.tokens += len(gold)
+            return
+        self.right += int((guesses == gold).sum())
+        self.tokens += len(gold)
+        if self.task == "tokens":
+            words = (labels != MASKED).sum(-1).tolist()
+            for said, truth in zip(guesses.split(words), gold.split(words), strict=True):
+                self._add_words([self.labels[tag] for tag in said.tolist()], [self.labels[tag] for tag in truth.tolist()])
 
-    def numbers(self, classes: int) -> list[float]:
-        """All it has gathered as numbers that may be added to another scorer's; for classify the table gold x predicted of `classes`."""
-        table = Counter(zip(self.gold, self.predicted, strict=True))
-        counts = [float(table[gold, predicted]) for gold in range(classes) for predicted in range(classes)]
-        return [self.loss, self.count, self.right, self.tokens, *counts]
+    def _add_words(self, said: Sequence[str], truth: Sequence[str]) -> None:
+        """The entities of one row."""
+        found, true = entities(said), entities(truth)
+        for place, number in enumerate((len(found & true), len(found), len(true))):
+            self.entities[place] += number
+
+    def numbers(self) -> list[float]:
+        """All it has gathered as numbers that may be added to another scorer's; for classify the table gold x predicted."""
+        table, classes = Counter(zip(self.gold, self.predicted, strict=True)), range(len(self.labels) if self.task == "classify" else 0)
+        counts = [float(table[gold, predicted]) for gold in classes for predicted in classes]
+        return [self.loss, self.count, self.right, self.tokens, *self.entities, *counts]
 
     @staticmethod
-    def of(task: str, numbers: Sequence[float]) -> Scorer:
+    def of(task: str, labels: Sequence[str], numbers: Sequence[float]) -> Scorer:
         """The scorer that has gathered `numbers`."""
-        scorer = Scorer(task)
+        scorer = Scorer(task, labels)
         scorer.loss, scorer.count = numbers[:2]
-        scorer.right, scorer.tokens = int(numbers[2]), int(numbers[3])
-        classes = math.isqrt(len(numbers) - 4)
-        for index, count in enumerate(numbers[4:]):
-            gold, predicted = divmod(index, classes)
+        scorer.right, scorer.tokens, *scorer.entities = (int(number) for number in numbers[2:7])
+        for index, count in enumerate(numbers[7:]):
+            gold, predicted = divmod(index, len(labels))
             scorer.gold += [gold] * int(count)
             scorer.predicted += [predicted] * int(count)
         return scorer
@@ -97,4 +135,9 @@ class Scorer:
         if self.task == "classify":
             measures = (accuracy, f1_macro, matthews)
             return {"loss": loss, **{measure.__name__: measure(self.predicted, self.gold) for measure in measures}}
-        return {"loss": loss, "perplexity": perplexity(loss), "token_accuracy": self.right / self.tokens}
+        right = self.right / self.tokens
+        if self.task == "tokens":
+            both, found, true = self.entities
+            scores = {"precision": share(both, found), "recall": share(both, true), "f1": share(2 * both, found + true)}
+            return {"loss": loss, **scores, "accuracy": right}
+        return {"loss": loss, "perplexity": perplexity(loss), "token_accuracy": right}

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from petune.errors import DataError, Problem, UsageError
+from petune.tasks.class_names import class_names, named
 from petune.tasks.faults import Faults
-from petune.tasks.read import Record, kind_of
+from petune.tasks.lines import Record
+from petune.tasks.read import kind_of
 
 OBJECT = "object:"  # what a recipe says in place of a path: object:CLASS@FINGERPRINT
 TRAIN = ("train", "training")
@@ -102,15 +104,12 @@ def _is(value: object, package: str, kind: str) -> bool:
 
 def rows_of(table: Any) -> Iterator[Any]:
     """The rows of a table with plain values, numbers of classes as their names. A row that is no mapping is passed on as it is."""
-    classes = {column: kind for column, kind in (getattr(table, "features", None) or {}).items() if hasattr(kind, "int2str")}
+    names = class_names(table.features.to_dict()) if _is(table, "datasets", "Dataset") else {}
     if _is(table, "pandas", "DataFrame"):
         table = table.astype(object).where(table.notna(), None).to_dict("records")
     for row in table:
         plain = _plain(row)
-        for column, kind in classes.items():
-            if isinstance(plain[column], int) and plain[column] >= 0:
-                plain[column] = kind.int2str(plain[column])
-        yield plain
+        yield named(plain, names) if names else plain
 
 
 def _plain(value: Any) -> Any:

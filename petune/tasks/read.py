@@ -1,7 +1,7 @@
 """Readers: a file becomes records (place, columns), strictly and with line numbers.
 
-JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or name the wrong line. Lines are
-read with a cap, so that a file without line ends costs no memory. A bad line goes to `Faults` and reading goes on where it can.
+JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or name the wrong line. A bad line
+goes to `Faults` and reading goes on where it can.
 """
 
 from __future__ import annotations
@@ -10,96 +10,33 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from petune.errors import DataError, MachineError, Problem
+from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
 from petune.tasks.faults import Faults
+from petune.tasks.foreign import refuse_foreign
+from petune.tasks.lines import Line, Record, lines, shown
+from petune.tasks.plain_text import read_conll, read_document, read_txt
 
 
-class Record(NamedTuple):
-    """One row as the file has it."""
+def read_file(path: Path, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
+    """The records of one file, by its suffix; with `whole` a text file is one.
 
-    where: str
-    columns: dict[str, Any]
-
-
-def read_file(path: Path, faults: Faults) -> Iterator[Record]:
-    """The records of one file, by its suffix. Raises DataError for a file of another kind, MachineError if it cannot be opened."""
+    Raises DataError for a file of another kind, MachineError if it cannot be opened.
+    """
     suffix = path.suffix.lower()
     if suffix not in READERS:
         what = f"cannot read a {suffix or 'suffixless'} file as data"
         raise DataError(what, where=shown(path), expected=" ".join(READERS), remedy="convert it to .jsonl")
     try:
-        refuse_foreign(path, suffix)
-        yield from READERS[suffix](path, faults)
+        refuse_foreign(path, shown(path))
+        yield from (read_document if whole and suffix == ".txt" else READERS[suffix])(path, faults)
     except PermissionError as error:
         raise MachineError("no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}") from error
     except OSError as error:
         raise MachineError(f"cannot read the data file: {error.strerror or error}", where=shown(path)) from error
-
-
-def shown(path: Path) -> str:
-    """The path as a person would type it: relative when it lies under the working directory."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
-FOREIGN = {
-    b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself: git lfs pull"),
-    b"<!DOCTYPE": ("an HTML page", "the download answered with a web page: fetch the file again"),
-    b"<html": ("an HTML page", "the download answered with a web page: fetch the file again"),
-    b"PK\x03\x04": ("a zip archive", "unpack it first"),
-    b"\x1f\x8b": ("a gzip archive", "unpack it first: gunzip"),
-    b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
-    b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
-}
-
-
-def refuse_foreign(path: Path, suffix: str) -> None:
-    """Name what a file really is, before its first line is blamed."""
-    with path.open("rb") as file:
-        head = file.read(64)
-    for start, (kind, remedy) in FOREIGN.items():
-        if head.startswith(start):
-            raise DataError(f"this {suffix} file is {kind}", where=shown(path), remedy=remedy)
-
-
-# --- lines ---
-
-
-class Line(NamedTuple):
-    """One line without its end; `ended` is False for a last line that has none."""
-
-    number: int
-    text: str
-    ended: bool
-
-
-def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
-    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also ends the reading."""
-    with path.open("rb") as file:
-        name, number = shown(path), 0
-        while raw := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{name}:{number}"
-            if len(raw) > MAX_LINE_BYTES:
-                while raw and not raw.endswith(b"\n"):
-                    raw = file.readline(2**20)
-                what = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
-                faults.add(Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal)
-            else:
-                try:
-                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                    yield Line(number, text.rstrip("\r\n"), raw.endswith(b"\n"))
-                    continue
-                except UnicodeDecodeError as error:
-                    what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-                    faults.add(Problem(what, f"{where}:{error.start + 1}", remedy="save the file as UTF-8"), fatal=fatal)
-            if fatal:
-                return
 
 
 # --- JSON ---
@@ -149,9 +86,7 @@ def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
         try:
             value = DECODER.decode(line.text)
         except json.JSONDecodeError as error:
-            cut = not line.ended and error.pos >= len(line.text.rstrip()) - 1
-            what = "the last line is cut off" if cut or not line.ended else f"not JSON: {error.msg}"
-            remedy = "was the file copied whole?" if not line.ended else _hint(line)
+            what, remedy = CUT if _cut(line, error) else (f"not JSON: {error.msg}", _hint(line))
             faults.add(Problem(what, f"{where}:{error.colno}", remedy=remedy))
         except (ValueError, RecursionError) as error:
             faults.add(Problem(_said(error), where))
@@ -160,6 +95,18 @@ def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
                 yield Record(where, value)
             else:
                 faults.add(Problem("a row must be an object", where, expected='{"column": value, ...}', found=kind_of(value)))
+
+
+CUT = ("the last line is cut off", "was the file copied whole?")
+
+
+def _cut(line: Line, error: json.JSONDecodeError) -> bool:
+    """Whether a line that cannot be read only lacks its end: it has no line end, and more of it could have been JSON."""
+    rest = line.text[error.pos :].rstrip()
+    unfinished = (
+        error.msg.startswith("Unterminated string") or len(rest) < 2 or any(word.startswith(rest) for word in ("true", "false", "null"))
+    )
+    return not line.ended and line.text.lstrip().startswith("{") and unfinished
 
 
 def _said(error: Exception) -> str:
@@ -224,7 +171,7 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
             return
 
 
-# --- tables and text ---
+# --- tables ---
 
 
 def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
@@ -261,28 +208,18 @@ def _header(cells: list[str], where: str) -> list[str]:
     return header
 
 
-def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
-    """A row of plain text per line."""
-    name = shown(path)
-    for line in lines(path, faults):
-        if line.text.strip():
-            yield Record(f"{name}:{line.number}", {"text": line.text})
-        else:
-            faults.blanks += 1
-
-
 def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
-    """Rows of a Parquet file; the place is the row's number, from 1."""
+    """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's number, from 1."""
     import pyarrow  # type: ignore[import-untyped]  # comes with datasets
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        name, number = shown(path), 0
+        name, number, names = shown(path), 0, class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
         for batch in file.iter_batches():
             for columns in batch.to_pylist():
                 number += 1
-                yield Record(f"{name}:{number}", columns)
+                yield Record(f"{name}:{number}", named(columns, names))
     except (pyarrow.ArrowException, ValueError) as error:
         raise DataError(f"not a whole Parquet file: {error}", where=shown(path), remedy="fetch or write it again") from error
 
@@ -295,5 +232,6 @@ READERS: dict[str, Reader] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".txt": read_txt,
+    **dict.fromkeys((".conll", ".bio", ".iob", ".iob2"), read_conll),
     ".parquet": read_parquet,
 }

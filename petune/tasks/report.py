@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class DataReport:
     """Figures of the rows to train on; lengths are tokens of one example before cutting. `bins` counts packed sequences.
 
-    `trained` is None for classify, where rows are trained, not tokens.
+    `trained` is None for classify, where rows are trained, not tokens, and for mlm, where they change.
     """
 
     rows: int
@@ -72,7 +72,7 @@ def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[st
     """The example as pieces of text, each with whether it is trained. For seq2seq the source comes first, then the target."""
     if isinstance(example.labels, int):
         return [(_text(tokenizer, example.input_ids), False)]
-    if _has_target(example):
+    if example.has_target:
         return [(_text(tokenizer, example.input_ids), False), (_text(tokenizer, example.labels), True)]
     pieces: list[tuple[list[int], bool]] = []
     for token, label in zip(example.input_ids, example.labels, strict=True):
@@ -83,19 +83,17 @@ def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[st
     return [(_text(tokenizer, ids), trained) for ids, trained in pieces]
 
 
-def _has_target(example: Example) -> bool:
-    """A seq2seq example: its labels are a text of their own, trained from the first on, which a causal one's never are."""
-    return not isinstance(example.labels, int) and example.labels[:1] != [MASKED]
-
-
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
-    """The example as text with what is trained in [[...]]; for classify the class follows, by name if `labels` is given."""
+    """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by name if `labels` is given."""
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)
         return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"
-    arrow = " -> " if _has_target(example) else ""
+    if labels:
+        tokens = ((_text(tokenizer, [token]), label) for token, label in zip(example.input_ids, example.labels, strict=True))
+        return " ".join(text if label == MASKED else f"[[{text} {labels[label]}]]" for text, label in tokens)
+    arrow = " -> " if example.has_target else ""
     return arrow.join(f"[[{text}]]" if trained else text for text, trained in spans(example, tokenizer))

@@ -1,14 +1,16 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Four shapes cover every format: a labelled text, a source with its target, a conversation, a text. `where` is for people, never part of
-a row's content: the fingerprint of the same rows is the same on every machine.
+Five shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, a text. `where` is for people,
+never part of a row's content: the fingerprint of the same rows is the same on every machine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,25 @@ class Pair:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation; role is system, user, assistant or tool."""
+    """One turn of a conversation; role is system, user, assistant or tool.
+
+    `more` are its other fields, for the chat template alone: tool_calls, tool_call_id, reasoning_content, name ... `trained` is False for
+    an assistant's turn of weight 0, which is read and not learned.
+    """
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; at least one is the assistant's."""
+    """Turns in order, at least one of them the assistant's and trained, and the tools it may call, as JSON schemas."""
 
     where: str
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,24 @@ class Text:
     text: str
 
 
-Row = Labelled | Pair | Conversation | Text
+@dataclass(frozen=True)
+class Tagged:
+    """Words, and the name of each one's tag."""
+
+    where: str
+    tokens: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+Row = Labelled | Tagged | Pair | Conversation | Text
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Every row of a run. `labels` are the classes in the order of their ids (classify only); `notes` say what was detected and decided."""
+    """Every row of a run.
+
+    `labels` are the classes or tags in the order of their ids (classify and tokens); `notes` say what was detected and decided.
+    """
 
     train: list[Row]
     eval: list[Row]
@@ -70,15 +91,29 @@ class Rows:
 
 
 def content(row: Row) -> str:
-    """The row without its place, as one canonical line."""
-    fields = {name: value for name, value in asdict(row).items() if name != "where"}
-    return json.dumps(fields, ensure_ascii=True, sort_keys=True)
+    """The row without its place, as one canonical line. Fields at their default are left out: a new one changes no fingerprint."""
+    return json.dumps(_plain(row), ensure_ascii=True, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        told = ((entry, getattr(value, entry.name)) for entry in fields(value) if entry.name != "where")
+        return {entry.name: _plain(part) for entry, part in told if part != _default(entry)}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _default(entry: Any) -> Any:
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
 def identity(row: Row) -> str:
-    """What makes two rows the same one when held-out rows must not be among the trained: for a labelled text its text alone."""
+    """What makes two rows the same one when held-out rows must not be among the trained: what is read, where that is labelled or tagged."""
     if isinstance(row, Labelled):
         return json.dumps([row.text, row.pair])
+    if isinstance(row, Tagged):
+        return json.dumps(row.tokens)
     return content(row)
 
 

@@ -25,5 +25,5 @@ def encode_seq2seq(rows: Sequence[Row], coder: Coder) -> list[Example]:
             if target[-1:] != [eos]:
                 target = [*target, eos]
             lost = max(0, len(target) - coder.target_limit)
-            examples.append(Example(source, target[: coder.target_limit], row.where, length + lost))
+            examples.append(Example(source, target[: coder.target_limit], row.where, length + lost, has_target=True))
     return examples

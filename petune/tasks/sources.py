@@ -1,7 +1,8 @@
 """Where rows come from: a file, a folder, a glob, `demo:NAME`, a data set of the hub, or an object given from Python.
 
 What exists on this machine wins over a name on the hub, and nothing that looks like a file is ever looked for on the network. A source may
-bring its own held-out rows: a folder's `eval` or `validation` file, a hub data set's validation split. A `test` file is never touched.
+bring its own held-out rows: a folder's `eval` or `validation` file, the validation split of a data set of the hub or of one that the
+library `datasets` has saved to disk. A `test` file or split is never touched.
 """
 
 from __future__ import annotations
@@ -16,32 +17,45 @@ from typing import Any
 from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
 from petune.tasks.faults import Faults
+from petune.tasks.lines import Record, shown
 from petune.tasks.objects import HELD_OUT, OBJECT, TRAIN, DataObject, rows_of
-from petune.tasks.read import READERS, Record, read_file, shown
+from petune.tasks.read import READERS, read_file
 
+SAVED = ("dataset_dict.json", "dataset_info.json")  # what save_to_disk writes for several splits, and for one
 HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%+-]+))?")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files, a hub data set or a Python object, not yet read. `demo` names a shipped corpus, which each task reads in its own way."""
+    """Files, a data set of the hub, one `saved` by datasets in a folder, or a Python object, not yet read.
+
+    `demo` is the name of a shipped corpus, whose columns each task reads in its own way.
+    """
 
     name: str
     train: tuple[Path, ...] = ()
     held_out: tuple[Path, ...] = ()
     demo: str | None = None
     hub: tuple[str, str | None, str | None] | None = None
+    saved: Path | None = None
     given: DataObject | None = None
     notes: tuple[str, ...] = field(default=())
 
-    def records(self, side: str, faults: Faults) -> Iterator[Record]:
-        """The records of one side, "train" or "eval"."""
+    @property
+    def in_files(self) -> bool:
+        """Whether `train` and `held_out` say all there is."""
+        return self.hub is None and self.saved is None and self.given is None
+
+    def records(self, side: str, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
+        """The records of one side, "train" or "eval"; with `whole` a text file is one."""
         if self.hub:
             yield from _hub_records(*self.hub, side)
         if self.given:
             yield from self.given.records(side, faults)
+        if self.saved:
+            yield from _records(shown(self.saved), _saved_load(self.saved), "/", side)
         for path in self.train if side == "train" else self.held_out:
-            yield from read_file(path, faults)
+            yield from read_file(path, faults, whole=whole)
 
 
 def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {}) -> Source:
@@ -80,8 +94,11 @@ def _given(spec: str, objects: Mapping[str, DataObject]) -> Source:
 
 
 def _near(tried: list[Path]) -> str:
-    here = [entry.name for path in tried if path.parent.is_dir() for entry in path.parent.iterdir()]
-    near = nearest(tried[0].name, dict.fromkeys(here))
+    """The data files and folders whose name without its suffix is most like the one asked for."""
+    here = [entry for path in tried if path.parent.is_dir() for entry in path.parent.iterdir()]
+    data = [entry for entry in here if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in READERS)]
+    stems = nearest(tried[0].stem, dict.fromkeys(entry.stem for entry in data))
+    near = dict.fromkeys(entry.name for stem in stems for entry in data if entry.stem == stem)
     return (
         f"did you mean: {' or '.join(near)}"
         if near
@@ -100,6 +117,8 @@ def _demo(name: str) -> Source:
 
 
 def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> Source:
+    if any((folder / name).is_file() for name in SAVED):
+        return Source(spec, saved=folder, notes=(*said, f"{spec}: a data set saved by datasets"))
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in READERS and not path.name.startswith("."))
     if not files:
         raise DataError("no data file in the folder", where=shown(folder), expected=" ".join(f"*{suffix}" for suffix in READERS))
@@ -112,20 +131,38 @@ def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> Source:
 
 
 def _hub_records(name: str, config: str | None, split: str | None, side: str) -> Iterator[Record]:
-    """Rows of a hub data set, class numbers named. A split given is all there is; otherwise train and, if it exists, validation."""
-    if side == "eval" and split:
-        return
-    found = _hub_load(name, config, split)
-    if not split:
-        wanted = TRAIN if side == "train" else HELD_OUT
-        held = next((one for one in wanted if one in found), None)
-        if held is None and side == "train":
-            raise DataError(f"the data set {name} has no train split", expected=f"{name}@SPLIT", found=", ".join(found))
-        if held is None:
-            return
-        found, split = found[held], held
-    for number, row in enumerate(rows_of(found), start=1):
-        yield Record(f"{name}@{split}:{number}", row)
+    """Rows of a hub data set. A split given is all there is."""
+    if split is None:
+        yield from _records(name, _hub_load(name, config, None), "@", side)
+    elif side == "train":
+        yield from _rows(f"{name}@{split}", _hub_load(name, config, split))
+
+
+def _records(name: str, splits: Any, joint: str, side: str) -> Iterator[Record]:
+    """Rows of one side of a data set in splits, by their names; `joint` stands between its name and that of a split."""
+    held = next((one for one in (TRAIN if side == "train" else HELD_OUT) if one in splits), None)
+    if held is not None:
+        yield from _rows(f"{name}{joint}{held}", splits[held])
+    elif side == "train":
+        raise DataError(f"the data set {name} has no train split", expected=f"{name}{joint}SPLIT", found=", ".join(splits))
+
+
+def _rows(name: str, split: Any) -> Iterator[Record]:
+    """Rows of one split, class numbers named."""
+    for number, row in enumerate(rows_of(split), start=1):
+        yield Record(f"{name}:{number}", row)
+
+
+def _saved_load(folder: Path) -> Any:
+    """The splits of a data set that save_to_disk wrote; a single one is the train split. Raises DataError for a damaged folder."""
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # datasets and pyarrow raise bare classes of their own for damaged files
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"not a whole data set saved by datasets: {first}", where=shown(folder), remedy="save or copy it again") from error
+    return found if isinstance(found, datasets.DatasetDict) else {"train": found}
 
 
 def _hub_load(name: str, config: str | None, split: str | None) -> Any:

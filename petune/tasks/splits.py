@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 from petune.errors import DataError
-from petune.tasks.rows import Labelled, Row, identity
+from petune.tasks.rows import Labelled, Row, Text, identity
 
 
 class Split(NamedTuple):
@@ -45,12 +46,37 @@ def split_off(rows: list[Row], share: float, salt: str = "") -> Split:
     for keys in strata.values():
         held.update(keys[: min(round(share * len(keys)), len(keys) - 1)])
     if not held:
-        held.add(max(strata.values(), key=len)[0])
+        largest = max(strata.values(), key=len)
+        if len(largest) < 2:
+            remedy = "add rows, or give the held-out rows: data.eval; is data.columns.label the right column?"
+            raise DataError(
+                "every row has a label of its own, so that none can be held out",
+                where=rows[0].where,
+                expected="2 distinct rows of a class or more",
+                found=f"{len(strata)} labels in {len(rows)} rows",
+                remedy=remedy,
+            )
+        held.add(largest[0])
     out = {index for key in held for index in groups[key]}
     train = [row for index, row in enumerate(rows) if index not in out]
     by = "seed and content hash" if salt else "content hash"
     rule = f"held out {len(out)} of {len(rows)} rows ({share:.0%} of the distinct ones, chosen by {by})"
     return Split(train, [rows[index] for index in sorted(out)], rule)
+
+
+def split_documents(rows: list[Row], share: float) -> Split:
+    """Hold out the end of every document: for too few of them to hold out some whole. Raises DataError for one of a single word."""
+    kept: list[Row] = []
+    held: list[Row] = []
+    for row in rows:
+        assert isinstance(row, Text)
+        at = row.text.find(" ", round(len(row.text) * (1 - share)))
+        place = at if at > 0 else row.text.rfind(" ")
+        if place < 1 or not (row.text[:place].strip() and row.text[place:].strip()):
+            raise DataError("the document has one word, so that none of it can be held out", where=row.where, remedy="give data.eval")
+        kept.append(replace(row, text=row.text[:place]))
+        held.append(replace(row, text=row.text[place:].lstrip()))
+    return Split(kept, held, f"held out the last {share:.0%} of {'each document' if len(rows) > 1 else 'the document'}")
 
 
 def keep_apart(train: list[Row], held_out: list[Row], rule: str) -> Split:

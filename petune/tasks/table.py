@@ -11,8 +11,10 @@ from petune.tasks.chat import encode_chat
 from petune.tasks.classify import encode_classify
 from petune.tasks.examples import Coder, Example
 from petune.tasks.formats import TASK_FORMATS
+from petune.tasks.mlm import encode_mlm
 from petune.tasks.rows import Row
 from petune.tasks.seq2seq import encode_seq2seq
+from petune.tasks.tokens import encode_tokens
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Task:
     encode: Callable[[Sequence[Row], Coder], list[Example]]
 
     @property
+    def over_vocabulary(self) -> bool:
+        """Whether its logits are about tokens of the vocabulary, and not about classes or tags."""
+        return self.head not in ("classify", "tokens")
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """The formats of rows it can learn from."""
         return TASK_FORMATS[self.name]
@@ -37,6 +44,8 @@ TASKS: dict[str, Task] = {
     "classify": Task(
         "classify", "classify", frozenset({"encoder", "encoder-decoder", "decoder"}), "accuracy", "max", False, encode_classify
     ),
+    "tokens": Task("tokens", "tokens", frozenset({"encoder", "decoder"}), "f1", "max", False, encode_tokens),
+    "mlm": Task("mlm", "mlm", frozenset({"encoder"}), "loss", "min", False, encode_mlm),
     "seq2seq": Task("seq2seq", "seq2seq", frozenset({"encoder-decoder"}), "loss", "min", False, encode_seq2seq),
     "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from petune.errors import UsageError
 from petune.models import FAMILIES
 from petune.parallel.configs import ROWS, CutConfig, DpConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import ALONE, UNSUPPORTED, Cut, ParallelPlan, Sharding, Stage, apportion, describe, make_plan
+from petune.parallel.plan import ALONE, UNSUPPORTED, Cut, ParallelPlan, Sharding, Stage, apportion, describe, make_plan, suggested_list
 from tests.methods.zoo import ZOO
 
 
@@ -395,3 +395,9 @@ def test_all_reasons_come_at_once() -> None:
 )
 def test_a_plan_is_one_line(config: ParallelConfig, text: str) -> None:
     assert describe(plan(config, num_hidden_layers=4)) == text
+
+
+def test_an_offered_list_gives_every_rank_something() -> None:
+    assert suggested_list(6, (1, 3, 2)) == "for example [1, 3, 2]"
+    assert suggested_list(2, (6, 6), unit=3) == "for example [3, 3]"
+    assert suggested_list(6, (1,) * 8) == "give a list of at most 6"

@@ -7,7 +7,7 @@ import pytest
 from petune.errors import DataError, UsageError
 from petune.tasks import Conversation, DataConfig, Message, Pair, detect_format, infer_task, load_rows
 from petune.tasks.formats import detect
-from petune.tasks.read import Record
+from petune.tasks.lines import Record
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 GPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -65,6 +65,7 @@ def test_a_format_that_the_task_cannot_use_is_a_usage_error() -> None:
         ("pairs", "decoder", "causal"),
         ("messages", "decoder", "chat"),
         ("text", "decoder", "causal"),
+        ("text", "encoder", "mlm"),
         ("docstrings", "encoder", "classify"),
         ("docstrings", "encoder-decoder", "seq2seq"),
         ("docstrings", "decoder", "causal"),
@@ -75,7 +76,7 @@ def test_the_task_follows_from_format_and_model(format_: str, kind: str, task: s
 
 
 @pytest.mark.parametrize(
-    ("format_", "kind"), [("messages", "encoder"), ("text", "encoder"), ("pairs", "encoder"), ("text", "encoder-decoder")]
+    ("format_", "kind"), [("messages", "encoder"), ("pairs", "encoder"), ("text", "encoder-decoder"), ("tokens", "encoder-decoder")]
 )
 def test_rows_that_a_model_cannot_learn_from_are_a_usage_error(format_: str, kind: str) -> None:
     with pytest.raises(UsageError, match=format_):
@@ -110,3 +111,37 @@ def test_number_labels_keep_the_order_of_numbers_and_may_be_flags(jsonl, tmp_pat
     assert load_rows(DataConfig(numbers), "classify", tmp_path).labels == tuple(str(n) for n in range(11))
     flags = jsonl(*({"text": f"t{n}", "label": n % 2 == 0} for n in range(8)), name="flags.jsonl")
     assert load_rows(DataConfig(flags), "classify", tmp_path).labels == ("false", "true")
+
+
+PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "remedy"),
+    [
+        (PAIR, "data.columns.target=chosen"),
+        ({"chosen": CHAT, "rejected": CHAT, "score": 1.0}, "data.columns.messages=chosen"),
+        ({"prompt": "q", "completion": "a", "label": False}, "keep the rows whose label is true"),
+    ],
+)
+def test_preferences_are_refused_as_such(columns: dict, remedy: str) -> None:
+    with pytest.raises(DataError, match=rf"preferences between answers[\s\S]*{remedy}"):
+        detect(Record("d:1", columns), "auto", {}, None)
+
+
+def test_the_preferred_answers_alone_may_be_asked_for() -> None:
+    assert detect(Record("d:1", PAIR), "auto", {"target": "chosen"}, None).columns == {"source": "prompt", "target": "chosen"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "remedy"),
+    [
+        ({"review": "x", "stars": 5}, "classify", r"data\.columns\.label=stars"),
+        ({"txt": "x", "id": 5, "labels": "a"}, "classify", r"data\.columns\.text=txt"),
+        ({"turns": [1, 2], "ids": [3]}, None, r"data\.columns\.ROLE=COLUMN"),
+        ({"a": "x", "b": "y"}, None, r"data\.columns\.ROLE=COLUMN"),
+    ],
+)
+def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(columns: dict, task: str | None, remedy: str) -> None:
+    with pytest.raises(DataError, match=remedy):
+        detect(Record("d:1", columns), "auto", {}, task)

@@ -77,5 +77,7 @@ def test_balanced_weights_give_each_class_the_same_say() -> None:
     assert class_weights("balanced", rows, ("a", "b")) == [4 / 6, 2.0]
     assert class_weights("none", rows, ("a", "b")) is None
     assert class_weights({"b": 5}, rows, ("a", "b")) == [1.0, 5.0]
+    with pytest.raises(UsageError, match="only classes have weights"):
+        class_weights("balanced", [Example([5], [0], "d:1", 1)], ("a", "b"))
     with pytest.raises(UsageError, match=r"class_weights\.bee"):
         class_weights({"bee": 5}, rows, ("a", "b"))

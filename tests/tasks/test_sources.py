@@ -158,15 +158,15 @@ def test_eval_may_name_a_source_with_held_out_rows_of_its_own(tmp_path: Path) ->
 # --- the hub, without a network ---
 
 
-class Classes:
-    """A column of class numbers, as the hub's library has it."""
+class Features(dict):
+    """The types of the columns, as the hub's library has them."""
 
-    def int2str(self, number: int) -> str:
-        return ("a", "b")[number]
+    def to_dict(self) -> dict:
+        return dict(self)
 
 
 class Split(list):
-    features: ClassVar = {"text": object(), "label": Classes()}
+    features: ClassVar = Features(text={"_type": "Value"}, label={"_type": "ClassLabel", "names": ["a", "b"]})
 
 
 @pytest.fixture
@@ -212,3 +212,56 @@ def test_an_unreachable_hub_is_the_environments_fault_and_points_to_the_demo(hub
 def test_an_unknown_hub_data_set_is_a_data_error(hub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data set 'no/such'"):
         load_rows(DataConfig("no/such"), "classify", tmp_path)
+
+
+# --- what datasets has written ---
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A folder with what save_to_disk writes of several splits and of one, and a Parquet file, all with class names."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("saved")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+
+    def split(name: str) -> datasets.Dataset:
+        return datasets.Dataset.from_list([{"text": f"{name} {n}", "label": n % 2} for n in range(6)], features=features)
+
+    datasets.DatasetDict({name: split(name) for name in ("train", "validation", "test")}).save_to_disk(folder / "several")
+    split("only").save_to_disk(folder / "one")
+    datasets.DatasetDict({"test": split("test")}).save_to_disk(folder / "no_train")
+    split("file").to_parquet(folder / "d.parquet")
+    return folder
+
+
+def test_splits_saved_to_disk_are_used_as_such_with_the_names_of_their_classes(saved: Path) -> None:
+    rows = load_rows(DataConfig("several"), "classify", saved)
+    assert [row.text for row in rows.train] == [f"train {n}" for n in range(6)]
+    assert [row.text for row in rows.eval] == [f"validation {n}" for n in range(6)]
+    assert rows.labels == ("neg", "pos")
+    assert rows.train[2].where.endswith("several/train:3")
+    assert "rows per class, to train on + held out: neg 3 + 3, pos 3 + 3" in rows.notes
+
+
+@pytest.mark.parametrize("name", ["one", "d.parquet"])
+def test_a_single_split_and_a_parquet_file_have_the_names_of_their_classes(name: str, saved: Path) -> None:
+    rows = load_rows(DataConfig(name), "classify", saved)
+    assert rows.labels == ("neg", "pos")
+    assert len(rows.train) + len(rows.eval) == 6
+
+
+def test_a_saved_data_set_without_train_split_or_damaged_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no train split[\s\S]*found test"):
+        load_rows(DataConfig("no_train"), "classify", saved)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match="not a whole data set saved by datasets"):
+        load_rows(DataConfig(str(tmp_path)), "classify", tmp_path)
+
+
+def test_only_data_files_of_a_like_name_are_offered_for_a_missing_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broke.cases").write_text(""), write(Path("broke.csv")), Path("nope.py").write_text("")
+    with pytest.raises(DataError) as caught:
+        find_source("./nope.csv", tmp_path)
+    assert "did you mean" not in str(caught.value)

@@ -81,3 +81,9 @@ def test_only_split_by_seed_heeds_the_seed(jsonl, tmp_path: Path) -> None:
     for split_by, equal in (("content", True), ("seed", False)):
         one, two = (load_rows(DataConfig(path, split_by=split_by), "causal", tmp_path, seed=seed).sha256 for seed in (1, 2))
         assert (one == two) is equal
+
+
+def test_two_rows_of_two_classes_cannot_be_held_out_and_the_message_says_why() -> None:
+    rows = [Labelled("d:1", "good", None, "a"), Labelled("d:2", "bad", None, "b")]
+    with pytest.raises(DataError, match=r"label of its own[\s\S]*2 labels in 2 rows[\s\S]*data\.eval"):
+        split_off(rows, 0.5)

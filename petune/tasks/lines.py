@@ -1,0 +1,58 @@
+"""Lines of a file and records made of them. Lines are read with a cap, so that a file without line ends costs no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from petune.errors import Problem
+from petune.tasks.configs import MAX_LINE_BYTES
+from petune.tasks.faults import Faults
+
+
+class Record(NamedTuple):
+    """One row as the file has it."""
+
+    where: str
+    columns: dict[str, Any]
+
+
+def shown(path: Path) -> str:
+    """The path as a person would type it: relative when it lies under the working directory."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+class Line(NamedTuple):
+    """One line without its end; `ended` is False for a last line that has none."""
+
+    number: int
+    text: str
+    ended: bool
+
+
+def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
+    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also ends the reading."""
+    with path.open("rb") as file:
+        name, number = shown(path), 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{name}:{number}"
+            if len(raw) > MAX_LINE_BYTES:
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(2**20)
+                what = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
+                faults.add(Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal)
+            else:
+                try:
+                    text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                    yield Line(number, text.rstrip("\r\n"), raw.endswith(b"\n"))
+                    continue
+                except UnicodeDecodeError as error:
+                    what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+                    faults.add(Problem(what, f"{where}:{error.start + 1}", remedy="save the file as UTF-8"), fatal=fatal)
+            if fatal:
+                return

@@ -1,0 +1,74 @@
+"""Plain text: a row per line, a whole file as one document, or sentences of words with tags, as CoNLL has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from petune.errors import Problem
+from petune.tasks.faults import Faults
+from petune.tasks.lines import Line, Record, lines, shown
+
+TAG = re.compile(r"O|[BIESLU]-\S+")
+DOCSTART = "-DOCSTART-"
+
+
+def is_conll(path: Path) -> bool:
+    """Whether a text file has a word and its tag in every one of its first lines."""
+    with path.open("rb") as file:
+        head = [line.decode("utf-8", "replace").split() for line in file.readlines(4096)]
+    cells = [line for line in head[:200] if line and line[0] != DOCSTART]
+    return bool(cells) and all(len(line) > 1 and TAG.fullmatch(line[-1]) for line in cells)
+
+
+def read_conll(path: Path, faults: Faults) -> Iterator[Record]:
+    """Sentences of lines `word ... tag` between blank ones, cells parted by tabs or else by spaces; the place is a sentence's first line.
+
+    The first cell is column "tokens", the last "tags", those between "column 2" and so on. Lines of -DOCSTART- are passed over.
+    """
+    name, width = shown(path), 0
+    sentence: list[list[str]] = []
+    first = 0
+    for line in (*lines(path, faults), Line(0, "", True)):
+        cells = [cell.strip() for cell in line.text.rstrip().split("\t")] if "\t" in line.text else line.text.split()
+        if not line.text.strip() or cells[0] == DOCSTART:
+            if sentence:
+                columns = ("tokens", *(f"column {number}" for number in range(2, width)), "tags")
+                yield Record(
+                    f"{name}:{first}", {column: list(cells) for column, cells in zip(columns, zip(*sentence, strict=True), strict=True)}
+                )
+            sentence = []
+            continue
+        width = width or len(cells)
+        if len(cells) < 2 or len(cells) != width:
+            expected = f"{width} cells, as before" if width > 1 else "a word and its tag"
+            faults.add(Problem("a line of another width", f"{name}:{line.number}", expected, str(len(cells))))
+            width = width if width > 1 else 0
+            continue
+        first = first if sentence else line.number
+        sentence.append(cells)
+
+
+def read_document(path: Path, faults: Faults) -> Iterator[Record]:
+    """The whole of a text file as one row."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        faults.add(Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"), fatal=True)
+        return
+    if text.strip():
+        yield Record(shown(path), {"text": text})
+
+
+def read_txt(path: Path, faults: Faults) -> Iterator[Record]:
+    """A row of plain text per line, or the sentences of a file of words with tags."""
+    if is_conll(path):
+        yield from read_conll(path, faults)
+        return
+    name = shown(path)
+    for line in lines(path, faults):
+        if line.text.strip():
+            yield Record(f"{name}:{line.number}", {"text": line.text})
+        else:
+            faults.blanks += 1

@@ -1,0 +1,163 @@
+"""Rows: a record of a known layout becomes a row of a task.
+
+Values are checked here: a cell that is null, empty, nan or of another type than before is named with its line. A column that only some
+records have is found in the first that has it, and one that plays no role is remembered, for the run to say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from petune.errors import Problem
+from petune.tasks.cells import Bad, clean
+from petune.tasks.faults import Faults
+from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
+from petune.tasks.lines import Record
+from petune.tasks.read import kind_of
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged, Text
+from petune.tasks.turns import conversation, schemas
+
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}{input}\n\n### Response:"
+)
+
+
+class RowMaker:
+    """Turns records of one layout into rows of one task, remembering the type each column began with."""
+
+    def __init__(self, layout: Layout, task: str, faults: Faults, *, drop_empty: bool = False) -> None:
+        self.format, self.task, self.faults, self.drop_empty = layout.format, task, faults, drop_empty
+        self.columns = dict(layout.columns)
+        self.seen: dict[str, None] = {}
+        self.began: dict[str, tuple[type, str]] = {}
+        self.dropped = 0
+        self.make: Callable[[Record], Row] = {
+            "text-label": self._labelled,
+            "tokens": self._tagged,
+            "pairs": self._pair,
+            "alpaca": self._alpaca,
+            "messages": self._conversation,
+            "sharegpt": self._conversation,
+            "text": lambda record: Text(record.where, self._text(record, "text")),
+        }[layout.format]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout with what later records had besides the first."""
+        return Layout(self.format, self.columns)
+
+    @property
+    def unused(self) -> list[str]:
+        """The columns that play no role."""
+        return [name for name in self.seen if name not in self.columns.values()]
+
+    def __call__(self, record: Record) -> Row | None:
+        """The row, or None for one that is bad (told to faults) or dropped (counted)."""
+        self.seen |= dict.fromkeys(record.columns)
+        needed = [self.columns[role] for role in NEEDS[self.format]]
+        for name in needed:
+            if name not in record.columns:
+                self.faults.add(missing(record, name, "the rows before have it"))
+                return None
+        if self.drop_empty and any(record.columns[name] in (None, "") for name in needed):
+            self.dropped += 1
+            return None
+        for role in MAY.get(self.format, ()):
+            if role not in self.columns and (found := column_of(role, record, self.columns)):
+                self.columns[role] = found
+        try:
+            return self.make(record)
+        except Bad as bad:
+            self.faults.add(Problem(str(bad.args[0]), record.where, *bad.args[1:]))
+            return None
+
+    def _cell(self, record: Record, role: str) -> Any:
+        """The value, of the same JSON type as in the rows before."""
+        name = self.columns[role]
+        value = record.columns[name]
+        if value is None:
+            raise Bad(f"column {name!r} is null or empty")
+        if isinstance(value, float) and math.isnan(value):
+            raise Bad(f"column {name!r} is nan", None, None, "a missing value? drop the row")
+        kind, where = self.began.setdefault(name, (type(value), record.where))
+        if type(value) is not kind:
+            raise Bad(f"column {name!r} changes its type", f"{kind_of(kind())} as at {where}", kind_of(value))
+        return value
+
+    def _text(self, record: Record, role: str, *, may_be_empty: bool = False) -> str:
+        return clean(self._cell(record, role), f"column {self.columns[role]!r}", may_be_empty=may_be_empty)
+
+    def _given(self, record: Record, role: str) -> bool:
+        """Whether the record says anything in an optional role."""
+        return record.columns.get(self.columns.get(role, "")) not in (None, "", [])
+
+    def _optional(self, record: Record, role: str) -> str | None:
+        return self._text(record, role, may_be_empty=True) or None if self._given(record, role) else None
+
+    def _labelled(self, record: Record) -> Row:
+        value, name = self._cell(record, "label"), self.columns["label"]
+        if isinstance(value, float) and not value.is_integer():
+            raise Bad(f"column {name!r} is a number with a fraction", "the name or number of a class", repr(value))
+        if not isinstance(value, str | int | float):
+            raise Bad(f"column {name!r} is {kind_of(value)}", "the name or number of a class", kind_of(value))
+        label = str(value).lower() if isinstance(value, bool) else str(int(value)) if isinstance(value, float) else str(value).strip()
+        if not label:
+            raise Bad(f"column {name!r} is empty", "the name of a class")
+        if label.lower() == "nan":
+            raise Bad(f"column {name!r} is nan", "the name of a class", None, "a missing value? drop the row")
+        return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
+
+    def _tagged(self, record: Record) -> Row:
+        sides = {role: self._cell(record, role) for role in ("tokens", "tags")}
+        for role, kind, known in (("tokens", "strings", (str,)), ("tags", "the names or numbers of tags", (str, int))):
+            name, values = self.columns[role], sides[role]
+            if not isinstance(values, list) or not values:
+                raise Bad(f"column {name!r} has no words" if values == [] else f"column {name!r} is no list", "a list", kind_of(values))
+            if wrong := [value for value in values if type(value) not in known or value == ""]:
+                raise Bad(f"column {name!r} is not a list of {kind}", f"{kind}, none of them empty", repr(wrong[0]))
+        tokens, tags = sides["tokens"], sides["tags"]
+        if len(tokens) != len(tags):
+            raise Bad("not as many tags as words", f"{len(tokens)} tags, one a word", str(len(tags)))
+        return Tagged(record.where, tuple(clean(word, "a word", may_be_empty=True) for word in tokens), tuple(map(str, tags)))
+
+    def _pair(self, record: Record) -> Row:
+        return self._paired(record, self._text(record, "source"), self._text(record, "target"))
+
+    def _alpaca(self, record: Record) -> Row:
+        instruction, given = self._text(record, "instruction"), self._optional(record, "input")
+        source = alpaca_prompt(instruction, given) if self.task == "causal" else "\n\n".join(part for part in (instruction, given) if part)
+        return self._paired(record, source, self._text(record, "output"))
+
+    def _paired(self, record: Record, source: str, target: str) -> Row:
+        said = [role for role in OF_CHAT if self._given(record, role)]
+        if self.task == "chat":
+            turns = [*self._earlier(record), Message("user", source), Message("assistant", target)]
+            opening = [Message("system", self._text(record, "system"))] if "system" in said else []
+            tools = self._cell(record, "tools") if "tools" in said else None
+            return Conversation(record.where, (*opening, *turns), schemas(tools))
+        if said:
+            name = self.columns[said[0]]
+            raise Bad(f"task {self.task} has no place for column {name!r}", None, None, "set task: chat, or remove the column")
+        return Pair(record.where, source, target)
+
+    def _earlier(self, record: Record) -> list[Message]:
+        """The turns of `history`: pairs of a question and its answer."""
+        if not self._given(record, "history"):
+            return []
+        pairs, name = self._cell(record, "history"), f"column {self.columns['history']!r}"
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise Bad(f"{name} is not a list of pairs", '[["question", "answer"], ...]', kind_of(pairs))
+        return [Message(role, clean(text, name)) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+    def _conversation(self, record: Record) -> Row:
+        tools = record.columns[self.columns["tools"]] if self._given(record, "tools") else None
+        return conversation(record.where, self._cell(record, "messages"), self.format, self._optional(record, "system"), tools)
+
+
+def alpaca_prompt(instruction: str, given: str | None) -> str:
+    """The prompt of the Alpaca format, up to and with '### Response:'."""
+    paired = ", paired with an input that provides further context" if given else ""
+    return ALPACA.format(paired=paired, instruction=instruction, input=f"\n\n### Input:\n{given}" if given else "")
