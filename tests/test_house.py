@@ -33,7 +33,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("ranks",),
     ("wording", "runs", "state"),
     ("run_folder",),
-    ("outlook",),
+    ("outlook", "draft", "inputs"),
     ("reporting", "inference", "forecast", "audit", "schedule", "stopping"),
     ("assemble",),
     ("checkpoint", "export", "streaming"),

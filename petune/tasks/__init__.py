@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from petune.tasks.configs import DataConfig
 from petune.tasks.encode import Encoded, encode, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Example
+from petune.tasks.glance import check_first_rows, hub_specs
 from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.report import DataReport, render, spans
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Rows, Text
@@ -52,6 +53,7 @@ __all__ = [
     "Scorer",
     "Task",
     "Text",
+    "check_first_rows",
     "check_fit",
     "class_weights",
     "collate",
@@ -59,6 +61,7 @@ __all__ = [
     "detect_format",
     "encode",
     "encode_prompt",
+    "hub_specs",
     "infer_task",
     "load_rows",
     "loss_sum",
