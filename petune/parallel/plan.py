@@ -112,6 +112,11 @@ def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _example(counts: Sequence[int]) -> str | None:
+    """A remedy that would be accepted: None where some rank would have nothing, for no counts of that length are right."""
+    return f"for example {list(counts)}" if all(counts) else None
+
+
 # ---------------------------------------------------------------- what is not possible
 
 
@@ -323,14 +328,11 @@ class _Cutting:
             return apportion(shape.kv_heads, self._shares())
         fine = _entries(heads, f"{self.where}.heads", self.faults) and len(heads) == self.ranks
         if fine and sum(heads) != shape.heads:
-            near = [count * group for count in apportion(shape.kv_heads, heads)]
-            self.fault(
-                "heads", "heads do not add up to the model's", str(shape.heads), f"{list(heads)}: {sum(heads)}", f"for example {near}"
-            )
+            near = _example([count * group for count in apportion(shape.kv_heads, heads)])
+            self.fault("heads", "heads do not add up to the model's", str(shape.heads), f"{list(heads)}: {sum(heads)}", near)
         elif fine and any(count % group for count in heads):
-            near = [count * group for count in apportion(shape.kv_heads, heads)]
-            expected = f"multiples of {group}"
-            self.fault("heads", f"{group} query heads share keys and values", expected, str(list(heads)), f"for example {near}")
+            near = _example([count * group for count in apportion(shape.kv_heads, heads)])
+            self.fault("heads", f"{group} query heads share keys and values", f"multiples of {group}", str(list(heads)), near)
         return tuple(count // group for count in heads)
 
     def _columns(self, columns: int) -> tuple[int, ...]:
@@ -340,8 +342,8 @@ class _Cutting:
         if not given:
             return apportion(columns, self._shares())
         if _entries(given, f"{self.where}.columns", self.faults) and len(given) == self.ranks and sum(given) != columns:
-            found, near = f"{list(given)}: {sum(given)}", list(apportion(columns, given))
-            self.fault("columns", "columns do not add up to the model's", str(columns), found, f"for example {near}")
+            found, near = f"{list(given)}: {sum(given)}", _example(apportion(columns, given))
+            self.fault("columns", "columns do not add up to the model's", str(columns), found, near)
         return given
 
     def _sequence(self) -> tuple[int, ...]:
@@ -405,7 +407,7 @@ def _stages(config: PpConfig, pp: int, depth: Mapping[StackName, int], faults: l
         faults.append(Problem(f"{config.schedule} has several stages on every rank", where, expected, f"{len(counts)}"))
     if _entries(config.stages, where, faults) and config.stages and sum(counts) != total:
         blocks = " + ".join(f"{count} {name}" for name, count in depth.items())
-        near = f"for example {list(apportion(total, counts))}"
+        near = _example(apportion(total, counts))
         faults.append(
             Problem("stages do not add up to the model's blocks", where, f"{total} ({blocks})", f"{list(counts)}: {sum(counts)}", near)
         )
