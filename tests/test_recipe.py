@@ -347,6 +347,7 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "classic beside modern": ("parallel: {pp: {stages: [3, 1]}}\nstage_num_hidden_layers_list: [3, 1]\n", 5, ("keep one of them",)),
     "unknown choice": ("task: classification\n", 4, ("one of classify, seq2seq, causal, chat", "did you mean: classify")),
     "list item": (b"model: m\ndata: d\nmethod:\n  name: lora\n  targets:\n  - q\n  - 3\n", 7, ("method.targets[1]", "found 3")),
+    "a text of several for a list": ("trackers: tensorbord, wandb\n", 4, ("a list", "write [tensorboard, wandb]")),
     "not a list": ("trackers: tensorbord\n", 4, ("a list", "write [tensorboard]")),
     "column role": (
         b"model: m\nmethod: lora\ndata:\n  path: d\n  columns:\n    txt: body\n",
