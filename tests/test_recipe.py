@@ -32,6 +32,7 @@ from petune.recipe import (
     recipe_folder,
     shipped_recipes,
 )
+from petune.recipe.check import _EXAMPLES
 from petune.recipe.rules import METRICS
 from petune.recipe.suggest import ALIASES
 from petune.recipe.yaml_lines import read, scalar, write_scalar
@@ -274,6 +275,18 @@ def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None
         assert f"`{path}`" in text, path
     free = text.partition("Free to change are")[2].partition(". Inputs")[0]
     assert set(re.findall(r"`(\w+)`", free)) == {*Recipe.model_fields} - {*KEYS_THAT_CHANGE_NUMBERS, "version"}
+
+
+def test_every_example_of_documents_and_messages_is_accepted() -> None:
+    root = Path(__file__).parent.parent
+    pages = [root / name for name in ("README.md", "docs/recipes.md", "docs/data.md", "docs/parallel.md")]
+    blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    lines = [line for block in (*blocks, *_EXAMPLES.values()) for line in block.splitlines()]
+    alone = [line for line in lines if re.match(r"(parallel|memory|data|method): ", line)]
+    assert len(alone) > 15
+    for line in alone:
+        clip = {"clip": None} if "stream" in line else {}
+        load_recipe({"model": "m", "data": "d", "method": "full"}, read(line, "example").tree | clip)
 
 
 def test_aliases_lead_to_settings_that_exist() -> None:
