@@ -22,6 +22,7 @@ from petune.errors import DistributedError, MachineError
 
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch: the process id of the launcher
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by every elastic launcher; torchrun reads the first failing rank's message from it
+SPARE_FILES = 16  # what a store, its clients and the groups behind it open at the least
 NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_MORE_FILES = re.compile("too many open files", re.IGNORECASE)  # torch's store and gloo say it in text alone
 
@@ -141,7 +142,7 @@ def connect(here: Place, limit_s: float) -> tuple[Store | None, Store]:
 
 
 def client(here: Place, limit_s: float) -> Store:
-    """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError."""
+    """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError, MachineError."""
     _refuse_full_table(_opening_fails())  # the store would try for long, aloud, and say nothing of it in the end
     made: list[TCPStore] = []
 
@@ -158,12 +159,12 @@ def client(here: Place, limit_s: float) -> Store:
 
 
 def serve(host: str, port: int = 0) -> TCPStore:
-    """A store that listens on `host` ("": everywhere) alone; torch's own would listen on every interface. Raises DistributedError."""
-    try:
-        listener = socket.socket(socket.AF_INET6 if host == "" and socket.has_dualstack_ipv6() else socket.AF_INET)
-    except OSError as error:
-        _refuse_full_table(error)
-        raise
+    """A store that listens on `host` ("": everywhere) alone; torch's own would listen on every interface.
+
+    Raises DistributedError for a port that cannot be used, MachineError where too few files may be opened.
+    """
+    _refuse_full_table(_opening_fails())
+    listener = socket.socket(socket.AF_INET6 if host == "" and socket.has_dualstack_ipv6() else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if listener.family == socket.AF_INET6:
@@ -190,11 +191,11 @@ def _refuse_full_table(error: Exception | None) -> None:
         raise too_many_files() from None
 
 
-def _opening_fails(count: int = 4) -> OSError | None:
-    """What keeps this process from opening `count` sockets."""
+def _opening_fails() -> OSError | None:
+    """What keeps this process from opening SPARE_FILES sockets, if anything does."""
     opened: list[socket.socket] = []
     try:
-        opened += (socket.socket() for _ in range(count))
+        opened += (socket.socket() for _ in range(SPARE_FILES))
     except OSError as error:
         return error
     finally:
