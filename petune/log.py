@@ -61,9 +61,9 @@ def phase(doing: str) -> Iterator[None]:
 
 
 def human(size: float) -> str:
-    """A size in bytes for people."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
+    """A size in bytes for people, in powers of 1024: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:  # 1000 to 1023 would need a fourth digit
             return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
+        size /= 1024
+    return f"{size:.3g} TiB"

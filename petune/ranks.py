@@ -93,7 +93,7 @@ def _written(recipe: Recipe, folder: RunFolder, scratch: Path) -> list[str]:
     """The words that make a rank read this very recipe: its file where it has one, and every key that differs from it."""
     source = recipe.source
     if source is None:
-        source = scratch / f"{recipe.name}.yaml"
+        source = scratch / "recipe.yaml"  # which says the name
         source.write_text(recipe.to_yaml(), encoding="utf-8")
     in_file, meant = load_recipe(source).resolved(), recipe.resolved() | {"out": str(folder.path)}
     changed = {key: value for key, value in meant.items() if in_file.get(key) != value}
@@ -122,7 +122,7 @@ def one_folder(folder: RunFolder) -> RunFolder:
 def agree(prepared: Prepared) -> None:
     """Compare over all ranks what would make them compute different things. Raises DistributedError naming it, on every rank."""
     recipe = prepared.recipe
-    settings = {key: value for key, value in recipe.resolved().items() if key not in ("out", "device")}
+    settings = {key: value for key, value in recipe.resolved().items() if key not in ("name", "out", "device")}
     facts = {f"version of {package}": version(package) for package in MUST_AGREE}
     facts["recipe"] = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     facts["data"] = prepared.rows.sha256[:16]

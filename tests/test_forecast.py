@@ -234,8 +234,8 @@ def refusal(found: Forecast) -> str:
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help(tmp_path: Path) -> None:
     recipe = recipe_of("bert-classify", tmp_path, batch_size=8)
     text = refusal(forecast(recipe, memory=[2**28]))
-    assert text.startswith("rank 0 does not fit its device\n   expected at most 268 MB, found ")
-    for part in ("frozen", "tuned", "gradients", "optimizer", "activations", "the process 268 MB"):
+    assert text.startswith("rank 0 does not fit its device\n   expected at most 256 MiB, found ")
+    for part in ("frozen", "tuned", "gradients", "optimizer", "activations", "the process 256 MiB"):
         assert part in text
     for knob in ("gradient_checkpointing=true saves", "batch_size=4 saves", "data.max_length=16 saves", "dtype=bf16 saves"):
         assert knob in text

@@ -33,7 +33,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("ranks",),
     ("wording", "runs", "state"),
     ("run_folder",),
-    ("outlook", "notebook"),
+    ("outlook", "notebook", "draft", "inputs"),
     ("reporting", "inference", "forecast", "audit", "schedule", "stopping", "callbacks"),
     ("assemble",),
     ("checkpoint", "export", "streaming", "objects"),

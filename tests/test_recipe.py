@@ -32,6 +32,7 @@ from petune.recipe import (
     recipe_folder,
     shipped_recipes,
 )
+from petune.recipe.check import _EXAMPLES
 from petune.recipe.rules import METRICS
 from petune.recipe.suggest import ALIASES
 from petune.recipe.yaml_lines import read, scalar, write_scalar
@@ -276,6 +277,18 @@ def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None
     assert set(re.findall(r"`(\w+)`", free)) == {*Recipe.model_fields} - {*KEYS_THAT_CHANGE_NUMBERS, "version"}
 
 
+def test_every_example_of_documents_and_messages_is_accepted() -> None:
+    root = Path(__file__).parent.parent
+    pages = [root / name for name in ("README.md", "docs/recipes.md", "docs/data.md", "docs/parallel.md")]
+    blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    lines = [line for block in (*blocks, *_EXAMPLES.values()) for line in block.splitlines()]
+    alone = [line for line in lines if re.match(r"(parallel|memory|data|method): ", line)]
+    assert len(alone) > 15
+    for line in alone:
+        clip = {"clip": None} if "stream" in line else {}
+        load_recipe({"model": "m", "data": "d", "method": "full"}, read(line, "example").tree | clip)
+
+
 def test_aliases_lead_to_settings_that_exist() -> None:
     for target in ALIASES.values():
         assert " " in target or target in {*_every_key(), "data", "method"}, target
@@ -347,6 +360,7 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "classic beside modern": ("parallel: {pp: {stages: [3, 1]}}\nstage_num_hidden_layers_list: [3, 1]\n", 5, ("keep one of them",)),
     "unknown choice": ("task: classification\n", 4, ("one of classify, tokens, mlm, seq2seq, causal, chat", "did you mean: classify")),
     "list item": (b"model: m\ndata: d\nmethod:\n  name: lora\n  targets:\n  - q\n  - 3\n", 7, ("method.targets[1]", "found 3")),
+    "a text of several for a list": ("trackers: tensorbord, wandb\n", 4, ("a list", "write [tensorboard, wandb]")),
     "not a list": ("trackers: tensorbord\n", 4, ("a list", "write [tensorboard]")),
     "column role": (
         b"model: m\nmethod: lora\ndata:\n  path: d\n  columns:\n    txt: body\n",

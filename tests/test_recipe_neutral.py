@@ -86,8 +86,15 @@ def test_a_recipe_of_ones_own_may_be_given_other_inputs_in_silence(tmp_path: Pat
 )
 def test_what_is_far_from_known_is_said(settings: dict[str, object], trainable: int, tokens: int | None, said: list[str]) -> None:
     recipe = load_recipe(None, MINE, settings)
-    lines = list(far_from_known(recipe, trainable, tokens))
+    lines = list(far_from_known(recipe, trainable, tokens, 100))
     assert len(lines) == bool(said) and all(phrase in lines[0] for phrase in said)
+
+
+def test_few_steps_are_said_unless_they_were_asked_for() -> None:
+    assert list(far_from_known(load_recipe(None, MINE), 10**6, None, 3)) == [
+        "3 steps are few to learn from: raise epochs, or lower batch_size"
+    ]
+    assert list(far_from_known(load_recipe(None, MINE, {"max_steps": 3}), 10**6, None, 3)) == []
 
 
 def test_the_name_of_a_run_is_the_files_and_survives_being_resolved(tmp_path: Path) -> None:

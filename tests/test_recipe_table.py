@@ -85,7 +85,7 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     family, method, *over = name.split("_", 2)
-    row = {**SHARED, **FAMILIES[family], "method": method, "lr": LR[family][METHODS.index(method)], "out": f"runs/{name}"}
+    row = {**SHARED, **FAMILIES[family], "method": method, "lr": LR[family][METHODS.index(method)], "out": f"runs/{name}"} | {"name": name}
     if over == ["streamed"]:
         row |= STREAMED
     elif over and over[0] in OTHER_TASKS:
@@ -106,7 +106,7 @@ def test_a_recipe_is_short_and_says_what_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_parallel_recipe_without_its_plan_is_the_recipe_of_one_process(name: str) -> None:
     family, method, _ = name.split("_", 2)
-    alone = load_recipe(f"{family}_{method}", {"out": f"runs/{name}"})
+    alone = load_recipe(f"{family}_{method}", {"out": f"runs/{name}", "name": name})
     assert load_recipe(name, ["parallel=none"]).resolved() == alone.resolved()
 
 

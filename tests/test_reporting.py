@@ -35,7 +35,10 @@ def test_a_line_of_scores_has_each_by_its_name():
     )
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 KB"), (2.5e6, "2.5 MB"), (3e9, "3 GB"), (4e12, "4 TB")])
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (2.5 * 2**20, "2.5 MiB"), (3 * 2**30, "3 GiB"), (4 * 2**40, "4 TiB")],
+)
 def test_sizes_are_for_people(size: float, text: str):
     assert human(size) == text
 

@@ -14,7 +14,7 @@ def check(
     full: Annotated[bool, typer.Option("--full", help="Print every setting with its meaning, defaults included.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
-    """Check a recipe: every mistake at once, nothing loaded."""
+    """Check a recipe and what it names: every mistake at once."""
     if schema:
         import json
 
@@ -26,9 +26,17 @@ def check(
     if full:
         typer.echo(recipe.to_yaml(), nl=False)
         return
+    from petune.inputs import check_inputs
+
+    distant = check_inputs(recipe)
     task = recipe.task or "the task its data shows"
     over = f", parallel {recipe.parallel}" if recipe.parallel.axes else ""
-    typer.echo(f"{recipe.source}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
+    name = recipe.source or "command line"
+    typer.echo(f"{name}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
+    for note in recipe.notes:
+        typer.echo(f"   {note}")
+    if distant:
+        typer.echo(f"   not looked at, for it is on the hub: {', '.join(distant)}")
 
 
 def data(

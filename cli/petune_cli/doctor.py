@@ -53,7 +53,7 @@ def disk() -> tuple[str, str]:
     """Free space where runs would be written."""
     import shutil
 
-    return "disk", f"{shutil.disk_usage('.').free / 1e9:.1f} GB free in the working directory"
+    return "disk", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free in the working directory"
 
 
 def demo_models() -> list[tuple[str, str]]:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from petune import __version__
-from petune.errors import MachineError, PetuneError
-from petune_cli import asking, bench, checking, doctor, plan, profile, shelf, shipping, training
+from petune.errors import MachineError, PetuneError, UsageError
+from petune_cli import asking, bench, checking, doctor, drafting, plan, profile, shelf, shipping, training
 
 commands = typer.Typer(
     name="petune",
@@ -27,7 +27,7 @@ commands = typer.Typer(
 )
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start": (training.train, asking.chat, shelf.ls, shelf.cp, doctor.doctor),
+    "Start": (training.train, drafting.init, asking.chat, shelf.ls, shelf.cp, doctor.doctor),
     "Check": (checking.check, plan.plan, profile.profile, bench.bench, checking.data, checking.evaluate),
     "Ship": (shipping.merge, shipping.export, asking.generate),
 }
@@ -75,7 +75,9 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     debug = "--debug" in words[:end]
     words = [word for word in words[:end] if word != "--debug"] + words[end:]
     try:
-        command_line()(words, prog_name="petune")
+        command = command_line()
+        _refuse_settings_as_options(command, words[:end])
+        command(words, prog_name="petune")
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError) or _nobody_reads():
             _drop_output()
@@ -92,6 +94,25 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
         typer.echo(str(known), err=True)
         sys.exit(known.code)
     sys.exit(0)
+
+
+def _refuse_settings_as_options(command: Any, words: Sequence[str]) -> None:
+    """Raise UsageError for `--lr 1e-4`, an option no verb has, with the setting that is meant."""
+    verb = next((command.commands[word] for word in words if word in command.commands), None)
+    if verb is None:
+        return
+    known = {name for option in (*verb.params, *command.params) for name in option.opts} | {"--help", "-h"}
+    for at, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if not option.startswith("--") or option in known or option == "--":
+            continue
+        from petune.recipe.suggest import setting_of
+
+        if key := setting_of(option):
+            value = value if equals else next((word for word in words[at + 1 : at + 2] if not word.startswith("--")), "VALUE")
+            raise UsageError(
+                f"{option} is not an option: settings are written key=value", where="command line", remedy=f"write {key}={value}"
+            )
 
 
 def _nobody_reads() -> bool:
@@ -117,6 +138,8 @@ def _known(error: Exception) -> PetuneError | None:
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         found = (str(error).splitlines() or [""])[0] or None
         return MachineError("out of memory", found=found, remedy="use a smaller batch_size or data.max_length, or a smaller model")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return MachineError("too many open files", remedy="raise the limit: ulimit -n 4096")
     if isinstance(error, OSError) and error.errno in _REFUSED_BY_MACHINE:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
         return MachineError(str(error.strerror).lower(), where=where, remedy="free some space, or choose a place that may be written")

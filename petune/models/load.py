@@ -38,6 +38,8 @@ AUTO: dict[Head, Any] = {
     "causal": transformers.AutoModelForCausalLM,
 }
 
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -167,6 +169,24 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
         say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads")
     return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def check_weights(source: Source) -> None:
+    """Whether the files with the weights of a local model are there; they are not read. Raises FileError naming those that are not."""
+    if source.kind not in ("folder", "demo"):
+        return
+    folder = Path(source.place)
+    names = [_WEIGHTS]
+    if (folder / _INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise FileError("is not an index of weights", where=str(folder / _INDEX), expected='JSON with a "weight_map"') from None
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or None
+        remedy = "only safetensors are read: convert the weights with save_pretrained" if found else "use a complete copy of the model"
+        raise FileError(f"{missing[0]} is not there", where=str(folder), expected=", ".join(names[:3]), found=found, remedy=remedy)
 
 
 def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
@@ -300,6 +320,9 @@ def _hub_errors(source: Source) -> Iterator[None]:
         raise MachineError("not enough memory to load the model", where=source.place) from None
     except OSError as error:
         remedy = None
+        if source.kind == "hub" and _is_unreachable(error):
+            remedy = "check the network; a local folder needs none, nor what an earlier run has put into the cache"
+            raise MachineError(f"cannot reach the hub for the model {source.place!r}: {_first_line(error)}", remedy=remedy) from None
         if source.kind == "hub":
             remedy = (
                 "check the name and the network; give a local folder to work offline; a gated model needs its licence accepted and a token"
@@ -314,6 +337,18 @@ def _hub_errors(source: Source) -> Iterator[None]:
     except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
         remedy = "a file in it is damaged, missing or not what its name says: use another copy"
         raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place, remedy=remedy) from error
+
+
+_UNREACHABLE = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout", "ConnectionError")
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether an error of loading comes of a hub that cannot be reached, or may not be."""
+    while error is not None:
+        if any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _first_line(error: BaseException) -> str:

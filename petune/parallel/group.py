@@ -34,11 +34,13 @@ from petune.parallel.rendezvous import (
     connect,
     first_line,
     joined,
+    lacks_files,
     launched,
     place,
     restarted,
     started,
     stay_on_this_machine,
+    too_many_files,
 )
 
 __all__ = [
@@ -361,7 +363,11 @@ _SIGNS = re.compile(r"gloo|pair closure|Connection (closed|reset|refused)|Broken
 
 def explain(error: BaseException) -> BaseException:
     """What a failed collective means: which rank is frozen, has failed or is gone. Any other error is given back as it is."""
-    if isinstance(error, PetuneError) or not isinstance(error, RuntimeError):
+    if isinstance(error, PetuneError):
+        return error
+    if lacks_files(error):
+        return too_many_files()
+    if not isinstance(error, RuntimeError):
         return error
     if not isinstance(error, dist.DistError) and not _SIGNS.search(str(error)):
         return error

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from petune.errors import DataError, DistributedError, FileError, MachineError, PetuneError, Stopped, TrainingFault, UsageError
 from petune.log import say
-from petune.parallel.rendezvous import ERROR_FILE, LAUNCHER, serve
+from petune.parallel.rendezvous import ERROR_FILE, LAUNCHER, lacks_files, serve, too_many_files
 
 GRACE_S = 2.0  # how long the other ranks may take to end by themselves once one has failed
 LOCALHOST = "127.0.0.1"
@@ -74,7 +74,12 @@ def _run(
         event_log_handler="null",
     )
     agent = _Agent(spec, files, stops, on_line)
-    agent.run()
+    try:
+        agent.run()
+    except OSError as error:
+        if lacks_files(error):
+            return too_many_files()
+        raise
     return agent.failure
 
 

@@ -5,6 +5,7 @@ torchrun, srun and petune's own launcher say it in the environment. Where every 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -17,10 +18,13 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from petune.errors import DistributedError
+from petune.errors import DistributedError, MachineError
 
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch: the process id of the launcher
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by every elastic launcher; torchrun reads the first failing rank's message from it
+SPARE_FILES = 16  # what a store, its clients and the groups behind it open at the least
+NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
+_NO_MORE_FILES = re.compile("too many open files", re.IGNORECASE)  # torch's store and gloo say it in text alone
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def connect(here: Place, limit_s: float) -> tuple[Store | None, Store]:
 
 
 def client(here: Place, limit_s: float) -> Store:
-    """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError."""
+    """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError, MachineError."""
+    _refuse_full_table(_opening_fails())  # the store would try for long, aloud, and say nothing of it in the end
     made: list[TCPStore] = []
 
     def attempt() -> None:
@@ -154,7 +159,11 @@ def client(here: Place, limit_s: float) -> Store:
 
 
 def serve(host: str, port: int = 0) -> TCPStore:
-    """A store that listens on `host` ("": everywhere) alone; torch's own would listen on every interface. Raises DistributedError."""
+    """A store that listens on `host` ("": everywhere) alone; torch's own would listen on every interface.
+
+    Raises DistributedError for a port that cannot be used, MachineError where too few files may be opened.
+    """
+    _refuse_full_table(_opening_fails())
     listener = socket.socket(socket.AF_INET6 if host == "" and socket.has_dualstack_ipv6() else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -171,6 +180,39 @@ def serve(host: str, port: int = 0) -> TCPStore:
     return TCPStore(host or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def lacks_files(error: BaseException | None) -> bool:
+    """Whether `error` says that this process, or the machine, may open no more files; a socket is one."""
+    return (isinstance(error, OSError) and error.errno in NO_MORE_FILES) or _NO_MORE_FILES.search(str(error)) is not None
+
+
+def _refuse_full_table(error: Exception | None) -> None:
+    """Raise MachineError where `error` is that no more files may be opened."""
+    if lacks_files(error):
+        raise too_many_files() from None
+
+
+def _opening_fails() -> OSError | None:
+    """What keeps this process from opening SPARE_FILES sockets, if anything does."""
+    opened: list[socket.socket] = []
+    try:
+        opened += (socket.socket() for _ in range(SPARE_FILES))
+    except OSError as error:
+        return error
+    finally:
+        for one in opened:
+            one.close()
+    return None
+
+
+def too_many_files() -> MachineError:
+    """The error of a process that may open no more files."""
+    import resource  # not on every system
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    remedy = "raise the limit where it is started: ulimit -n 4096   (or start fewer processes)"
+    return MachineError("too many open files: no further socket or file can be opened", found=f"a limit of {limit}", remedy=remedy)
+
+
 def _reach(here: Place, limit_s: float) -> None:
     """Wait until the rendezvous answers; torch's own attempts would fill the terminal."""
     until = time.monotonic() + limit_s
@@ -179,6 +221,7 @@ def _reach(here: Place, limit_s: float) -> None:
             socket.create_connection((here.host, here.port), timeout=5).close()
             return
         except OSError as error:
+            _refuse_full_table(error)
             if time.monotonic() > until:
                 raise DistributedError(
                     f"rank {here.rank} cannot reach {here.holder} at {here.host}:{here.port}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -72,7 +73,7 @@ def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
     section = as_mapping((PARALLEL,), value)
     if section is None:
         what, expected = "parallel does not take this value", f"none, {', '.join(BACKENDS)}, or a mapping of these to settings"
-        remedy = "for example  parallel: {dp: 2}"
+        remedy = "for example  parallel: {dp: 2}, or parallel=dp:2 on a command line"
         return ParallelConfig(), [((PARALLEL,), Problem(what, written.where((PARALLEL,)), expected, show(value), remedy))]
     axes: dict[str, Any] = {}
     problems: list[Found] = []
@@ -236,7 +237,8 @@ def _value_remedy(kind: Any, value: Any) -> str | None:
     words = _expected(kind)
     meant = meant_value(value, _choices(kind)) if isinstance(value, str) else None
     if isinstance(value, str) and "a list" in words:
-        return f"write [{meant or short(value, 60)}]"
+        items = [part for part in re.split(r"[\s,;]+", value) if part]
+        return f"write [{short(', '.join(meant_value(item, _choices(kind)) or item for item in items), 60)}]"
     if meant:
         return _perhaps(meant)
     if isinstance(value, str) and "number" in words:

@@ -13,6 +13,7 @@ from typing import Any
 from petune.recipe.schema import METHOD_LR, Recipe
 from petune.recipe.written import Written, as_mapping
 
+FEW_STEPS = 30
 FAR = 10  # a learning rate this many times the method's usual one, or less than its share of it, is far from it
 BITS_OF_PARAMETER, BITS_OF_TOKEN = 2, 1
 
@@ -66,11 +67,14 @@ def _source(key: str, tree: Mapping[str, Any]) -> Any:
     return (as_mapping((key,), tree.get(key)) or {}).get("path") if key == "data" else tree.get(key)
 
 
-def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None) -> Iterator[str]:
-    """Lines about a learning rate or a rank that is far from what is known to work; none for the demo models, which are far smaller.
+def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None, steps: int) -> Iterator[str]:
+    """Lines about a learning rate, a rank or a number of steps that is far from what is known to work.
 
-    `trainable`: parameters that train. `trained_tokens`: of the rows, each counted once; None where rows are trained, not tokens.
+    `trainable`: parameters that train. `trained_tokens`: of the rows, each counted once; None where rows are trained, not tokens. Of rate
+    and rank nothing is said for the demo models, which are far smaller than those the evidence is about.
     """
+    if steps < FEW_STEPS and recipe.max_steps is None:
+        yield f"{steps} steps are few to learn from: raise epochs, or lower batch_size"
     if recipe.model.startswith("demo:"):
         return
     usual = METHOD_LR[recipe.method_name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,25 @@ def _task_is(recipe: Recipe, *tasks: str) -> bool:
 def _cuts_blocks(recipe: Recipe) -> bool:
     """Whether a process holds less than whole blocks of the whole model."""
     return any(axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in recipe.parallel.axes.values())
+
+
+_PLACEHOLDER = re.compile(r"\$\{\w*\}|\$[A-Z_]+\b|<[A-Z_]+>")
+
+
+def _text_at(recipe: Recipe, key: str) -> str:
+    section, _, setting = key.rpartition(".")
+    return str(getattr(getattr(recipe, section) if section else recipe, setting, None) or "")
+
+
+def _is_pattern(targets: object) -> bool:
+    """Whether `targets` is no single text, or one that can be compiled."""
+    if not isinstance(targets, str):
+        return True
+    try:
+        re.compile(targets)
+    except re.error:
+        return False
+    return True
 
 
 # Key -> whether the recipe asks for fused blocks with it, and how to ask no more.
@@ -98,6 +118,21 @@ STREAMED = (
 )
 RULES = (
     Rule(("data.path",), lambda recipe: bool(recipe.data.path.strip()), "no data is named", "for example  data: demo:docstrings"),
+    *(
+        Rule(
+            (key,),
+            lambda recipe, key=key: not _PLACEHOLDER.search(_text_at(recipe, key)),  # type: ignore[misc]
+            "a recipe fills in no ${NAME}",
+            f'write the value; or leave it to the shell: {key}="$NAME" on the command line',
+        )
+        for key in ("model", "data.path", "data.eval", "init_adapter", "out")
+    ),
+    Rule(
+        ("method.targets",),
+        lambda recipe: _is_pattern(getattr(recipe.method, "targets", "auto")),
+        "a single text is a regular expression for whole module names, and this is none",
+        "for roles or name suffixes write a list: [q, v]",
+    ),
     Rule(
         ("data.packing", "task"),
         lambda recipe: not getattr(recipe.data, "packing", False) or _task_is(recipe, "causal", "chat"),

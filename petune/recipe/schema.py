@@ -116,6 +116,11 @@ class Recipe(BaseModel):
         return self._notes
 
     @property
+    def given(self) -> frozenset[KeyPath]:
+        """The key paths that were written, in the file, on the command line or in Python; all others have their defaults."""
+        return frozenset(self._written.places)
+
+    @property
     def lines(self) -> Mapping[str, int]:
         """Line in `source` of every key path the file sets (`method.r`, `trackers[0]`); settings from the command line have none."""
         return {dotted(path): line for path, line in self._written.lines.items()}

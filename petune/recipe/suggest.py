@@ -177,6 +177,14 @@ def suggest(path: KeyPath, method_name: str | None) -> str:
     return _did_you_mean(near[:2], method_name) if near else _ALL.strip().strip("()")
 
 
+def setting_of(option: str) -> str | None:
+    """The key path that a command-line option stands for (`--learning-rate`: lr); None for what is no setting."""
+    key = option.lstrip("-").replace("-", "_")
+    known = {path: path for paths in _settings().values() for path in paths} | {name: name for name in Recipe.model_fields}
+    meant = known.get(key) or ALIASES.get(key) or next(iter(_settings().get(key, ())), None)
+    return None if meant is None or " " in meant else meant
+
+
 def _suggest_of_axis(path: KeyPath, leaf: str) -> str:
     """What an unknown backend, or an unknown setting of one, was meant to be."""
     own = {entry.name: f"{PARALLEL}.{path[1]}.{entry.name}" for entry in dataclasses.fields(BACKENDS[path[1]])} if len(path) > 2 else {}

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from petune.errors import Problem
-from petune.recipe.yaml_lines import KeyPath, short, write_scalar
+from petune.recipe.yaml_lines import KeyPath, scalar, short, write_scalar
 
 SECTIONS = {"data": "path", "method": "name", "memory": "keep"}  # a bare text there means this setting
 MEMORY = "memory"  # the section that may be left out or empty
@@ -19,7 +19,7 @@ Found = tuple[KeyPath, Problem]  # a problem and the key path it is about; () wh
 
 
 def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
-    """The mapping that the short form of a section stands for: `method: lora`, `memory: input`, `parallel: pp`, `parallel: {tp: 2}`.
+    """The mapping that the short form of a section stands for: `method: lora`, `memory: input`, `parallel: pp`, `parallel: dp:2,tp:2`.
 
     A mapping stands for itself; None where `value` is no form of the section `path`.
     """
@@ -28,7 +28,7 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
     if path == (PARALLEL,):
         if value is None or value == "none":
             return {}
-        return {value: None} if isinstance(value, str) else None
+        return _sizes(value) if isinstance(value, str) else None
     if path[0] == PARALLEL and len(path) == 2:
         if value is None:
             return {}
@@ -36,6 +36,12 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
     if path == (MEMORY,) and value is None:
         return {}
     return {SECTIONS[path[0]]: value} if len(path) == 1 and path[0] in SECTIONS and isinstance(value, str) else None
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    """Backends with or without a size, as a shell takes them unquoted: `pp`, `dp:2`, `dp:2,tp:4`."""
+    parts = (part.partition(":") for part in text.split(","))
+    return {name.strip(): scalar(size.strip()) if colon else None for name, colon, size in parts}
 
 
 def show(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from petune.tasks.configs import METRICS, DataConfig
 from petune.tasks.encode import Encoded, encode, encode_prompt, make_coder, pad_token_id
 from petune.tasks.examples import Example
+from petune.tasks.glance import check_first_rows, hub_specs
 from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
 from petune.tasks.report import DataReport, render, spans
@@ -56,6 +57,7 @@ __all__ = [
     "Tagged",
     "Task",
     "Text",
+    "check_first_rows",
     "check_fit",
     "class_weights",
     "collate",
@@ -63,6 +65,7 @@ __all__ = [
     "detect_format",
     "encode",
     "encode_prompt",
+    "hub_specs",
     "infer_task",
     "load_rows",
     "loss_sum",

@@ -26,13 +26,14 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_help_fits_a_screen_and_groups_the_verbs(type_: Type) -> None:
     shown = type_("--help")
     assert shown.code == 0
-    assert len(shown.out.splitlines()) <= 32
+    assert len(shown.out.splitlines()) <= 33
     words = shown.out.split()
     order = [
         words.index(word)
         for word in (
             "Start",
             "train",
+            "init",
             "chat",
             "ls",
             "cp",
@@ -145,3 +146,23 @@ def test_out_of_memory_and_a_full_disk_are_the_machines_fault(type_: Type, monke
 def test_other_errors_of_the_system_are_internal(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     raising(monkeypatch, IsADirectoryError(errno.EISDIR, "is a directory", "x"))
     assert type_("train", "llama_lora").code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("train", "llama_lora", "--lr", "1e-4"), "write lr=1e-4"),
+        (("train", "--learning-rate=1e-4"), "write lr=1e-4"),
+        (("check", "--method.r", "4"), "write method.r=4"),
+        (("train", "--batch-size"), "write batch_size=VALUE"),
+        (("train", "--rank", "8"), "write method.r=8"),
+    ],
+)
+def test_a_setting_written_as_an_option_is_told_how_settings_are_written(words: tuple[str, ...], remedy: str, type_: Type) -> None:
+    shown = type_(*words)
+    assert shown.code == 2 and shown.err.rstrip().endswith(remedy)
+
+
+def test_options_of_a_verb_and_options_of_none_are_left_to_it(type_: Type) -> None:
+    assert "No such option" in type_("train", "--banana").err
+    assert type_("train", "--help").code == 0

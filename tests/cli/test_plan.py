@@ -69,7 +69,7 @@ def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(type_: T
     assert lines[3] == "pass     16 rows of up to 128 tokens, bf16 on cuda"
     assert lines[4:6] == ["blocks   fused on H200, whose rates are measured", "memory: blocks 0-7 keep all"]
     assert lines[6].startswith("memory: peak 0.2 GiB of 131.9; step ") and "tokens/s predicted" in lines[7]
-    assert next(line for line in lines if line.startswith("0 ")).endswith("150 GB")
+    assert next(line for line in lines if line.startswith("0 ")).endswith("140 GiB")
     assert "activations are what the peak above has besides the rest" in lines[-2]
     assert "--memory 24GiB" in type_("plan", "llama_lora", "--device", "RTX 4090").err
     assert type_("plan", "llama_lora", "--device", "RTX 4090", "--memory", "24").code == 0

@@ -80,6 +80,30 @@ def test_doctor_says_when_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPa
     assert "cannot be reached" in doctor.hub()[1]
 
 
+def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
+    assert type_("init", "model=demo:tiny-llama", "data=demo:docstrings-domain", "task=causal", "max_steps=2", "mine.yaml").code == 0
+    text = (tmp_path / "mine.yaml").read_text()
+    assert "lr: 0.0002" in text and "task: causal" in text and "max_steps: 2" in text and "# usual for lora" in text
+    shown = type_("init", "model=demo:tiny-llama", "data=demo:docstrings", "mine.yaml")
+    assert shown.code == 2 and "there already" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("model=demo:tiny-llama",), "data must be given"),
+        ((), "model and data must be given"),
+        (("model=m", "data=d", "mine.txt"), "a .yaml file"),
+        (("model=m", "data=d", "no/mine.yaml"), "no such folder"),
+        (("model=./m", "data=d"), "no model at"),
+    ],
+)
+def test_init_refuses_before_it_writes(words: tuple[str, ...], said: str, type_: Type, tmp_path: Path) -> None:
+    shown = type_("init", *words)
+    assert shown.code in (2, 4) and said in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------ Check
 
 

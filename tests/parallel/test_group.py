@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from petune.errors import DataError, DistributedError
+from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel import group, rendezvous
 from petune.parallel.rendezvous import Place, first_node
 
@@ -137,6 +141,30 @@ def test_something_else_at_the_rendezvous_is_said_to_be_none(as_rank: int, monke
         other.listen()
         with pytest.raises(DistributedError, match="is no rendezvous"):
             group.join("cpu", start_timeout_s=1)
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process may open none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_file_descriptors_are_the_machines_fault_and_no_matter_of_ports(as_rank: int) -> None:
+    here = group.place()
+    assert here is not None
+    server = rendezvous.serve("127.0.0.1", as_rank)
+    for ask in (lambda: rendezvous.serve("127.0.0.1"), lambda: rendezvous.connect(here, 0.3), lambda: rendezvous.client(here, 2)):
+        with no_more_files(), pytest.raises(MachineError, match="too many open files") as caught:
+            ask()
+        assert "ulimit -n" in str(caught.value) and "MASTER_PORT" not in str(caught.value)
+    assert isinstance(group.explain(RuntimeError("[/pytorch/gloo/tcp.cc:1] socket: Too many open files")), MachineError)
+    assert isinstance(group.explain(OSError(errno.EMFILE, "Too many open files")), MachineError)
+    del server
 
 
 # ------------------------------------------------------------------ telling

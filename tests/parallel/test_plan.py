@@ -156,6 +156,12 @@ def test_heads_must_add_up() -> None:
     assert "expected 8, found [4, 2]: 6" in found and "for example [6, 2]" in found
 
 
+def test_no_example_is_given_where_none_would_be_accepted() -> None:
+    found = faults(ParallelConfig(tp=CutConfig(heads=(2, 2, 2, 1, 2))))
+    assert "expected 8, found [2, 2, 2, 1, 2]: 9" in found["parallel.tp.heads"] and "for example" not in found["parallel.tp.heads"]
+    assert "at most 4 ranks" in found["parallel.tp.size"]
+
+
 def test_heads_stay_in_their_groups() -> None:
     found = faults(ParallelConfig(tp=CutConfig(heads=(5, 3))))["parallel.tp.heads"]
     assert "expected multiples of 2, found [5, 3]" in found

@@ -1,0 +1,45 @@
+"""The verb that begins: a recipe for one's own model and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from petune_cli.given import Given
+
+
+def init(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="model=X data=Y [KEY=VALUE] [FILE]", help="Settings, and the file to write.", show_default="recipe.yaml"),
+    ] = None,
+) -> None:
+    """Write a recipe for your model and data."""
+    from petune.errors import UsageError
+    from petune.recipe import load_recipe
+
+    given = Given.of(words)
+    file = Path(given.target or "recipe.yaml").expanduser()
+    _refuse_place(file)
+    keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
+    if missing := [key for key in ("model", "data") if key not in keys]:
+        example = "petune init model=/path/to/model data=rows.csv"
+        raise UsageError(f"{' and '.join(missing)} must be given", where="command line", remedy=f"for example  {example}")
+    recipe = load_recipe(None, given.overrides)
+    from petune.draft import draft
+
+    file.write_text(draft(recipe, file), encoding="utf-8")
+    typer.echo(f"{file}: {recipe.method_name} on {recipe.model}, data {recipe.data.path}\n   train it with: petune train {file}")
+
+
+def _refuse_place(file: Path) -> None:
+    from petune.errors import UsageError
+
+    if file.suffix not in (".yaml", ".yml"):
+        raise UsageError("a recipe is a .yaml file", where=str(file), remedy="settings are written key=value, the file NAME.yaml")
+    if file.exists():
+        raise UsageError("this file is there already", where=str(file), remedy="give another name: petune init ... NAME.yaml")
+    if not file.parent.is_dir():
+        raise UsageError("there is no such folder", where=str(file.parent), remedy=f"make it first: mkdir -p {file.parent}")

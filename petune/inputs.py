@@ -1,0 +1,85 @@
+"""Everything a recipe names, looked at before anything is spent: files, config, tokenizer, first rows, plan. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from petune.assemble import plan_of
+from petune.errors import DataError, FileError, PetuneError, RecipeError
+from petune.models.load import Source, check_weights, kind_of, load_tokenizer, read_config, resolve_model
+from petune.recipe import Recipe
+from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task
+
+_Found = TypeVar("_Found")
+
+
+class _Looking:
+    """Runs one look after another and keeps what each of them refuses."""
+
+    def __init__(self) -> None:
+        self.errors: list[PetuneError] = []
+
+    def at(self, look: Callable[[], _Found], where: str | None = None) -> _Found | None:
+        """What `look` finds; None, with its problems kept, where it refuses. `where`: the place of those that name none."""
+        try:
+            return look()
+        except PetuneError as error:
+            problems = [problem if problem.where else replace(problem, where=where) for problem in error.problems]
+            self.errors.append(type(error)(problems))
+            return None
+
+    def errors_of(self, kind: type[PetuneError]) -> bool:
+        return any(isinstance(error, kind) for error in self.errors)
+
+    def settle(self) -> None:
+        """Raise what was found: as it was where all is of one kind, else everything in one RecipeError."""
+        if not self.errors:
+            return
+        problems = list(dict.fromkeys(problem for error in self.errors for problem in error.problems))
+        kinds = {type(error) for error in self.errors}
+        raise (kinds.pop() if len(kinds) == 1 else RecipeError)(problems)
+
+
+def check_inputs(recipe: Recipe) -> tuple[str, ...]:
+    """Look at all that needs no weights; what was left alone because it lies on the hub.
+
+    Raises a PetuneError with every problem found.
+    """
+    looking = _Looking()
+    source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
+    kind = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
+    distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
+    local = not looking.errors_of(DataError) and recipe.data.path not in distant
+    format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local else None
+    task: str | None = recipe.task
+    if format_ and kind and not task:
+        task = looking.at(lambda: infer_task(format_, kind))
+    if task and kind:
+        looking.at(lambda: check_fit(task, kind, recipe.data.packing))
+    if task and format_:
+        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder))
+    if recipe.init_adapter is not None:
+        looking.at(lambda: _adapter(recipe))
+    if not looking.errors and kind:
+        looking.at(lambda: plan_of(recipe))
+    looking.settle()
+    on_hub = source is not None and source.kind == "hub"
+    return (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant))
+
+
+def _model(source: Source) -> str:
+    """The kind of a model on this machine. Raises FileError for what its folder lacks."""
+    looking = _Looking()
+    kind = looking.at(lambda: kind_of(read_config(source)))
+    looking.at(lambda: load_tokenizer(source))
+    looking.at(lambda: check_weights(source))
+    looking.settle()
+    return str(kind)
+
+
+def _adapter(recipe: Recipe) -> None:
+    assert recipe.init_adapter is not None
+    if recipe.resolve_path(recipe.init_adapter) is None:
+        raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)

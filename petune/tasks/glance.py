@@ -1,0 +1,44 @@
+"""The first rows of every file a data config names: enough to know that they can be read, without reading them all."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from petune.errors import DataError
+from petune.tasks.configs import DataConfig
+from petune.tasks.faults import Faults
+from petune.tasks.formats import detect
+from petune.tasks.row_maker import RowMaker
+from petune.tasks.sources import find_source
+
+FIRST_ROWS = 100
+
+
+def hub_specs(config: DataConfig, folder: Path) -> tuple[str, ...]:
+    """Those of `path` and `eval` that name data of the hub, which is not on this machine. Raises DataError for one that names nothing."""
+    return tuple(spec for spec in (config.path, config.eval) if spec and find_source(spec, folder).hub)
+
+
+def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS) -> None:
+    """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first. Data of the hub is left alone.
+
+    Raises DataError for rows that cannot be read, UsageError where format and task do not fit.
+    """
+    layout = None
+    for spec in filter(None, (config.path, config.eval)):
+        source = find_source(spec, folder)
+        if source.hub or source.demo:
+            continue
+        for side in ("train", "eval") if source.held_out else ("train",):
+            faults = Faults(skip=config.on_bad_line == "skip")
+            records = itertools.islice(source.records(side, faults, whole=config.chunk), count)
+            first = next(records, None)
+            if first is None:
+                faults.settle(0)
+                raise DataError("there are no rows", where=source.name)
+            layout = layout or detect(first, config.format, config.columns, task)
+            make = RowMaker(layout, task, faults)
+            good = sum(make(record) is not None for record in (first, *records))
+            if not faults.skip:  # of all rows few may be bad; the first say little of that
+                faults.settle(good)

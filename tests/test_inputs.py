@@ -1,0 +1,142 @@
+"""`petune check` looks at everything that needs no weights; `petune init` writes a recipe that check accepts and train runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petune.draft import draft
+from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError
+from petune.inputs import check_inputs
+from petune.models.load import read_config, resolve_model
+from petune.recipe import METHOD_LR, load_recipe
+from tests.small_runs import no_picture as no_picture
+from tests.small_runs import run, settings, write_model
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny BERT and labelled rows."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", "bert")
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"red sun {at},{'good' if at % 2 else 'bad'}\n" for at in range(20)))
+    return tmp_path
+
+
+def refused(**changes: Any) -> PetuneError:
+    with pytest.raises(PetuneError) as caught:
+        check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"}, changes))
+    return caught.value
+
+
+def test_what_is_there_is_accepted_and_no_weight_is_read(mine: Path) -> None:
+    (mine / "model" / "model.safetensors").write_bytes(b"no weights at all")
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv", "data.eval": "rows.csv"})) == ()
+
+
+def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> None:
+    (mine / "r.yaml").write_text("model: ./nix\ndata: ./nope.csv\nmethod: lora\n")
+    with pytest.raises(RecipeError) as caught:
+        check_inputs(load_recipe("r.yaml"))
+    assert "r.yaml:1  no model at './nix'" in str(caught.value) and "r.yaml:2  no data at './nope.csv'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"model": "config:nix.json"}, FileError, "no model at 'nix.json'"),
+        ({"data.eval": "nope.csv"}, DataError, "no data at 'nope.csv'"),
+        ({"data.columns": {"text": "body"}}, DataError, "body"),
+        ({"task": "seq2seq"}, PetuneError, "seq2seq"),
+        ({"init_adapter": "nix"}, FileError, "init_adapter is not there"),
+        ({"parallel": "tp:5"}, PetuneError, "parallel.tp"),
+    ],
+)
+def test_what_a_recipe_names_wrongly_is_found(changes: dict[str, Any], kind: type[PetuneError], said: str, mine: Path) -> None:
+    error = refused(**changes)
+    assert isinstance(error, kind) and said in str(error)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_a_model_lacks_is_found(file: str, mine: Path) -> None:
+    (mine / "model" / file).unlink()
+    assert isinstance(refused(), FileError)
+
+
+def test_a_shard_that_its_index_names_is_missed(mine: Path) -> None:
+    (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
+    assert "part-1.safetensors is not there" in str(refused())
+
+
+def test_bad_first_rows_are_named_by_line(mine: Path) -> None:
+    with (mine / "rows.csv").open("a") as stream:
+        stream.write('"",good\n')
+    assert "rows.csv:22" in str(refused())
+
+
+@pytest.mark.parametrize("key", ["model", "data", "data.eval", "init_adapter", "out"])
+@pytest.mark.parametrize("text", ["${MODEL}", "/base/$MODEL", "<MODEL>/x"])
+def test_a_placeholder_is_no_value(key: str, text: str) -> None:
+    with pytest.raises(RecipeError, match=r"a recipe fills in no \$\{NAME\}"):
+        load_recipe({"model": "m", "data": "d", "method": "lora"}, {key: text})
+
+
+def test_a_pattern_that_is_no_regular_expression_is_found() -> None:
+    with pytest.raises(RecipeError, match=r"method.targets: .* this is none\n   .* \[q, v\]"):
+        load_recipe("llama_lora", ["method.targets=*_proj"])
+    assert load_recipe("llama_lora", [r"method.targets=.*\.q_proj"])
+
+
+def test_what_is_on_the_hub_is_left_alone_and_said(mine: Path, no_network: None) -> None:
+    assert check_inputs(load_recipe(None, {"model": "org/name", "data": "rows.csv"})) == ("model org/name",)
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "org/rows"})) == ("data org/rows",)
+
+
+def test_a_model_on_a_hub_that_cannot_be_reached_is_the_environments_fault(tmp_path: Path, no_network: None) -> None:
+    with pytest.raises(MachineError, match="cannot reach the hub for the model 'org/never-seen'"):
+        read_config(resolve_model("org/never-seen", tmp_path))
+
+
+# ------------------------------------------------------------------ init
+
+
+def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) -> None:
+    asked = load_recipe(None, {"model": "model", "data": "rows.csv", "seed": 3, "method.dropout": 0.1, "data.split": 0.2})
+    (mine / "own.yaml").write_text(draft(asked, Path("own.yaml")))
+    written = load_recipe("own.yaml")
+    assert check_inputs(written) == () and written.notes == ()
+    different = {key for key, value in written.resolved().items() if value != asked.resolved()[key]}
+    assert different == {"name", "task", "data", "out"}
+    assert (written.task, written.lr, written.out) == ("classify", METHOD_LR["lora"], "runs/own")
+    assert (written.data.max_length, written.data.split, written.data.path) == (64, 0.2, "rows.csv")
+
+
+def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (mine / "there").mkdir()
+    file = mine / "there" / "own.yaml"
+    file.write_text(draft(load_recipe(None, {"model": "model", "data": "rows.csv"}), file))
+    monkeypatch.chdir("/")
+    assert check_inputs(load_recipe(file)) == ()
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_the_readme_of_a_run_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
+    (mine / "own.yaml").write_text(draft(load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2}), Path("own.yaml")))
+    from petune.training import train
+
+    finished = train("own.yaml", max_steps=1, head_only=False)
+    assert (finished.folder / "README.md").read_text().startswith("# own: ")
+    train(finished.folder, resume=True, max_steps=2, allow_change=("max_steps",))
+    assert (finished.folder / "README.md").read_text().startswith("# own: ")
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize(("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)])
+def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = iter(losses)
+    monkeypatch.setattr("petune.training.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
+    recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
+    assert run(recipe).summary["best_step"] == best
