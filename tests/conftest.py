@@ -1,4 +1,4 @@
-"""What every test stands on: one thread, no hub, and a fixture that proves a thing works without a network.
+"""What every test stands on: OMP_NUM_THREADS threads, else one, no hub, and a fixture that proves a thing works without a network.
 
 The environment is set before anything can import torch or transformers. Tiny models of every family are in tests/methods/zoo.py.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"})
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"})
 if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
 
@@ -20,10 +21,10 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Numbers that do not depend on the machine, and two workers that do not fight over two cores."""
+def _threads() -> Iterator[None]:
+    """As many threads as were asked for, whatever the test before has set: two workers with one each do not fight over two cores."""
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     yield
 
 

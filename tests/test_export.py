@@ -22,8 +22,6 @@ from petune import export, folders
 from petune.errors import FileError, TrainingFault, UsageError
 from petune.methods import is_wrapped, merged_weights, tuned_state, wrap
 
-torch.set_num_threads(1)
-
 SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
 

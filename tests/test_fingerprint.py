@@ -13,8 +13,6 @@ from petune.fingerprint import base_tensors, compare, fingerprint, full_hash
 from petune.methods import merged_weights, tuning
 from tests.test_export import METHODS, MODELS, bert, llama, stir, tuned
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "full"])
 @pytest.mark.parametrize("name", MODELS)

@@ -298,9 +298,9 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 
 def shipped_text(endings: set[str]) -> list[Path]:
-    """Our own text files: what a clone holds, but for data and tokenizers."""
+    """Our own text files: what a clone holds, but for data and tokenizers. In a worktree `.git` is a file; it is git's."""
     rooms = ("petune", "cli", "tests", "benchmarks", "recipes", "docs", "requirements", ".ci")
-    files = [path for room in rooms for path in (ROOT / room).rglob("*")] + list(ROOT.glob("*"))
+    files = [path for room in rooms for path in (ROOT / room).rglob("*")] + [path for path in ROOT.glob("*") if path.name != ".git"]
     return [path for path in files if path.is_file() and path.suffix in endings and not {"__pycache__", "docstrings"} & set(path.parts)]
 
 

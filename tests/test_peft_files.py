@@ -22,7 +22,6 @@ from petune.errors import FileError, UsageError
 from petune.methods import tuned_state, wrap
 from tests.test_export import IDS, bart, bart_classifier, bert, edit, llama, llama_classifier, logits, stir, t5, tuned
 
-torch.set_num_threads(1)
 FILE = "adapter_model.safetensors"
 
 

@@ -102,13 +102,37 @@ def test_hidden_states_and_attentions_are_recorded_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_gradient_checkpointing_still_reaches_every_block(name: str) -> None:
+def test_a_stack_that_recomputes_changes_no_bit(name: str) -> None:
     model = owned(name).train()
-    loss, expected = gradients(model, batch(name))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    again, found = gradients(model, batch(name))
+    inputs: dict[str, Any] = batch(name) | ({} if name.startswith("bert") else {"use_cache": False})
+    loss, expected = gradients(model, inputs)
+    for stack in (module for module in model.modules() if isinstance(module, Stack)):
+        stack.recompute = True
+    again, found = gradients(model, inputs)
     assert torch.equal(again, loss)
-    assert_same_gradients(found, expected)
+    assert_same_gradients(found, expected, 0)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_gradient_checkpointing_changes_no_bit_where_blocks_compute_the_same_way(name: str) -> None:
+    # Hugging Face's checkpointing leaves the cache out, whose tensors have other strides, and gives T5's cross-attention a bias with a
+    # gradient, for which scaled_dot_product_attention takes another kernel. So no cache here, and T5 with eager attention.
+    inputs: dict[str, Any] = batch(name) | ({} if name.startswith("bert") else {"use_cache": False})
+    model = owned(name, attn_implementation="eager" if name.startswith("t5") else "sdpa").train()
+    loss, expected = gradients(model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, found = gradients(model, inputs)
+    assert torch.equal(again, loss)
+    assert_same_gradients(found, expected, 0)
+
+
+def test_gradient_checkpointing_of_t5_changes_no_more_than_the_rounding_of_its_attention() -> None:
+    model = owned("t5-seq2seq").double().train()
+    loss, expected = gradients(model, batch("t5-seq2seq"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, found = gradients(model, batch("t5-seq2seq"))
+    torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
+    assert_same_gradients(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", GENERATING)

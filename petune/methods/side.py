@@ -80,7 +80,8 @@ class Ladder(PreTrainedModel):
                 raise UsageError(
                     "encoder_hidden_states carry no side state", remedy="make them with this model's encoder, or leave them out"
                 )
-            backbone["encoder_hidden_states"] = across[..., : self.width].detach().to(hidden.dtype)
+            # laid out as the encoder left them: of tensors with other strides products may round otherwise than the base's
+            backbone["encoder_hidden_states"] = across[..., : self.width].detach().to(hidden.dtype).contiguous()
             side["encoder_hidden_states"] = across[..., self.width :]
         side |= {name: None for name in self.rule.carry if name in call}
         if arrived is None:

@@ -103,8 +103,11 @@ def assert_same(found: tuple[Tensor, list[Tensor | None]], expected: tuple[Tenso
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_are_those_of_the_unfused_model(name: str, dtype: torch.dtype, training: bool) -> None:
-    fused, plain = pair(name, dtype)
-    assert_alike(fused.train(training), plain.train(training), zoo.batch(name), 1e-10 if dtype == torch.float64 else 1e-3)
+    exact = dtype == torch.float64
+    # in the zoo as it is, float32 rounding reaches 3e-3 of a gradient: T5 attends too steeply, and gradients of BART's keys cancel
+    gentle = {"initializer_factor": 0.3} if name.startswith("t5") else {"init_std": 0.2}
+    fused, plain = pair(name, dtype, **({} if exact else gentle))
+    assert_alike(fused.train(training), plain.train(training), zoo.batch(name), 1e-10 if exact else 1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -194,7 +197,7 @@ def test_what_is_in_a_fused_block_is_left_to_it() -> None:
 def test_a_block_compiles_to_one_graph(name: str) -> None:
     fused, plain = pair(name, torch.float32)
     torch._dynamo.reset()
-    hidden = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(4))
+    hidden, direction = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(4))  # a sum of squares is constant behind a norm
     found, code = [], []
 
     def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
@@ -206,7 +209,7 @@ def test_a_block_compiles_to_one_graph(name: str) -> None:
         step = torch.compile(block, backend=backend, fullgraph=True) if model is fused else block
         x = hidden.clone().requires_grad_()
         output = step(x, attention_mask=None)
-        (output[0] if isinstance(output, tuple) else output).square().sum().backward()
+        (output[0] if isinstance(output, tuple) else output).mul(direction).sum().backward()
         found.append([x.grad, *(value.grad for value in block.parameters() if value.grad is not None)])
     sites = len(of(own_stacks(fused, family_of(fused))["encoder"].blocks[0], FusedLora))
     assert code[-1].count("petune.lora_linear") == sites > 5

@@ -46,6 +46,17 @@ def test_side_starts_as_the_base_bit_for_bit(name: str) -> None:
     assert torch.equal(found.loss, expected.loss)
 
 
+@pytest.mark.parametrize("name", ["bart-seq2seq", "t5-seq2seq"])
+def test_the_decoders_backbone_reads_encoder_states_that_lie_as_in_the_base(name: str) -> None:
+    model = wrap(tiny(name), "side", reduction=4)
+    strides = []
+    for path, module in model.named_modules():
+        if path.endswith(("encoder_attn.k_proj", "EncDecAttention.k")) and ".side." not in path:
+            module.register_forward_pre_hook(lambda module, args: strides.append(args[0].stride()))
+    model(**batch(name))
+    assert strides == [(9 * 64, 64, 1)] * 2  # of tokens x width, without the side state that travels beside them
+
+
 # -- the equation, on a Llama written out by hand with the same tensors --
 
 
