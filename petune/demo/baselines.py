@@ -1,4 +1,4 @@
-"""What a score must beat before it shows anything: the most frequent label, and naive Bayes over words.
+"""What a score must beat before it shows anything: the most frequent label, naive Bayes over words, and tags by neighbouring words.
 
 Pure Python on purpose: a demo prints both beside its own figure without another package, and a reader can check them on one screen.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 Labelled = Sequence[tuple[str, str]]  # (text, label)
@@ -49,6 +49,26 @@ def naive_bayes(train: Labelled, evaluation: Labelled, *, uniform_prior: bool = 
         return max(counts, key=lambda label: priors[label] + evidence[label])
 
     return sum(answer(text) == label for text, label in evaluation) / len(evaluation)
+
+
+def tag_by_neighbours(train: Sequence[tuple[Sequence[str], Sequence[str]]], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """A tag for each word of `rows`: in `train` (words, tags) that seen most for the word before the same next one, else before that one.
+
+    The end of a row counts as a word; where the next word was never seen the tag is O. Ties go to the first tag in alphabetical order.
+    """
+    both: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    after: dict[str, Counter[str]] = defaultdict(Counter)
+    for row, tags in train:
+        for pair, tag in zip(_neighbours(row), tags, strict=True):
+            both[pair][tag] += 1
+            after[pair[1]][tag] += 1
+    best = {pair: min(counts, key=lambda tag: (-counts[tag], tag)) for pair, counts in (*both.items(), *after.items())}
+    return [[best.get(pair) or best.get(pair[1], "O") for pair in _neighbours(row)] for row in rows]
+
+
+def _neighbours(row: Sequence[str]) -> list[tuple[str, str]]:
+    """Each word with the next."""
+    return list(zip(row, [*row[1:], ""], strict=True))
 
 
 def words(text: str) -> list[str]:

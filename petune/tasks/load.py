@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from petune.demo.code_words import code_words
+from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError, nearest
 from petune.tasks.configs import DataConfig
 from petune.tasks.faults import Faults
@@ -118,7 +118,7 @@ def _read(
     demo = source.demo if config.format == "auto" and not config.columns else None
     records = source.records(side, faults, whole=config.chunk)
     if demo and task == "tokens":
-        records = (Record(one.where, dict(zip(DEMO[task], code_words(one.columns["text"]), strict=True))) for one in records)
+        records = (Record(one.where, dict(zip(DEMO[task], punctuated(one.columns["text"]), strict=True))) for one in records)
     first = _first(records, source.name, faults)
     columns: Mapping[str, str] = DEMO[task] if demo else config.columns
     make = RowMaker(layout or detect(first, config.format, columns, task), task, faults, drop_empty=demo is not None)

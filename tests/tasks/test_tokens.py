@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 from petune.demo import model_path
-from petune.demo.code_words import code_words
+from petune.demo.baselines import tag_by_neighbours
+from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError
 from petune.tasks import DataConfig, Rows, Scorer, Tagged, encode, infer_task, load_rows, make_coder, render
 from petune.tasks.examples import MASKED
@@ -141,8 +142,13 @@ def test_entities_are_scored_over_rows_and_over_processes() -> None:
     assert scores == {"loss": 0.5, "precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3, "accuracy": 4 / 6}
 
 
-def test_the_demo_task_takes_away_the_marks_that_told_it() -> None:
-    tokens, tags = code_words("Call os.read_file('my path') or None, e.g. in Python.")
-    assert " ".join(f"{token}/{tag}" for token, tag in zip(tokens, tags, strict=True)) == (
-        "call/O os/B-CALL read/I-CALL file/I-CALL my/I-CALL path/I-CALL or/O none/B-CONSTANT ,/O e/O ./O g/O ./O in/O python/O ./O"
+def test_the_demo_task_takes_punctuation_away_and_asks_for_it() -> None:
+    words, tags = punctuated("Call os.read_file('a path'), or None (e.g. in Python). Returns: a value; why?")
+    assert " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True)) == (
+        "call/O a/O path/S-COMMA or/O none/O e.g/S-STOP in/O python/S-STOP returns/S-COLON a/O value/S-COLON why/S-STOP"
     )
+
+
+def test_the_baseline_of_tags_knows_two_words_else_the_second_of_them() -> None:
+    trained = [(("a", "b", "c"), ("X", "O", "Y")), (("a", "b"), ("X", "O")), (("d", "b"), ("Z", "O"))]
+    assert tag_by_neighbours(trained, [["a", "b", "c"], ["new", "b", "new"]]) == [["X", "O", "Y"], ["X", "O", "O"]]  # before b: X, X, Z
