@@ -71,7 +71,7 @@ TOGETHER = [f"{family}_{method}_{backend}" for family, (methods, backends) in OV
 TOGETHER.append("llama_lora_dp_tp_pp")
 STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"}  # as a CPU can, too
 OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
-    "tokens": {"task": "tokens", "class_weights": "none"},
+    "tokens": {"task": "tokens", "class_weights": "none", "lr": 1e-3},
     "mlm": {"task": "mlm", "class_weights": "none", "lr": 2e-3, "data": {**FAMILIES["bert"]["data"], "chunk": True}},
 }
 NAMES = [*ALONE, "llama_full_streamed", *(f"bert_lora_{task}" for task in OTHER_TASKS), *TOGETHER]
