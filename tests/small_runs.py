@@ -153,6 +153,17 @@ def settings(
     return recipe | changes
 
 
+def going_wrong(place: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe that trains on rows of one word: from its first step on it leads away from the held-out rows, by more than 0.01 nats a step.
+
+    So the first evaluation after a step is the best, on any processor.
+    """
+    recipe = settings(place, method="full", lr=0.01, schedule="constant", warmup=0, **changes)
+    rows = [row_of("red " * (2 + number), "causal") for number in range(24)]
+    Path(recipe["data"]["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return recipe
+
+
 def as_yaml(path: Path, recipe: Mapping[str, Any]) -> Path:
     """The recipe as a file; JSON is YAML."""
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items()), encoding="utf-8")

@@ -43,7 +43,7 @@ def test_every_backend_has_a_recipe_and_every_plan_is_that_of_a_recipe_in_one_pr
     assert {name.rpartition("_")[2] for name in PARALLEL} == {"dp", "tp", "sp", "galaxy", "pp"}
     for name, file in PARALLEL.items():
         theirs, ours = load_recipe(ALL[base(name)]).resolved(), load_recipe(file).resolved()
-        assert {key for key in ours if ours[key] != theirs[key]} == {"parallel", "out"}, name
+        assert {key for key in ours if ours[key] != theirs[key]} == {"name", "parallel", "out"}, name
 
 
 @pytest.mark.parametrize("name", RECIPES)
