@@ -137,6 +137,6 @@ def test_the_readme_of_a_run_keeps_the_recipes_name_over_a_resume(mine: Path) ->
 @pytest.mark.parametrize(("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)])
 def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = iter(losses)
-    monkeypatch.setattr("petune.training.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
+    monkeypatch.setattr("petune.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best
