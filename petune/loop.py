@@ -32,7 +32,7 @@ from petune.methods import count_parameters, describe, frozen_tensors, tuned_par
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import family_of
-from petune.models.load import weight_files
+from petune.models.source import weight_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, is_sharded, local
 from petune.reporting import Logged, Trackers

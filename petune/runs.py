@@ -20,7 +20,7 @@ from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
-from petune.models.load import resolve_model
+from petune.models.source import resolve_model
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.plot import run_html
 from petune.recipe import load_recipe

@@ -11,7 +11,8 @@ import pytest
 from petune.draft import draft
 from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError
 from petune.inputs import check_inputs
-from petune.models.load import read_config, resolve_model
+from petune.models.load import read_config
+from petune.models.source import resolve_model
 from petune.recipe import METHOD_LR, load_recipe
 from tests.small_runs import no_picture as no_picture
 from tests.small_runs import run, settings, write_model
@@ -67,8 +68,14 @@ def test_a_file_a_model_lacks_is_found(file: str, mine: Path) -> None:
 
 
 def test_a_shard_that_its_index_names_is_missed(mine: Path) -> None:
+    (mine / "model" / "model.safetensors").rename(mine / "model" / "part-2.safetensors")
     (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
     assert "part-1.safetensors is not there" in str(refused())
+
+
+def test_a_whole_file_is_read_and_not_the_index_beside_it(mine: Path) -> None:
+    (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"})) == ()
 
 
 def test_bad_first_rows_are_named_by_line(mine: Path) -> None:
