@@ -93,7 +93,7 @@ class Training:
             self.described = describe(model), count_parameters(model)
             if group.inside():
                 ranks.agree_on_model(model)
-            self.frozen = digest(frozen_checksums(model)) if mesh.plan.world > 1 and mesh.main else None  # of the whole model
+            self.frozen = self._digest_whole(model) if mesh.plan.world > 1 and mesh.main else None
             if group.inside():
                 group.barrier()  # the main process had more to do
             self.runner = run_on(model, prepared, mesh, self.weights)
@@ -106,6 +106,11 @@ class Training:
             self._check_disk()
 
     # ------------------------------------------------------------ set up
+
+    def _digest_whole(self, model: nn.Module) -> str:
+        """The digest of the frozen tensors of a model that is about to be cut."""
+        with phase("taking checksums of the whole model"):
+            return digest(frozen_checksums(model))
 
     def _metric(self) -> tuple[str, bool]:
         name = self.recipe.metric or self.task.metric
@@ -500,10 +505,8 @@ class Training:
         if model is None:
             return
         with phase("waiting for the hashes of the base's files"):
-            name, files = base_name(self.recipe), self._hashed_base()
-        whole = (
-            export.full_hash(model) if self.prepared.objects.model is not None and not isinstance(self.recipe.method, FullConfig) else None
-        )
+            files = self._hashed_base()
+        name, whole = base_name(self.recipe), self._hashed_object(model)
         with phase("writing tuned/"):
             export.save(
                 model, self.folder.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True
@@ -528,6 +531,13 @@ class Training:
         except FileError as error:
             self.reporter.note(f"tuned/ STORES NO HASH OF ITS BASE: {error}")
             return {}
+
+    def _hashed_object(self, model: nn.Module) -> str | None:
+        """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its place."""
+        if self.prepared.objects.model is None or isinstance(self.recipe.method, FullConfig):
+            return None
+        with phase("hashing the base"):
+            return export.full_hash(model)
 
     def _whole_model(self) -> nn.Module | None:
         """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main process; None elsewhere."""
