@@ -31,11 +31,12 @@ from transformers import (
 )
 
 from petune.assemble import prepare
+from petune.loop import Training
 from petune.recipe import load_recipe
 from petune.reporting import Logged, PlainReporter
 from petune.run_folder import RunFolder
 from petune.stopping import StopRequest
-from petune.training import Run, Training, train
+from petune.training import Run, train
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "star", "sea", "hill", "tree", "cat", "dog", "fox", "runs", "sings")
