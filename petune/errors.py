@@ -99,5 +99,10 @@ class Stopped(PetuneError):
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` valid names most like `name`, best first; empty when nothing is near: a typing error changes a few letters, not half."""
-    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.7)
+    """The `count` valid names most like `name`, best first; empty when nothing is near.
+
+    A typing error changes a few letters, not half of them, or puts the right ones in another order.
+    """
+    known = list(valid)
+    same_letters = [one for one in known if sorted(one) == sorted(name)]
+    return list(dict.fromkeys([*same_letters, *difflib.get_close_matches(name, known, n=count, cutoff=0.7)]))[:count]

@@ -147,3 +147,22 @@ def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], 
     monkeypatch.setattr("petune.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best
+
+
+def test_the_held_out_rows_of_a_saved_data_set_are_looked_at(mine: Path) -> None:
+    import datasets
+
+    rows = [{"text": f"red sun {at}", "label": "ab"[at % 2]} for at in range(8)]
+    for name, held_out in (("good", rows[:2]), ("bad", [{"body": "red sun"}])):
+        splits = {"train": datasets.Dataset.from_list(rows), "validation": datasets.Dataset.from_list(held_out)}
+        datasets.DatasetDict(splits).save_to_disk(mine / name)
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "good"})) == ()
+    assert "bad/validation:1  there is no column 'text'" in str(refused(data="bad"))
+
+
+def test_the_own_held_out_rows_of_a_folder_are_left_alone_where_others_are_named(mine: Path) -> None:
+    (mine / "folder").mkdir()
+    (mine / "folder" / "train.csv").write_text((mine / "rows.csv").read_text())
+    (mine / "folder" / "validation.csv").write_text("body\nred sun\n")
+    assert "validation.csv:2  there is no column 'text'" in str(refused(data="folder"))
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "folder", "data.eval": "rows.csv"})) == ()

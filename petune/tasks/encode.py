@@ -77,9 +77,8 @@ def encode(
         _check_left(sides[1], held_out, coder, "eval")
     report = _report(sides, train, held_out, coder, task)
     if config.chunk:
-        joined = (
-            f"{len(rows.train):,} documents joined and cut into {len(train):,} windows, held out {len(rows.eval):,} into {len(held_out):,}"
-        )
+        held = f"held out {len(rows.eval):,} into {len(held_out):,}"
+        joined = f"documents joined and cut into windows: {len(rows.train):,} into {len(train):,}, {held}"
         report = replace(report, notes=(joined, *report.notes))
     if task == "mlm":
         encoded = Encoded(train, [], replace(report, notes=(MASKS, *report.notes)), packed=False, masking=masking_of(coder))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from petune.errors import DataError, Problem, UsageError, nearest
 from petune.tasks.configs import FORMATS, ROLES
 from petune.tasks.lines import Record
+from petune.tasks.read import kind_of
 
 USUAL: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "content", "document", "review", "sentence1", "premise", "question1"),
@@ -163,6 +164,11 @@ def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task
     lacking = {name: [role for role in NEEDS[name] if column_of(role, record, given) is None] for name in wanted}
     taken = {column_of(role, record, given) for name in wanted for role in NEEDS[name]}
     guesses = {role: name for roles in lacking.values() for role in roles if (name := _like(role, record, taken))}
+    if odd := [role for name, roles in lacking.items() if not roles for role in NEEDS[name] if role in ("label", "tags", "messages")]:
+        name = str(column_of(odd[0], record, given))
+        wants = {"label": "the name or number of a class", "tags": "a list, a tag for every word", "messages": "a list of turns"}[odd[0]]
+        remedy = f"write {wants} into it, or name another: data.columns.{odd[0]}=COLUMN"
+        return Problem(f"{what}: column {name!r} is {kind_of(record.columns[name])}", record.where, wants, None, remedy)
     fewest = min(lacking.values(), key=lambda roles: (len(set(roles) - guesses.keys()), len(roles)))
     named = ", ".join(f"data.columns.{role}={guesses.get(role, 'NAME')}" for role in fewest)
     sure = all(role in guesses for role in fewest)

@@ -10,7 +10,7 @@ from petune.tasks.configs import DataConfig
 from petune.tasks.faults import Faults
 from petune.tasks.formats import detect
 from petune.tasks.row_maker import RowMaker
-from petune.tasks.sources import find_source
+from petune.tasks.sources import find_source, held_out_of
 
 FIRST_ROWS = 100
 
@@ -25,20 +25,20 @@ def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = F
 
     Raises DataError for rows that cannot be read, UsageError where format and task do not fit.
     """
-    layout = None
-    for spec in filter(None, (config.path, config.eval)):
-        source = find_source(spec, folder)
-        if source.hub or source.demo:
+    layout, source, distant = None, find_source(config.path, folder), hub_specs(config, folder)
+    train = None if source.hub else (source, "train")
+    held_out = None if (config.eval or config.path) in distant else held_out_of(source, config.eval, folder)
+    for source, side in filter(None, (train, held_out)):
+        if source.demo:
             continue
-        for side in ("train", "eval") if source.held_out else ("train",):
-            faults = Faults(skip=config.on_bad_line == "skip")
-            records = itertools.islice(source.records(side, faults, whole=config.chunk), count)
-            first = next(records, None)
-            if first is None:
-                faults.settle(0)
-                raise DataError("there are no rows", where=source.name)
-            layout = layout or detect(first, config.format, config.columns, task)
-            make = RowMaker(layout, task, faults)
-            good = sum(make(record) is not None for record in (first, *records))
-            if not faults.skip:  # of all rows few may be bad; the first say little of that
-                faults.settle(good)
+        faults = Faults(skip=config.on_bad_line == "skip")
+        records = itertools.islice(source.records(side, faults, whole=config.chunk), count)
+        first = next(records, None)
+        if first is None:
+            faults.settle(0)
+            raise DataError("there are no rows", where=source.name)
+        layout = layout or detect(first, config.format, config.columns, task)
+        make = RowMaker(layout, task, faults)
+        good = sum(make(record) is not None for record in (first, *records))
+        if not faults.skip:  # of all rows few may be bad; the first say little of that
+            faults.settle(good)

@@ -16,7 +16,7 @@ from petune.tasks.lines import Record
 from petune.tasks.objects import DataObject
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.rows import Labelled, Row, Rows, Tagged, fingerprint
-from petune.tasks.sources import Source, find_source
+from petune.tasks.sources import Source, find_source, held_out_of
 from petune.tasks.splits import Split, keep_apart, sample, split_documents, split_off
 
 WITH_LABELS = ("classify", "tokens")
@@ -81,11 +81,9 @@ def load_rows(
     if config.chunk and layout.format != "text":
         remedy = "remove data.chunk, or set format: text"
         raise UsageError("only plain text is cut into windows", where="data.chunk", expected="text", found=layout.format, remedy=remedy)
-    own = not config.eval and _has_side(source, "eval")
-    if config.eval or own:
-        other = find_source(config.eval, folder, objects) if config.eval else source
-        held_out, _ = _read(other, "eval" if own or _has_side(other, "eval") else "train", config, task, notes, layout)
-        split = keep_apart(train, held_out, f"held-out rows {'come with' if own else 'are'} {other.name}")
+    if given := held_out_of(source, config.eval, folder, objects):
+        held_out, _ = _read(*given, config, task, notes, layout)
+        split = keep_apart(train, held_out, f"held-out rows {'are' if config.eval else 'come with'} {given[0].name}")
     elif config.chunk and config.split * len(train) < 0.5:
         split = split_documents(train, config.split)
     else:
@@ -101,14 +99,6 @@ def load_rows(
     if task in WITH_LABELS:
         notes.append(_per_class(kept, held))
     return Rows(kept, held, labels if task in WITH_LABELS else None, layout.format, tuple(notes), fingerprint(kept, held))
-
-
-def _has_side(source: Source, side: str) -> bool:
-    if source.given:
-        return side in source.given.sides
-    if source.in_files:
-        return bool(source.held_out)
-    return next(iter(source.records(side, Faults(skip=False))), None) is not None
 
 
 def _first(records: Iterator[Record], name: str, faults: Faults) -> Record:

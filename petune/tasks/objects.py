@@ -1,7 +1,7 @@
 """Rows given from Python: a list of mappings, a datasets.Dataset or a pandas.DataFrame, or a mapping of splits to these (DatasetDict).
 
 Neither library is imported here: whoever gives such an object has imported its library. Values become plain ones (numpy's and torch's
-scalars Python's, tuples lists, missing cells of a DataFrame None), so that the same rows train alike from a file and from Python.
+scalars and arrays, tuples, missing cells of a DataFrame), so that the same rows train alike from a file and from Python.
 """
 
 from __future__ import annotations
@@ -118,4 +118,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    if hasattr(value, "shape") and hasattr(value, "tolist"):  # of numpy or torch: a list, or of a scalar Python's number
+        found = value.tolist()
+        return _plain(found) if isinstance(found, list) else found
+    return value

@@ -43,7 +43,7 @@ def read_conll(path: Path, faults: Faults) -> Iterator[Record]:
         width = width or len(cells)
         if len(cells) < 2 or len(cells) != width:
             expected = f"{width} cells, as before" if width > 1 else "a word and its tag"
-            faults.add(Problem("a line of another width", f"{name}:{line.number}", expected, str(len(cells))))
+            faults.add(Problem("a line of another width", f"{name}:{line.number}", expected, f"{len(cells)} cell{'s' * (len(cells) > 1)}"))
             width = width if width > 1 else 0
             continue
         first = first if sentence else line.number

@@ -173,6 +173,8 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
 
 # --- tables ---
 
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+
 
 def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
     """A header and rows of as many cells; an empty cell is a missing value."""
@@ -188,7 +190,7 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
                 if not cells or cells == [""]:
                     faults.blanks += 1
                 elif not header:
-                    header = _header(cells, where)
+                    header = _header(cells, where, delimiter)
                 elif len(cells) != len(header):
                     what, remedy = "a row of another width than the header", "quote cells that hold the separator"
                     faults.add(Problem(what, where, f"{len(header)} cells", str(len(cells)), remedy))
@@ -200,8 +202,14 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
         csv.field_size_limit(limit)
 
 
-def _header(cells: list[str], where: str) -> list[str]:
+def _header(cells: list[str], where: str, delimiter: str) -> list[str]:
     header = [cell.strip() for cell in cells]
+    if len(header) == 1 and (other := next((mark for mark in SEPARATORS if mark in header[0]), None)):
+        expected, found = SEPARATORS.get(delimiter, repr(delimiter)), SEPARATORS[other]
+        remedy = f"save it with {expected}" + (", or name it .tsv" if other == "\t" else ", or name it .csv" if other == "," else "")
+        raise DataError(
+            "the header has one column: the cells are separated by another sign", where=where, expected=expected, found=found, remedy=remedy
+        )
     for name in header:
         if not name or header.count(name) > 1:
             raise DataError(f"column name {name!r} appears twice" if name else "a column has no name", where=where, found=", ".join(header))

@@ -46,6 +46,14 @@ class Source:
         """Whether `train` and `held_out` say all there is."""
         return self.hub is None and self.saved is None and self.given is None
 
+    def has(self, side: str) -> bool:
+        """Whether there are rows of "train" or "eval". A data set in splits is opened to know."""
+        if self.given:
+            return side in self.given.sides
+        if self.in_files:
+            return bool(self.train if side == "train" else self.held_out)
+        return next(iter(self.records(side, Faults(skip=False))), None) is not None
+
     def records(self, side: str, faults: Faults, *, whole: bool = False) -> Iterator[Record]:
         """The records of one side, "train" or "eval"; with `whole` a text file is one."""
         if self.hub:
@@ -82,6 +90,14 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
     if hub and not glob.has_magic(hub["id"]):
         return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
     raise DataError(f"no data at {spec!r}", expected="one of " + ", ".join(shown(path) for path in tried), remedy=_near(tried))
+
+
+def held_out_of(source: Source, spec: str | None, folder: Path, objects: Mapping[str, DataObject] = {}) -> tuple[Source, str] | None:
+    """Where held-out rows are given, and on which side: at `spec` (data.eval), else with `source` itself; None where they are not."""
+    if not spec:
+        return (source, "eval") if source.has("eval") else None
+    other = find_source(spec, folder, objects)
+    return other, "eval" if other.has("eval") else "train"
 
 
 def _given(spec: str, objects: Mapping[str, DataObject]) -> Source:

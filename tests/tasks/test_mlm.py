@@ -83,7 +83,7 @@ def test_windows_of_a_decoder_hold_every_token_once_with_an_end_after_each_docum
     assert [render(example, tokenizer) for example in encoded.train] == ["<s>[[abcdefg]]", "h[[ij</s>]]<s>[[klm]]", "n[[o</s>]]"]
     assert [example.where for example in encoded.train] == ["d:1", "d:1", "d:2"]
     assert encoded.report.truncated == 0
-    assert any("2 documents joined and cut into 3 windows, held out 1 into 2" in line for line in encoded.report.lines())
+    assert any("documents joined and cut into windows: 2 into 3, held out 1 into 2" in line for line in encoded.report.lines())
 
 
 def test_windows_of_an_encoder_are_framed_by_its_special_tokens(bert) -> None:

@@ -119,3 +119,14 @@ def test_neither_library_is_imported_for_a_list(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delitem(sys.modules, name)
     read(ROWS)
     assert not {"datasets", "pandas"} & set(sys.modules)
+
+
+def test_words_in_numpy_arrays_as_pandas_reads_them_from_parquet_are_lists_of_words() -> None:
+    rows = [{"tokens": ["red", "sun", str(at)], "tags": ["O", "B-X", "O"]} for at in range(4)]
+    frame = pandas.DataFrame([{key: numpy.array(cells) for key, cells in row.items()} for row in rows])
+    assert read(frame, "tokens").sha256 == read(rows, "tokens").sha256
+
+
+def test_rows_that_differ_deep_in_an_array_have_another_fingerprint() -> None:
+    first, second = ([{"text": "x", "label": "a", "more": numpy.arange(2000) + (numpy.arange(2000) == at)}] for at in (900, 1000))
+    assert take_rows(first, "data").spec != take_rows(second, "data").spec

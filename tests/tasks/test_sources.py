@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
-from typing import ClassVar
 
+import datasets
 import pytest
 
 from petune.errors import DataError, MachineError
@@ -158,36 +156,24 @@ def test_eval_may_name_a_source_with_held_out_rows_of_its_own(tmp_path: Path) ->
 # --- the hub, without a network ---
 
 
-class Features(dict):
-    """The types of the columns, as the hub's library has them."""
-
-    def to_dict(self) -> dict:
-        return dict(self)
-
-
-class Split(list):
-    features: ClassVar = Features(text={"_type": "Value"}, label={"_type": "ClassLabel", "names": ["a", "b"]})
-
-
 @pytest.fixture
 def hub(monkeypatch) -> list[tuple]:
     """A hub whose one data set has a train and a validation split; calls are recorded, and `refuse` makes it fail."""
     calls: list = []
 
-    class NotFound(FileNotFoundError):
-        pass
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
 
     def load_dataset(name: str, config: str | None, split: str | None) -> object:
         calls.append((name, config, split))
         if name == "no/network":
             raise ConnectionError("offline")
         if name == "no/such":
-            raise NotFound
-        splits = {one: Split({"text": f"{one} {n}", "label": n % 2} for n in range(6)) for one in ("train", "validation", "test")}
+            raise datasets.exceptions.DatasetNotFoundError
+        sides = {one: [{"text": f"{one} {n}", "label": n % 2} for n in range(6)] for one in ("train", "validation", "test")}
+        splits = datasets.DatasetDict({one: datasets.Dataset.from_list(rows, features=features) for one, rows in sides.items()})
         return splits[split] if split else splits
 
-    exceptions = types.SimpleNamespace(DatasetNotFoundError=NotFound)
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=exceptions))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return calls
 
 
@@ -220,7 +206,6 @@ def test_an_unknown_hub_data_set_is_a_data_error(hub, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """A folder with what save_to_disk writes of several splits and of one, and a Parquet file, all with class names."""
-    import datasets
 
     folder = tmp_path_factory.mktemp("saved")
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
