@@ -30,15 +30,14 @@ from petune.models import FAMILIES, family_of
 from petune.models.load import (
     Head,
     Loaded,
-    Source,
     adopt_model,
     kind_of,
     load_model,
     load_tokenizer,
     read_config,
-    resolve_model,
     with_padding,
 )
+from petune.models.source import Source, resolve_model
 from petune.objects import NO_OBJECTS, Objects
 from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
 from petune.recipe import Recipe
@@ -54,7 +53,6 @@ from petune.tasks import (
     infer_task,
     load_rows,
     loss_sum,
-    render,
     trained_positions,
 )
 from petune.tensorfile import read_json
@@ -116,22 +114,6 @@ def prepare(recipe: Recipe, labels: tuple[str, ...] | None = None, objects: Obje
     tokenizer = load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
     encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
     return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded, objects)
-
-
-@dataclass(frozen=True)
-class Preview:
-    """What a run would learn from: facts about the rows, and the first of them with what is trained in [[...]]."""
-
-    facts: tuple[str, ...]
-    examples: tuple[str, ...]
-
-
-def preview(recipe: Recipe, number: int) -> Preview:
-    """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
-    prepared = prepare(recipe)
-    facts = (f"model {prepared.source.note}", f"task {prepared.task.name}", *prepared.rows.notes, *prepared.encoded.report.lines())
-    shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
-    return Preview(facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown))
 
 
 def positions_of(config: Any) -> int | None:

@@ -32,6 +32,7 @@ from petune.errors import MachineError, UsageError
 from petune.forecast import Sketch, sketch
 from petune.kernels.block import FusedBlock
 from petune.kernels.configs import KEEPS, OFFLOADS
+from petune.loop import Training
 from petune.methods.configs import CONFIGS
 from petune.parallel import ParallelConfig
 from petune.parallel.footprint import first_trained
@@ -42,7 +43,6 @@ from petune.sites import Role, Site, StackName, find_sites
 from petune.stack import Stack
 from petune.stopping import StopRequest
 from petune.tasks import Example
-from petune.training import Training
 from petune.wording import peak_memory
 
 WARM_UP = 3.0  # seconds of steps before those that count, on a GPU: its clock falls while it warms

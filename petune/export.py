@@ -35,7 +35,8 @@ from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
 from petune.methods.tuned import tuned_layers
 from petune.models import family_of
-from petune.models.load import quiet, weight_files
+from petune.models.load import quiet
+from petune.models.source import weight_files
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
 from petune.tensorfile import check_dtypes, is_finite, open_regular, read_json, read_tensors, write_file, write_json, write_tensors
 

@@ -25,7 +25,8 @@ from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import FullConfig, SideConfig
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
-from petune.models.load import AUTO, kind_of, quiet, read_config, resolve_model
+from petune.models.load import AUTO, kind_of, quiet, read_config
+from petune.models.source import resolve_model
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from petune.assemble import plan_of
+from petune.assemble import plan_of, prepare
 from petune.errors import DataError, FileError, PetuneError, RecipeError
-from petune.models.load import Source, check_weights, kind_of, load_tokenizer, read_config, resolve_model
+from petune.models.load import kind_of, load_tokenizer, read_config
+from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
-from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task
+from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, render
 
 _Found = TypeVar("_Found")
 
@@ -83,3 +84,19 @@ def _adapter(recipe: Recipe) -> None:
     assert recipe.init_adapter is not None
     if recipe.resolve_path(recipe.init_adapter) is None:
         raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run would learn from: facts about the rows, and the first of them with what is trained in [[...]]."""
+
+    facts: tuple[str, ...]
+    examples: tuple[str, ...]
+
+
+def preview(recipe: Recipe, number: int) -> Preview:
+    """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
+    prepared = prepare(recipe)
+    facts = (f"model {prepared.source.note}", f"task {prepared.task.name}", *prepared.rows.notes, *prepared.encoded.report.lines())
+    shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
+    return Preview(facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown))

@@ -20,7 +20,8 @@ from typing import Any, cast
 from petune import checkpoint
 from petune.assemble import choose_place
 from petune.errors import MachineError, Problem, RecipeError, UsageError, nearest
-from petune.models.load import AUTO, Head, resolve_model
+from petune.models.load import AUTO, Head
+from petune.models.source import resolve_model
 from petune.plot import draw_loss
 from petune.recipe import Recipe, differences, load_recipe
 from petune.tasks import TASKS

@@ -20,7 +20,7 @@ from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
-from petune.models.load import resolve_model
+from petune.models.source import resolve_model
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.plot import run_html
 from petune.recipe import load_recipe
@@ -108,8 +108,9 @@ class Run:
     @overload
     def generate(self, prompt: Sequence[str], **options: Any) -> list[str]: ...
     def generate(self, prompt: str | Sequence[str], **options: Any) -> str | list[str]:
-        """The tuned model's answer to a text, or a list of answers to a list of texts, each asked by itself; for classify the label.
+        """The tuned model's answer to a text, or a list of answers to a list of texts, each asked by itself.
 
+        That is the label for classify, a line `word<tab>tag` a word for tokens, and the text with its masks filled in for mlm.
         `options` are transformers' generation options. Greedy unless one of sampling (`temperature=0.7`, `top_p=0.9`, ...) is given.
         Raises UsageError for prompts that are no texts and for options that are unknown, out of range or contradict each other.
         """

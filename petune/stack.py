@@ -151,7 +151,7 @@ class Stack(nn.ModuleList):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the blocks that are here; arguments and result are those of one block."""
         call: Call = dict(zip(self.arguments, args, strict=False)) | kwargs
-        self._refuse_their_checkpointing()
+        self._refuse_their_checkpointing(call)
         arrived = self.wire.receive() if self.wire else None
         if arrived is not None:
             call |= arrived.backbone
@@ -168,13 +168,20 @@ class Stack(nn.ModuleList):
                 side = self._maybe_again(self._climb, index, call["hidden_states"], side, here)
         return self._go_on(call, side, here)
 
-    def _refuse_their_checkpointing(self) -> None:
-        """Raise UsageError where blocks of a cut stack would be recomputed by who does not know where in the batch they are."""
-        cut = self.edges is not None or self.wire is not None
-        if cut and any(getattr(block, "gradient_checkpointing", False) for _, block in self.numbered):
+    def _refuse_their_checkpointing(self, call: Call) -> None:
+        """Raise UsageError for Hugging Face's gradient checkpointing where it cannot be right.
+
+        It knows nothing of what happens at the edges of a cut stack, and its reentrant form loses encoder states, which are keywords here.
+        """
+        theirs = [block for _, block in self.numbered if getattr(block, "gradient_checkpointing", False)]
+        if theirs and (self.edges is not None or self.wire is not None):
             remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe, memory='input' in petune.wrap"
             problem = "the model's own gradient checkpointing is on, which knows nothing of what happens at this stack's edges"
             raise UsageError(problem, remedy=remedy)
+        settings = getattr(getattr(theirs[0], "_gradient_checkpointing_func", None), "keywords", {}) if theirs else {}
+        if settings.get("use_reentrant") and self.training and call.get("encoder_hidden_states") is not None:
+            remedy = 'call gradient_checkpointing_enable({"use_reentrant": False})'
+            raise UsageError("reentrant gradient checkpointing cannot go back to the encoder", where=self.name, remedy=remedy)
 
     def _begin_ladder(self, ladder: Ladder, call: Call, arrived: Call | None, here: Running) -> tuple[Call, Call]:
         if arrived is not None and self.edges is not None:

@@ -1,4 +1,4 @@
-"""What a run says first and last: the facts a person checks before waiting, and what came of it."""
+"""What a run says first and last: the facts a person checks before waiting, what came of it, and how to go on where it broke off."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 
 from petune.assemble import Place, Prepared
 from petune.log import human
-from petune.objects import base_name
+from petune.methods.configs import FullConfig
+from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.parallel import ParallelPlan, describe
-from petune.recipe import far_from_known
+from petune.recipe import Recipe, far_from_known
 from petune.run_folder import RunFolder
 from petune.schedule import Steps
+from petune.streaming import streams
 
 
 def header_lines(
@@ -71,3 +73,25 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def command_to_go_on(run: Path, objects: Objects) -> str:
+    """The command, or the call where the run was given objects, that takes a stopped run up again."""
+    if objects == NO_OBJECTS:
+        return f"petune train {run} --resume"
+    given = "model=model, tokenizer=tokenizer, " * (objects.model is not None) + "data=data, " * bool(objects.data)
+    return f'petune.train("{run}", {given}resume=True), with the same objects, the model untouched'
+
+
+def ways_out(recipe: Recipe, phase: str) -> list[str]:
+    """What to change in `recipe` when memory runs out in `phase`."""
+    held = recipe.eval_batch_size or recipe.batch_size
+    if phase == "loading of the model":
+        ways = ["a smaller model"]
+    elif phase == "evaluation":
+        ways = [f"eval_batch_size={held // 2}"] * (held > 1) + ["a smaller data.max_length"]
+    else:
+        same = "" if streams(recipe) else f" accumulate={recipe.accumulate * 2} (the same numbers)"
+        ways = [f"batch_size={recipe.batch_size // 2}{same}"] * (recipe.batch_size > 1)
+        ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + ["a smaller data.max_length"]
+    return ways + ["method=lora"] * (isinstance(recipe.method, FullConfig) and not streams(recipe))

@@ -31,11 +31,12 @@ from transformers import (
 )
 
 from petune.assemble import prepare
+from petune.loop import Training
 from petune.recipe import load_recipe
 from petune.reporting import Logged, PlainReporter
 from petune.run_folder import RunFolder
 from petune.stopping import StopRequest
-from petune.training import Run, Training, train
+from petune.training import Run, train
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "star", "sea", "hill", "tree", "cat", "dog", "fox", "runs", "sings")
@@ -151,6 +152,17 @@ def settings(
     recipe |= {"data": {"path": str(rows), "eval": str(held)}, "lr": 1e-3, "batch_size": 2, "accumulate": 2, "device": "cpu"}
     recipe |= {"warmup": 2, "save_every": 1, "head_only": False}
     return recipe | changes
+
+
+def going_wrong(place: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe that trains on rows of one word: from its first step on it leads away from the held-out rows, by more than 0.01 nats a step.
+
+    So the first evaluation after a step is the best, on any processor.
+    """
+    recipe = settings(place, method="full", lr=0.01, schedule="constant", warmup=0, **changes)
+    rows = [row_of("red " * (2 + number), "causal") for number in range(24)]
+    Path(recipe["data"]["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return recipe
 
 
 def as_yaml(path: Path, recipe: Mapping[str, Any]) -> Path:

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import petune.assemble
-import petune.training
+import petune.loop
 from petune.assemble import Prepared, build
 from petune.audit import Audit, _weighted_sum, _weights, checksum, checksums
 from petune.errors import FileError, TrainingFault
 from petune.evaluate import forward
+from petune.loop import Training
 from petune.tensorfile import is_finite
-from petune.training import Training
 from tests.small_runs import METHODS, TASK, Listener, newest, run, settings, training
 from tests.small_runs import no_picture as no_picture
 
@@ -42,7 +42,7 @@ def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], 
         change(models[0])
         return models[0]
 
-    monkeypatch.setattr(petune.training, "build", keep)
+    monkeypatch.setattr(petune.loop, "build", keep)
     return models
 
 

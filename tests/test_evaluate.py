@@ -13,11 +13,11 @@ from torch import nn
 
 from petune.errors import TrainingFault
 from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings
+from petune.loop import Training
 from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.tasks import Example, pad_token_id
-from petune.training import Training
 from tests.small_runs import TASK, settings, training, write_model
 
 

@@ -28,8 +28,8 @@ TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*
 # From the top down. A room imports rooms of later groups; rooms of one group know nothing of each other, but for the pairs below.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("petune_cli", "__main__", "__init__"),
-    ("bench", "profiling"),
-    ("training",),
+    ("bench", "profiling", "training"),
+    ("loop",),
     ("ranks",),
     ("wording", "runs", "state"),
     ("run_folder",),

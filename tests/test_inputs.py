@@ -11,7 +11,8 @@ import pytest
 from petune.draft import draft
 from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError
 from petune.inputs import check_inputs
-from petune.models.load import read_config, resolve_model
+from petune.models.load import read_config
+from petune.models.source import resolve_model
 from petune.recipe import METHOD_LR, load_recipe
 from tests.small_runs import no_picture as no_picture
 from tests.small_runs import run, settings, write_model
@@ -67,8 +68,14 @@ def test_a_file_a_model_lacks_is_found(file: str, mine: Path) -> None:
 
 
 def test_a_shard_that_its_index_names_is_missed(mine: Path) -> None:
+    (mine / "model" / "model.safetensors").rename(mine / "model" / "part-2.safetensors")
     (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
     assert "part-1.safetensors is not there" in str(refused())
+
+
+def test_a_whole_file_is_read_and_not_the_index_beside_it(mine: Path) -> None:
+    (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"})) == ()
 
 
 def test_bad_first_rows_are_named_by_line(mine: Path) -> None:
@@ -137,7 +144,7 @@ def test_the_readme_of_a_run_keeps_the_recipes_name_over_a_resume(mine: Path) ->
 @pytest.mark.parametrize(("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)])
 def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = iter(losses)
-    monkeypatch.setattr("petune.training.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
+    monkeypatch.setattr("petune.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best
 

@@ -21,13 +21,14 @@ import pytest
 import torch
 
 import petune.assemble
+import petune.loop
 import petune.training
 from petune import checkpoint
 from petune.assemble import build
 from petune.errors import Stopped, TrainingFault
+from petune.loop import Training
 from petune.parallel import group
 from petune.parallel.runner import Runner
-from petune.training import Training
 from tests.group_pool import (
     End,
     assert_same_but_for_rounding,
@@ -364,7 +365,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
         model.get_submodule("model.layers.1.mlp.up_proj").update = lambda x: torch.zeros(())  # type: ignore[assignment]
         return model
 
-    monkeypatch.setattr(petune.training, "build", disconnected)
+    monkeypatch.setattr(petune.loop, "build", disconnected)
     found = ends(2, _train, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     for end in found:
@@ -375,7 +376,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
 @pytest.mark.parametrize("plan", SOME)
 def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Path):
     def move() -> None:
-        petune.training.Audit.check_frozen = moved(petune.training.Audit.check_frozen)  # type: ignore[method-assign]
+        petune.loop.Audit.check_frozen = moved(petune.loop.Audit.check_frozen)  # type: ignore[method-assign]
 
     def moved(check: Callable[[Any], None]) -> Callable[[Any], None]:
         def checked(self: Any) -> None:

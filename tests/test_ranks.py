@@ -193,14 +193,14 @@ def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(tmp_path: 
 PATCH = """
 import os
 if os.environ.get("RANK") == "{rank}" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    import petune.training as train
+    import petune.loop as loop
     from petune.errors import DataError
-    step = train.Training.step
+    step = loop.Training.step
     def spoilt(self):
         if self.progress.step + 1 == {step}:
             {act}
         return step(self)
-    train.Training.step = spoilt
+    loop.Training.step = spoilt
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from tests.small_runs import (
     Listener,
     as_yaml,
     assert_same_run,
+    going_wrong,
     newest,
     numbers,
     run,
@@ -128,17 +128,10 @@ def stop_in_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("evaluation", range(4))
 def test_a_stop_in_the_middle_of_an_evaluation_loses_neither_it_nor_the_best_checkpoint(evaluation: int, tmp_path: Path, stop_in_pass: Any):
-    """Nine held-out rows in batches of two: five passes an evaluation, at steps 0, 2, 4 and 6.
-
-    Training on one word leads ever further away from the held-out rows, so that the first evaluation after a step is the best.
-    """
-    shape = {"eval_every": 2, "save_every": 50, "lr": 0.01, "warmup": 0, "schedule": "constant", "method": "full"}
-    recipe = settings(tmp_path, **shape)
-    Path(recipe["data"]["path"]).write_text("".join(json.dumps({"text": "red " * (2 + row)}) + "\n" for row in range(24)))
-    straight = run(recipe | {"out": str(tmp_path / "straight")})
-    losses = [record["eval_loss"] for record in numbers(straight.folder) if "eval_loss" in record]
-    assert len(losses) == 4 and all(later > earlier + 0.05 for earlier, later in itertools.pairwise(losses))
+    """Nine held-out rows in batches of two: five passes an evaluation, at steps 0, 2, 4 and 6."""
+    straight = run(going_wrong(tmp_path, eval_every=2, save_every=50, out="straight"))
     assert straight.summary["best_step"] == 2
+    recipe = going_wrong(tmp_path, eval_every=2, save_every=50)
     stop_in_pass(5 * evaluation + 3)
     with pytest.raises(Stopped, match=f"at step {2 * evaluation} of 6"):
         run(recipe)

@@ -135,6 +135,14 @@ def test_gradient_checkpointing_of_t5_changes_no_more_than_the_rounding_of_its_a
     assert_same_gradients(found, expected, 1e-12)
 
 
+@pytest.mark.parametrize("name", [name for name in FOUR if name.startswith(("t5", "bart"))])
+def test_reentrant_checkpointing_beside_an_encoder_is_refused_with_the_remedy(name: str) -> None:
+    model = owned(name).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UsageError, match=r"reentrant.*\n?.*use_reentrant"):
+        model(**batch(name), use_cache=False)
+
+
 @pytest.mark.parametrize("name", GENERATING)
 def test_generation_is_that_of_the_plain_list(name: str) -> None:
     for beams in (1, 3):

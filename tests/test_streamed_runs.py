@@ -15,12 +15,12 @@ from petune.errors import FileError, RecipeError, Stopped, TrainingFault, UsageE
 from petune.forecast import forecast
 from petune.kernels.block import FusedBlock
 from petune.kernels.streamed import StreamedAdamW
+from petune.loop import Training
 from petune.methods import wrap
 from petune.parallel import ParallelConfig
 from petune.parallel.configs import DpConfig
 from petune.profiling import profile
 from petune.recipe import load_recipe
-from petune.training import Training
 from tests.small_runs import Listener, assert_same_run, newest, run, state_of, terminate_at, training
 from tests.small_runs import no_picture as no_picture
 from tests.test_fused_runs import assert_alike, recipe, tuned

@@ -45,7 +45,7 @@ def data(
 ) -> None:
     """Show the data: format, lengths, cuts, what trains."""
     recipe = Given.of(words).recipe()
-    from petune.assemble import preview
+    from petune.inputs import preview
 
     seen = preview(recipe, count)
     for line in (*seen.facts, *(f"\n{example}" for example in seen.examples)):

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from petune.kernels.cost import BlockShape, Keep, Ranks
+from petune.kernels.cost import Keep
 from petune.kernels.head import chunk_rows
+from petune.kernels.shape import BlockShape, Ranks
 
 STREAMED_BLOCKS = 3  # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
 ADAMW_STATES = 2  # numbers AdamW keeps for each one that trains

@@ -14,11 +14,12 @@ from petune.kernels.block import FusedBlock
 from petune.kernels.buffers import streamed_host_bytes
 from petune.kernels.call import Spec
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.cost import BlockShape, Ranks, rates_of
+from petune.kernels.cost import rates_of
 from petune.kernels.eight import Eight
 from petune.kernels.parts import part_of
 from petune.kernels.policy import Policy, choose
 from petune.kernels.prenorm import PreNorm
+from petune.kernels.shape import BlockShape, Ranks
 from petune.kernels.specs import GROUPS
 from petune.log import say
 from petune.running import running

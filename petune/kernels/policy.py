@@ -23,8 +23,9 @@ from typing import Literal
 from petune.errors import UsageError
 from petune.kernels import buffers, cost
 from petune.kernels.configs import MemoryConfig, Rung, refuse_contradiction
-from petune.kernels.cost import BlockShape, Keep, Rates
+from petune.kernels.cost import Keep, Rates
 from petune.kernels.operations import Work, total
+from petune.kernels.shape import BlockShape
 
 GIB = 2**30
 WORTH = 5e-4  # the share of a step that a GiB of device memory has to save

@@ -1,6 +1,5 @@
 """From what a recipe calls a model to a plain Hugging Face model in memory, with nothing half loaded.
 
-A local folder always wins and never touches the network; `demo:` names ship with petune; `config:` gives random weights and says so.
 Only safetensors are read. Keys that are missing from a checkpoint are allowed for a fresh task head alone: those modules are reported, so
 that they are trained; anything else missing, surplus inside the blocks, or mis-shaped is an error.
 """
@@ -18,15 +17,13 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
-from petune import demo
 from petune.errors import FileError, MachineError, Problem, UsageError
 from petune.log import say
 from petune.models import FAMILIES
+from petune.models.source import Source
 from petune.sites import Family, Kind
-from petune.tensorfile import is_finite, read_json
+from petune.tensorfile import is_finite
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -37,19 +34,6 @@ AUTO: dict[Head, Any] = {
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "causal": transformers.AutoModelForCausalLM,
 }
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model comes from. `place` is a folder, a config file, a hub id or an object's class; `note` one line for the user."""
-
-    spec: str
-    kind: Literal["folder", "hub", "demo", "config", "object"]
-    place: str
-    revision: str | None
-    note: str
 
 
 @dataclass(frozen=True)
@@ -63,64 +47,6 @@ class Loaded:
     family: Family | None
     new: tuple[str, ...]
     note: str
-
-
-def resolve_model(spec: str, folder: Path) -> Source:
-    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means, seen from a recipe in `folder`.
-
-    Raises FileError for a path that is not there, naming every place that was tried.
-    """
-    if spec.startswith("demo:"):
-        name = spec.removeprefix("demo:")
-        place = demo.model_path(name)
-        return Source(spec, "demo", str(place), None, f"{spec}: {demo.MODELS[name]}")
-    if spec.startswith("object:"):
-        name, _, mark = spec.removeprefix("object:").partition("@")
-        return Source(spec, "object", name, None, f"a {name} given from Python, fingerprint {mark}")
-    if spec.startswith("config:"):
-        place = _find(spec.removeprefix("config:"), folder)
-        return Source(spec, "config", str(place), None, f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality")
-    tried = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
-    for place in tried:
-        if place.is_dir():
-            return Source(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
-        if place.is_file():
-            raise FileError("the model is a file, not a folder", where=str(place), remedy="give the folder that holds config.json")
-    name, _, revision = spec.partition("@")
-    if spec.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise _not_there(spec, tried)
-    return Source(spec, "hub", name, revision or None, f"{spec}: from the hub or its local cache")
-
-
-def _find(text: str, folder: Path) -> Path:
-    tried = [base / Path(text).expanduser() for base in (folder, Path.cwd())]
-    for place in tried:
-        if place.is_file():
-            return place.resolve()
-    raise _not_there(text, tried)
-
-
-def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
-    places = ", ".join(dict.fromkeys(str(place) for place in tried))
-    names = ", ".join(f"demo:{name}" for name in demo.MODELS)
-    return FileError(
-        f"no model at {spec!r}", found=f"nothing at {places}", remedy=f"give a folder, a hub id such as org/name, or one of {names}"
-    )
-
-
-def weight_files(place: str, revision: str | None = None) -> dict[str, Path]:
-    """The safetensors files that a folder, or a hub id in the local cache, is loaded from, by name; none where there are none."""
-    folder = Path(place)
-    if not folder.is_dir():
-        try:
-            folder = Path(cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
-        except OSError:
-            return {}
-    whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if whole.is_file():
-        return {whole.name: whole}
-    shards = sorted(set(read_json(index, links=True)["weight_map"].values())) if index.is_file() else []
-    return {name: folder / name for name in shards}
 
 
 def read_config(source: Source) -> Any:
@@ -169,24 +95,6 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
         say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads")
     return cast("PreTrainedTokenizerBase", tokenizer)
-
-
-def check_weights(source: Source) -> None:
-    """Whether the files with the weights of a local model are there; they are not read. Raises FileError naming those that are not."""
-    if source.kind not in ("folder", "demo"):
-        return
-    folder = Path(source.place)
-    names = [_WEIGHTS]
-    if (folder / _INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise FileError("is not an index of weights", where=str(folder / _INDEX), expected='JSON with a "weight_map"') from None
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or None
-        remedy = "only safetensors are read: convert the weights with save_pretrained" if found else "use a complete copy of the model"
-        raise FileError(f"{missing[0]} is not there", where=str(folder), expected=", ".join(names[:3]), found=found, remedy=remedy)
 
 
 def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:

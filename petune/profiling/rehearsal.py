@@ -6,12 +6,12 @@ import torch
 
 from petune.assemble import Prepared
 from petune.evaluate import Batch
+from petune.loop import Training
 from petune.parallel import Mesh
 from petune.reporting import Silent
 from petune.run_folder import RunFolder
 from petune.stopping import StopRequest
 from petune.tasks import count
-from petune.training import Training
 
 
 class Rehearsal(Training):

@@ -131,7 +131,7 @@ def test_check_schema_prints_the_schema(type_: Type) -> None:
 
 
 def test_data_shows_the_lines_it_gets(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.assemble.preview", lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)))
+    monkeypatch.setattr("petune.inputs.preview", lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)))
     assert type_("data", "llama_lora", "-n", "5").out == "demo:tiny-llama\n\n5\n"
 
 

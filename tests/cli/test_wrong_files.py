@@ -17,7 +17,7 @@ from tests.test_recipe import WRONG as WRONG_RECIPES
 
 @pytest.fixture(autouse=True)
 def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.training.build", lambda prepared: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("petune.loop.build", lambda prepared: pytest.fail("weights were loaded"))
 
 
 def test_the_tables_are_as_long_as_promised() -> None:

@@ -12,7 +12,6 @@ from petune.attention import _explicit
 from petune.dropout import Drop, draw, drop_attention, places, step_key
 from petune.kernels.triton import attention
 from petune.running import Running, bound_to
-from tests.kernels.gate import SHARED, gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = (5, -1, 7, 2**20, 0, 3)
@@ -225,15 +224,6 @@ def test_no_tokens_give_no_tokens(segments: list[Segment]) -> None:
 
 
 # ------------------------------------------------------------------ on devices
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_kernels_fit_a_device_and_their_registers_on_hopper() -> None:
-    found = gate([attention.__name__])
-    assert len({row.kernel for row in found}) == 4
-    assert [row for row in found if row.error or row.shared > SHARED[row.arch]] == []
-    assert [row for row in found if row.arch == 90 and row.spilled] == []
 
 
 @pytest.mark.gpu

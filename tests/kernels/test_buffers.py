@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from petune.kernels import attending, buffers, parts
 from petune.kernels.call import UP
 from petune.kernels.configs import Rung
-from petune.kernels.cost import BlockShape, Keep, Ranks
+from petune.kernels.cost import Keep
 from petune.kernels.frame import Frame
 from petune.kernels.fuse import OWN_INPUT
 from petune.kernels.group import Group, Sink
@@ -25,6 +25,7 @@ from petune.kernels.ops import Ops
 from petune.kernels.parts import Dense, Part
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
+from petune.kernels.shape import BlockShape, Ranks
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
 

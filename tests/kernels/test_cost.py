@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from petune.kernels import cost
-from petune.kernels.cost import A100, CPU, CUDA, H100, H200, BlockShape, Keep, Ranks
+from petune.kernels.cost import A100, CPU, CUDA, H100, H200, Keep
 from petune.kernels.operations import Cost, Operation, attention, matmul, total
+from petune.kernels.shape import BlockShape, Ranks
 from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, VOCABULARY
 
 

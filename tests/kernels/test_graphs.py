@@ -396,11 +396,12 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     monkeypatch: pytest.MonkeyPatch, width: int, tokens: int, replays: bool
 ) -> None:
     from petune.kernels import cost
+    from petune.kernels.shape import BlockShape, Ranks
 
     gated = width == 4096
-    ranks = cost.Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
+    ranks = Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
     heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
-    shape = cost.BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
+    shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
     monkeypatch.setattr(graphs, "shape_of", lambda spec, dtype: shape)
     monkeypatch.setattr(cost, "rates_of", lambda name: cost.H200)
     hidden = torch.empty(1, tokens, 1)

@@ -15,8 +15,9 @@ from petune.errors import UsageError
 from petune.kernels import policy
 from petune.kernels.buffers import streamed_host_bytes
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.cost import A100, H200, BlockShape, Ranks
+from petune.kernels.cost import A100, H200
 from petune.kernels.policy import GIB, WORTH, Policy, choose
+from petune.kernels.shape import BlockShape, Ranks
 from tests.kernels.shapes import BERT, LLAMA, VOCABULARY
 
 FULL = replace(LLAMA, trained=True, ranks=Ranks())

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import petune
+from petune import export
 from petune.errors import FileError, UsageError
 from petune.methods import tuned_state
 from tests.methods.zoo import SETTINGS, batch, stir, tiny
@@ -180,3 +181,22 @@ def test_the_documents_lines_run_as_they_stand(tmp_path: Path, monkeypatch: pyte
     Path("shown.py").write_text(lines.replace("100", "2").replace("50", "1"), encoding="utf-8")
     shown = runpy.run_path("shown.py", init_globals={"rows": Rows(1)})
     assert torch.equal(logits(shown["model"]), logits(shown["tuned"]))
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
+def test_weights_that_lie_in_banks_are_saved_copied_and_merged_as_their_own(name: str, tmp_path: Path) -> None:
+    """Fused blocks move frozen weights into one tensor with room between the rows."""
+    model = wrapped("lora", "reference", name)
+    stir(model)
+    assert not all(value.is_contiguous() for value in model.parameters())
+    state, expected = model.state_dict(), logits(model, name)
+    assert all(value.is_contiguous() for value in state.values())
+    save_file(state, tmp_path / "state.safetensors")  # which refuses tensors that share memory
+    merged = petune.merge(copy.deepcopy(model))
+    export.save_merged(model, tmp_path / "merged")
+    read = type(merged).from_pretrained(tmp_path / "merged")
+    with petune.merged_weights(model):
+        inside = logits(model, name)
+    for found in (logits(merged, name), logits(read, name), inside, logits(copy.deepcopy(model), name)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(model, name), expected)

@@ -1,0 +1,110 @@
+"""What a recipe calls a model: where it lies, and which files hold its weights. Nothing is loaded here.
+
+A local folder always wins and never touches the network; `demo:` names ship with petune; `config:` gives random weights and says so;
+`object:` stands for a model that was given from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from petune import demo
+from petune.errors import FileError
+from petune.tensorfile import read_json
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. `place` is a folder, a config file, a hub id or an object's class; `note` one line for the user."""
+
+    spec: str
+    kind: Literal["folder", "hub", "demo", "config", "object"]
+    place: str
+    revision: str | None
+    note: str
+
+
+def resolve_model(spec: str, folder: Path) -> Source:
+    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means, seen from a recipe in `folder`.
+
+    Raises FileError for a path that is not there, naming every place that was tried.
+    """
+    if spec.startswith("demo:"):
+        name = spec.removeprefix("demo:")
+        place = demo.model_path(name)
+        return Source(spec, "demo", str(place), None, f"{spec}: {demo.MODELS[name]}")
+    if spec.startswith("object:"):
+        name, _, mark = spec.removeprefix("object:").partition("@")
+        return Source(spec, "object", name, None, f"a {name} given from Python, fingerprint {mark}")
+    if spec.startswith("config:"):
+        place = _find(spec.removeprefix("config:"), folder)
+        return Source(spec, "config", str(place), None, f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality")
+    tried = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
+    for place in tried:
+        if place.is_dir():
+            return Source(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
+        if place.is_file():
+            raise FileError("the model is a file, not a folder", where=str(place), remedy="give the folder that holds config.json")
+    name, _, revision = spec.partition("@")
+    if spec.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise _not_there(spec, tried)
+    return Source(spec, "hub", name, revision or None, f"{spec}: from the hub or its local cache")
+
+
+def _find(text: str, folder: Path) -> Path:
+    tried = [base / Path(text).expanduser() for base in (folder, Path.cwd())]
+    for place in tried:
+        if place.is_file():
+            return place.resolve()
+    raise _not_there(text, tried)
+
+
+def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
+    places = ", ".join(dict.fromkeys(str(place) for place in tried))
+    names = ", ".join(f"demo:{name}" for name in demo.MODELS)
+    return FileError(
+        f"no model at {spec!r}", found=f"nothing at {places}", remedy=f"give a folder, a hub id such as org/name, or one of {names}"
+    )
+
+
+def weight_files(place: str, revision: str | None = None) -> dict[str, Path]:
+    """The safetensors files that a folder, or a hub id in the local cache, is loaded from, by name; none where there are none."""
+    folder = Path(place)
+    if not folder.is_dir():
+        try:
+            folder = Path(cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
+        except OSError:
+            return {}
+    return {name: folder / name for name in _weight_names(folder)}
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """The names of the safetensors files that transformers reads in a folder, there or not: the one file, else the index's. Or none."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [SAFE_WEIGHTS_NAME]
+    if not index.is_file():
+        return []
+    try:
+        return sorted(set(read_json(index, links=True)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError):
+        raise FileError("is not an index of weights", where=str(index), expected='JSON with a "weight_map"') from None
+
+
+def check_weights(source: Source) -> None:
+    """Whether the files with the weights of a local model are there; they are not read. Raises FileError naming those that are not."""
+    if source.kind not in ("folder", "demo"):
+        return
+    folder = Path(source.place)
+    names = _weight_names(folder) or [SAFE_WEIGHTS_NAME]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or None
+        remedy = "only safetensors are read: convert the weights with save_pretrained" if found else "use a complete copy of the model"
+        raise FileError(f"{missing[0]} is not there", where=str(folder), expected=", ".join(names[:3]), found=found, remedy=remedy)
