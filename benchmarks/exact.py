@@ -69,8 +69,8 @@ def small(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) 
     return b, y, (x @ a.T).double() @ b.double().T
 
 
-def block_of(kind: str, size: str, rank: int, device: str, kernels: str) -> FusedBlock:
-    """One fused block in bf16 with updates at every site."""
+def block_of(kind: str, size: str, rank: int, device: str, kernels: str, act: str = "gelu") -> FusedBlock:
+    """One fused block in bf16 with updates at every site; act: of BERT's."""
     width, columns, heads = SIZES[size]
     model: nn.Module
     if kind == "llama":
@@ -79,7 +79,7 @@ def block_of(kind: str, size: str, rank: int, device: str, kernels: str) -> Fuse
         model = LlamaForCausalLM(LlamaConfig(**config))
     else:
         sizes = {"hidden_size": width, "intermediate_size": columns, "num_attention_heads": heads, "num_hidden_layers": 1}
-        model = BertModel(BertConfig(**sizes, vocab_size=64))  # biases are drawn below
+        model = BertModel(BertConfig(**sizes, vocab_size=64, hidden_act=act))  # biases are drawn below
     model = model.to(device, torch.bfloat16)
     petune.wrap(model, method="lora", r=rank, kernels=cast("Any", kernels))
     with torch.no_grad():

@@ -57,6 +57,14 @@ def test_products_are_as_near_as_the_rounding_of_their_factors_allows(ops: Ops, 
     assert_near(eight.dlinear(dy), dy, weight)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_with_its_update_is_the_product_and_the_update(ops: Ops, bias: bool) -> None:
+    weight, x, s, b = torch.randn(48, 64), torch.randn(9, 64), torch.randn(9, 4), torch.randn(48, 4)
+    weight[3] *= 1000
+    eight = Eight(weight, torch.randn(48) if bias else None, ops, ())
+    torch.testing.assert_close(eight.linear_low(x, (s, b), ops, None), eight.linear(x) + s @ b.T, rtol=1e-5, atol=1e-4)
+
+
 def test_the_low_rank_part_of_the_backward_product_is_exact(ops: Ops) -> None:
     weight, dy, b = torch.randn(48, 64), torch.randn(9, 48), torch.randn(48, 3)
     dx, ds = Eight(weight, None, ops, ()).dlinear_with(dy, b)

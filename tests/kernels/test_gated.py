@@ -102,6 +102,27 @@ def test_every_activation_is_the_references_where_rows_are_strided(act: Act, gat
     assert torch.equal(given["u"], kept)
 
 
+@pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
+@each_form
+def test_a_result_is_written_where_it_is_wanted_and_nowhere_else(gated: bool, module: Any) -> None:
+    given = operands(35, 66, 8, 16, gated, torch.bfloat16)
+    whole = torch.full((35, 80), 7.0, dtype=torch.bfloat16, device=given["u"].device)
+    found, s = module.activate(given["u"], "silu", gated, given["low"], given["a"], out=whole[:, :66])
+    wanted, same = forward(module, given, "silu", gated)
+    assert found.data_ptr() == whole.data_ptr() and s is not None and same is not None
+    assert torch.equal(whole[:, :66], wanted) and torch.equal(s, same)  # type: ignore[arg-type]
+    assert bool((whole[:, 66:] == 7).all())
+
+
+@each_form
+def test_an_update_that_the_matrix_has_already_is_not_added_again(gated: bool) -> None:
+    given = operands(35, 66, 8, 16, gated, torch.float32)
+    s, b = given["low"]
+    added = given | {"u": reference.add_low(given["u"], torch.zeros_like(given["u"]), (s, b)), "low": (s, None)}
+    for found, wanted in zip(backward(kernels, added, "silu", gated), backward(reference, given, "silu", gated), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @each_form
 def test_tiles_shared_between_programs_add_up(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(200, 200, 16, 16, gated, torch.bfloat16)

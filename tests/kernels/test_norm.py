@@ -118,6 +118,19 @@ def test_rows_may_be_strided_and_results_are_dense(kind: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("module", [norm, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_a_result_is_written_where_it_is_wanted_and_nowhere_else(kind: str, module: Any) -> None:
+    given = operands(6, 40, torch.bfloat16)
+    extra = (given["weight"], given["bias"]) if kind == "layer" else (given["weight"],)
+    call = getattr(module, f"{kind}_norm")
+    whole = torch.full((6, 48), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    found = call(given["x"], *extra, EPS, residual=given["residual"], out=whole[:, :40])[0]
+    assert found.data_ptr() == whole.data_ptr()
+    assert torch.equal(whole[:, :40], call(given["x"], *extra, EPS, residual=given["residual"])[0])
+    assert bool((whole[:, 40:] == 7).all())
+
+
 def test_without_a_residual_the_total_is_the_input_itself() -> None:
     given = operands(2, 64, torch.float32)
     assert norm.rms_norm(given["x"], given["weight"], EPS)[-1] is given["x"]
