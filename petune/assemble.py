@@ -269,8 +269,8 @@ def rebuild(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device.
 
-    `given` is the base where it is in memory already; it is tuned in place. `verify_base` compares the SHA-256 of every base tensor with
-    the one stored when the run ended. Raises FileError.
+    `given` is the base where it is in memory already; it is tuned in place. `verify_base` compares the SHA-256 of
+    the base's files, or of its tensors where it was in memory, with what was stored when the run ended. Raises FileError.
     """
     source = resolve_model(recipe.model, recipe.folder)
     tokenizer = load_tokenizer(replace(source, kind="folder", place=str(folder), revision=None))

@@ -186,14 +186,14 @@ def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk
     losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
     pieces = max(1, -(-len(hidden) // chunk))
     rows = -(-len(hidden) // pieces)  # of one size, or the last might be a matmul of a few rows
-    buffer = hidden.new_empty(rows, len(weight))
+    buffer = hidden.new_empty(rows if a is None else 0, len(weight))  # a product with an update has a result of its own
     for start in range(0, len(hidden), max(1, rows)):
         now = slice(start, start + rows)
         x = hidden[now]
         logits, s = buffer[: len(x)], None
         if a is not None and b is not None:
             s = x @ a.T
-            logits.copy_(ops.linear_low(x, weight, bias, (s, b)))
+            logits = ops.linear_low(x, weight, bias, (s, b))
         elif bias is None:
             torch.mm(x, weight.T, out=logits)
         else:
