@@ -170,10 +170,10 @@ def survival(size: str, ranks: tuple[int, ...], device: str, seeds: int = SEEDS)
 # ------------------------------------------------------------------ losses
 
 
-def build(variant: str, rank: int, folder: Path) -> nn.Module:
+def build(variant: str, rank: int, seed: int, folder: Path) -> nn.Module:
     """The tuned model of a variant on the device; the same numbers for all, factors too."""
     if variant == "unsloth":
-        return _unsloth(rank, folder)
+        return _unsloth(rank, seed, folder)
     dtype = torch.float32 if variant == "float32" else torch.bfloat16
     model = cast("nn.Module", LlamaForCausalLM.from_pretrained(folder, dtype=dtype)).to(DEVICE)
     if variant == "peft":
@@ -186,22 +186,22 @@ def build(variant: str, rank: int, folder: Path) -> nn.Module:
         if DEVICE == "cpu" and settings["kernels"] == "triton":
             settings = settings | {"kernels": "reference"}
         petune.wrap(model, r=rank, **settings)
-    _draw(model)
+    _draw(model, seed)
     return model.train()
 
 
-def _unsloth(rank: int, folder: Path) -> nn.Module:
+def _unsloth(rank: int, seed: int, folder: Path) -> nn.Module:
     from unsloth import FastLanguageModel
 
     model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=TOKENS, dtype=torch.bfloat16, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=rank, lora_alpha=2 * rank, lora_dropout=0, target_modules=TARGETS, bias="none")
-    _draw(model)
+    _draw(model, seed)
     return cast("nn.Module", model).train()
 
 
-def _draw(model: nn.Module) -> None:
+def _draw(model: nn.Module, seed: int) -> None:
     """Factors A from one generator in the order of blocks and roles, B = 0; float32."""
-    generator = torch.Generator(DEVICE).manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(2 * seed + 1)
     factors = {name.replace(".default", "").removeprefix("base_model.model."): value for name, value in model.named_parameters()}
     for name in sorted(name for name in factors if "lora_A" in name):
         value = factors[name]
@@ -220,11 +220,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(model: nn.Module, exact: bool, steps: int) -> tuple[list[float], Tensor]:
+def train(model: nn.Module, exact: bool, steps: int, seed: int) -> tuple[list[float], Tensor]:
     """Losses of every step, and the gradients of a second pass at the start, when B is no longer zero, as one vector."""
     parameters = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.0, fused=True)
-    generator = torch.Generator(DEVICE).manual_seed(2)
+    generator = torch.Generator(DEVICE).manual_seed(2 * seed + 2)
     data = torch.randint(4, 2000, (BATCHES, ROWS, TOKENS if DEVICE == "cuda" else TOKENS // 8), device=DEVICE, generator=generator)
     losses, gradient = [], torch.empty(0)
     for step in range(steps):
@@ -243,10 +243,10 @@ def train(model: nn.Module, exact: bool, steps: int) -> tuple[list[float], Tenso
 def worker(request: Mapping[str, Any]) -> dict[str, Any]:
     """One variant in a process of its own: its losses, and its gradients in a file."""
     variant, folder = request["variant"], Path(request["folder"])
-    model = build(variant, request["rank"], folder)
-    losses, gradient = train(model, variant == "float32", request["steps"])
+    model = build(variant, request["rank"], request["seed"], folder)
+    losses, gradient = train(model, variant == "float32", request["steps"], request["seed"])
     save_file({"gradient": gradient.cpu()}, folder.with_name(f"{variant}.safetensors"))
-    return {"variant": variant, "rank": request["rank"], "losses": losses}
+    return {"variant": variant, "rank": request["rank"], "seed": request["seed"], "losses": losses}
 
 
 def compare(given: argparse.Namespace) -> None:
@@ -263,7 +263,7 @@ def compare(given: argparse.Namespace) -> None:
         torch.set_default_dtype(torch.float32)
         rows: list[dict[str, Any]] = []
         for name in names:
-            request = {"variant": name, "rank": given.rank, "steps": given.steps, "folder": str(folder)}
+            request = {"variant": name, "rank": given.rank, "seed": given.seed, "steps": given.steps, "folder": str(folder)}
             rows.append(in_own_process(__file__, request, 600) | {"variant": name})
             with (out / "exact.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
@@ -278,7 +278,7 @@ def _print(rows: list[dict[str, Any]], folder: Path) -> None:
     if "losses" not in row:
         print(f"{row['variant']:24} {row.get('error')}", flush=True)
         return
-    found, wanted = (load_file(folder.with_name(f"{one['variant']}.safetensors"))["gradient"] for one in (row, rows[0]))
+    found, wanted = (load_file(folder.with_name(f"{one['variant']}.safetensors"))["gradient"].double() for one in (row, rows[0]))
     cosine = float(nn.functional.cosine_similarity(found, wanted, dim=0)) if found.shape == wanted.shape else float("nan")
     apart = [abs(a - b) for a, b in zip(row["losses"], exact, strict=True)]
     again = f"again (step {2 * BATCHES + 1}) {row['losses'][2 * BATCHES]:.5f}" if len(exact) > 2 * BATCHES else ""
@@ -309,6 +309,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of factors and rows")
     parser.add_argument("--tiny", action="store_true", help="small layers, for a CPU")
     parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, "peft", "unsloth"), help="float32 has to be the first")
     parser.add_argument("--plot", metavar="FILE", help="draw the differences (matplotlib)")

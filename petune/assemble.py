@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from petune import export
 from petune.errors import FileError, MachineError, UsageError
 from petune.evaluate import forward, real_rows
-from petune.kernels.fuse import fuse
+from petune.kernels.fuse import fuse, fuse_modules
 from petune.kernels.unmade import has_fused_head, head_loss
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
@@ -225,12 +225,19 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
 
 
 def _fuse(runner: Runner, recipe: Recipe) -> None:
-    """Fused blocks and a loss without logits, where blocks are whole; they recompute by themselves what `memory` says."""
-    plan = runner.plan
-    if recipe.kernels == "off" or recipe.compile or plan.tp > 1 or plan.pp > 1 or plan.sharding is not None or not runner.owned:
+    """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single modules."""
+    if recipe.kernels == "off" or recipe.compile:
         return
-    memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-    fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, runner.mesh.device)
+    plan, device = runner.plan, runner.mesh.device
+    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:
+        fuse_modules(runner.modules, recipe.kernels, device, "the parallel plan cuts or shards them")
+    elif not runner.owned:
+        fuse_modules(
+            runner.modules, recipe.kernels, device, f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
+        )
+    else:
+        memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
+        fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, device)
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

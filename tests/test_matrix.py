@@ -66,6 +66,17 @@ def test_norms_of_single_heads_train_as_in_one_process() -> None:
     check(case("qwen3-causal", "full", BACKENDS["tp"]("qwen3-causal", 2), steps=1, passes=(3,)))
 
 
+# Each plan that cuts or shards with one family here, with all of them in the long part.
+CUTTING = {
+    name: plan
+    for name, plan in {**BACKENDS, **{f"{name}, overlapped": one for name, one in OVERLAPPED.items()}, **LOOPED}.items()
+    if name != "dp"
+}
+FUSED = [
+    pytest.param(backend, name, marks=() if (at + turn) % 4 == 0 else long)
+    for at, backend in enumerate(CUTTING)
+    for turn, name in enumerate(FOUR)
+]
 # Every other pair here; tests/parallel/test_overlap.py has more of them under galaxy, in float64.
 OVERLAPS = [
     pytest.param(backend, METHODS[at], FOUR[at], marks=long if (at + turn) % 2 else ())
@@ -97,6 +108,13 @@ def test_a_sliding_window_reaches_over_ranks(backend: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_runner_of_a_single_process_is_plain_torch(method: str, name: str) -> None:
     check(case(name, method, ParallelPlan(), recompute=True))
+
+
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
+@pytest.mark.parametrize(("backend", "name"), FUSED)
+def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(backend: str, name: str, dropout: float) -> None:
+    plan = CUTTING[backend](name, 2)
+    check(case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, fused=True))
 
 
 @pytest.mark.parametrize(("method", "composed", "name"), COMPOSITIONS)

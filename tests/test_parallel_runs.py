@@ -130,6 +130,31 @@ def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_includ
     assert_same_but_for_rounding(found, alone(family, method))
 
 
+def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+    """Train, and write down what was fused."""
+    fuse = petune.assemble.fuse_modules
+
+    def seen(*args: Any) -> Any:
+        done = fuse(*args)
+        Path(recipe["out"]).with_name(f"fused-{group.started()[0]}").write_text(f"{done.sites} {done.blocks} {done.reasons}")
+        return done
+
+    petune.assemble.fuse_modules = seen  # type: ignore[assignment]  # in this very process, which ends soon
+    run(recipe, **options)
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in ("galaxy", "shard") else pytest.mark.long) for plan in PLANS if plan != "dp"]
+)
+def test_single_modules_are_fused_where_a_plan_cuts_or_shards_blocks(plan: str, tmp_path: Path, alone: Callable[..., Path]):
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS[plan], kernels="reference")
+    ranks(2, _train_fused, recipe, {}, timeout=40)
+    assert_same_but_for_rounding(Path(recipe["out"]), alone("llama", "lora"))
+    for rank in range(2):
+        sites, blocks, reason = tmp_path.joinpath(f"fused-{rank}").read_text().split(maxsplit=2)
+        assert int(sites) > 7 and blocks == "False" and "cuts or shards" in reason
+
+
 def test_dropout_is_on_in_these_runs(tmp_path: Path):
     losses = []
     for out, method in {"on": "lora", "off": {"name": "lora", "r": 2}}.items():

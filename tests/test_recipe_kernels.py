@@ -143,10 +143,15 @@ ASKING = ({"kernels": "triton"}, {"kernels": "reference"}, {"memory": "input"}, 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", CUTTING, ids=str)
-def test_fused_blocks_are_not_asked_for_beside_a_plan_that_cuts_them(asking: dict[str, Any], plan: Any) -> None:
+def test_settings_of_fused_blocks_are_refused_beside_a_plan_that_cuts_them_and_kernels_by_name_are_not(
+    asking: dict[str, Any], plan: Any
+) -> None:
+    if "kernels" in asking:  # single modules of cut blocks are fused
+        assert load_recipe({**NEEDED, "parallel": plan, **asking}).kernels == asking["kernels"]
+        return
     found = problems_of({**NEEDED, "parallel": plan, **asking})
     assert len(found) == 1
-    assert found[0].startswith(f"argument  {next(iter(asking))}: fused blocks are for whole blocks")
+    assert found[0].startswith(f"argument  {next(iter(asking))}: it is about fused blocks, and the parallel plan cuts them")
     assert "use dp alone, without shard" in found[0]
 
 
@@ -345,8 +350,9 @@ def test_any_settings_are_taken_or_refused_and_never_anything_else(values: dict[
         assert error.code == 2 and str(error)
         return
     assert load_recipe(recipe.resolved()).resolved() == recipe.resolved()
-    fused = recipe.kernels != "off" and not recipe.compile and set(recipe.parallel.axes) <= {"dp"}
-    assert fused or (recipe.kernels in ("auto", "off") and recipe.memory == AUTO and recipe.base_dtype is None)
+    kernels = recipe.kernels != "off" and not recipe.compile
+    assert kernels or recipe.kernels in ("auto", "off")
+    assert (kernels and set(recipe.parallel.axes) <= {"dp"}) or (recipe.memory == AUTO and recipe.base_dtype is None)
     assert not (recipe.gradient_checkpointing and recipe.memory.keep in ("all", "projections", "attention"))
     assert (recipe.memory.keep, recipe.memory.offload) != ("input", "attention")
     assert recipe.memory.keep != "all" or recipe.memory.tile is None

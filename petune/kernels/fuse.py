@@ -1,6 +1,7 @@
 """The fuse pass: blocks of families that have a table of norms become fused blocks, the head makes its loss without logits.
 
-It acts last, on whole blocks of one device. What cannot be fused stays as it is and the reason is said; nothing is patched.
+It acts last, on whole blocks of one device; of blocks that a parallel plan has cut or shards it fuses single modules. What cannot be fused
+stays as it is and the reason is said; nothing is patched.
 """
 
 from __future__ import annotations
@@ -88,6 +89,19 @@ def fuse(
         remedy += ", or kernels: reference, which is slow, where only Triton is missing" * (ops is None)
         raise UsageError(what, where="memory.stream", expected="fused blocks", found="; ".join(done.reasons), remedy=remedy)
     return _complain(model, device, kernels, base_dtype, done)
+
+
+def fuse_modules(models: Sequence[nn.Module], kernels: KernelsName, device: torch.device, reason: str) -> Fused:
+    """Fuse tuned linears, norms and activations of `models`, but no blocks, and `reason` says why: a parallel plan cuts them, say.
+
+    models: the parts of one model that a process holds; device: where they will compute. Idempotent. Raises UsageError for kernels asked
+    for by name that cannot run, or where nothing can be fused.
+    """
+    first = next(models[0].parameters())
+    ops = select(kernels, device, _dtype(models[0], first.dtype))
+    sites = 0 if ops is None else sum(fuse_sites(model, ops) for model in models)
+    reason = cast("str", refusal(device, first.dtype)) if ops is None else reason
+    return _complain(models[0], device, kernels, None, Fused(False, sites, (reason,)))
 
 
 def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[bool, tuple[str, ...]]:

@@ -68,8 +68,9 @@ _ASKS_FOR_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
 _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
     "kernels": (lambda recipe: recipe.kernels == "off", "it is about fused blocks, and kernels: off leaves none", "set kernels: auto"),
     "compile": (lambda recipe: recipe.compile, "fused blocks do not go with compile", "set compile: false"),
-    "parallel": (_cuts_blocks, "fused blocks are for whole blocks, and the parallel plan cuts them", "use dp alone, without shard"),
+    "parallel": (_cuts_blocks, "it is about fused blocks, and the parallel plan cuts them", "use dp alone, without shard"),
 }
+_EITHER = {"kernels": "parallel"}  # of blocks that are cut, single modules are fused
 
 
 def _fused(asking: str, leaving_none: str) -> Rule:
@@ -201,7 +202,7 @@ RULES = (
         "it counts evaluations, and eval_every is beyond max_steps",
         "make eval_every smaller than max_steps",
     ),
-    *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if asking != other),
+    *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if other not in (asking, _EITHER.get(asking))),
     *STREAMED,
     Rule(
         ("base_dtype", "method"),

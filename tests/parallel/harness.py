@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.evaluate import forward
+from petune.kernels.fuse import fuse_modules
 from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
@@ -72,6 +73,7 @@ class Case:
     passes: tuple[int, ...] = PASSES
     longest: int = 13
     steps: int = 2
+    fused: bool = field(default=False, compare=False)  # single modules, on the ranks of the plan
 
     @property
     def family(self) -> str:
@@ -235,7 +237,10 @@ def oracle(case: Case) -> Trace:
 def place(case: Case, plan: ParallelPlan) -> Runner:
     """The case's model on this rank."""
     model = build(case)
-    return Runner(model, family_of(model), plan, make_mesh(plan, CPU), work(case), recompute=case.recompute)
+    runner = Runner(model, family_of(model), plan, make_mesh(plan, CPU), work(case), recompute=case.recompute)
+    if case.fused and plan is case.plan:
+        assert fuse_modules(runner.modules, "reference", CPU, "blocks are cut").sites
+    return runner
 
 
 def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
