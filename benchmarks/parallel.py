@@ -45,7 +45,7 @@ from fnmatch import fnmatch
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from petune.evaluate import forward
+from petune.kernels.configs import KernelsName
+from petune.kernels.fuse import fuse, fuse_modules
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig, make_config
 from petune.models import family_of
@@ -157,6 +159,7 @@ class Options:
     steps: int
     profile: bool
     start: str
+    kernels: KernelsName = "auto"
 
 
 @dataclass
@@ -387,6 +390,7 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
     plan = make_plan(config, family_of(model), model.config, here.world, job.rows, vocabulary_head=task != "classify")
     mesh = replace(_mesh((plan.dp, plan.tp, plan.pp), here.device), plan=plan)
     runner = Runner(model, family_of(model), plan, mesh, work)
+    fuse_modules(runner.modules, "off" if job.method == "full" else options.kernels, here.device, "this is about single modules")
     mine = runner.share(list(range(job.rows)))
     part = {name: value[mine] for name, value in batch.items()} | {"rows": torch.tensor(mine)}
     found = runner.backward([part], total)
@@ -469,6 +473,10 @@ def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows)
     mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
     runner = Runner(model, family, plan, mesh, work_of("causal", here, torch.bfloat16), recompute=job.recompute)
+    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:  # as `petune train` does
+        fuse_modules(runner.modules, options.kernels, here.device, "the plan cuts or shards blocks")
+    else:
+        fuse(runner.model, family, options.kernels, device=here.device)
     del model
     for module in runner.modules:
         module.train()
@@ -937,12 +945,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="steps that count")
     parser.add_argument("--budget", type=float, default=440, help="seconds after which no job begins")
     parser.add_argument("--parity-budget", type=float, default=150, help="seconds after which parity waits for speed to be done")
+    parser.add_argument("--kernels", choices=get_args(KernelsName), default="auto", help="of petune's jobs, as in a recipe")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--start", choices=("fork", "spawn"), default="fork", help="how ranks begin; spawn imports everything anew")
     parser.add_argument("--list", action="store_true", help="say what would be done")
     given = parser.parse_args()
     os.environ |= ENVIRONMENT
-    options = Options(given.world, given.device, given.shape, given.warm, given.steps, not given.no_profile, given.start)
+    options = Options(given.world, given.device, given.shape, given.warm, given.steps, not given.no_profile, given.start, given.kernels)
     jobs = all_jobs(options, given.only, given.skip)
     if given.list:
         print("\n".join(job.name for job in jobs))

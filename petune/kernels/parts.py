@@ -118,7 +118,13 @@ class Dense:
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
         """See Base."""
-        return self.weight.new_empty(m, self.weight.shape[1] + rank) if self._has_room(rank) else None
+        if not self._has_room(rank):
+            return None
+        columns = self.weight.shape[1] + rank
+        whole = self.weight.new_empty(m, _whole_lines(columns))
+        if whole.device.type == "cpu":
+            whole[:, columns:] = 0  # oneDNN reads behind rows of bf16 and multiplies by zero, which leaves NaN what is NaN
+        return whole[:, :columns]
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
         """See Base."""
@@ -153,6 +159,12 @@ class Dense:
             return dy @ self.weight, dy @ b
         both = dy @ self._with(b)
         return both[:, :k], both[:, k:]
+
+
+def _whole_lines(columns: int) -> int:
+    """Columns so that rows of 16-bit numbers begin where lines of the cache do; in a narrow matrix, where loads of 16 bytes do."""
+    unit = 64 if columns > 1024 else 8
+    return -(-columns // unit) * unit
 
 
 class Bank:
@@ -203,8 +215,7 @@ def _moved_together(values: Sequence[nn.Parameter], room: int) -> tuple[Tensor, 
     if len(values) == 1 and not room:
         return values[0].detach(), values[0].detach()
     rest = list(values[0].shape[1:])
-    room = -(-room // 8) * 8  # rows begin where loads of 16 bytes may
-    whole = values[0].new_zeros(sum(map(len, values)), *(rest if not room else [rest[0] + room]))
+    whole = values[0].new_zeros(sum(map(len, values)), *(rest if not room else [_whole_lines(rest[0] + room)]))
     together = whole[:, : rest[0]] if room else whole
     for value, piece in zip(values, together.split([len(value) for value in values]), strict=True):
         value.data = piece.copy_(value.detach())

@@ -20,6 +20,7 @@ from petune.models import family_of
 from tests.kernels.test_block import batch, blocks, gradients
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEP = 2.0**-4  # half a unit in the last place of e4m3, relative: three bits of mantissa
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
@@ -31,8 +32,9 @@ def _seed() -> Iterator[None]:
 
 
 @pytest.fixture(params=["reference", "triton"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return reference_ops() if request.param == "reference" else triton_ops()
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    with torch.device(DEVICE if request.param == "triton" else CPU):
+        yield reference_ops() if request.param == "reference" else triton_ops()
 
 
 def assert_near(found: Tensor, left: Tensor, right: Tensor) -> None:

@@ -463,8 +463,8 @@ def test_dropout_goes_with_tiles(name: str) -> None:
 
 STRANGE = {
     "expanded": lambda y: y.sum(),
-    "expanded over tokens": lambda y: (y.sum(1) * torch.arange(32.0)).sum(),
-    "transposed": lambda y: (y.transpose(1, 2).contiguous() * torch.arange(6.0)).sum(),
+    "expanded over tokens": lambda y: (y.sum(1) * torch.arange(32.0, device=y.device)).sum(),
+    "transposed": lambda y: (y.transpose(1, 2).contiguous() * torch.arange(6.0, device=y.device)).sum(),
     "sliced": lambda y: y[:, ::2, ::2].square().sum(),
 }
 
@@ -476,10 +476,11 @@ def test_a_gradient_of_any_strides_is_read_right(strange: str, ops: str, monkeyp
         torch.set_default_dtype(torch.float32)
         monkeypatch.setattr(fusing, "select", lambda *args: triton_ops())
     fused, plain = pair("llama", LORA)
-    found = []
-    for model in (fused, plain):
-        x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        y = block_of(model)(x, attention_mask=None, position_embeddings=model.model.rotary_emb(x, torch.arange(6)[None]))
+    found, device = [], "cuda" if ops == "triton" and torch.cuda.is_available() else "cpu"
+    for model in (fused.to(device), plain.to(device)):
+        x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(3)).to(device).requires_grad_()
+        positions = torch.arange(6, device=device)[None]
+        y = block_of(model)(x, attention_mask=None, position_embeddings=model.model.rotary_emb(x, positions))
         STRANGE[strange](y[0] if isinstance(y, tuple) else y).backward()
         found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None} | {"x": x.grad})
     assert found[0].keys() == found[1].keys()

@@ -172,8 +172,8 @@ def test_a_rank_above_the_largest_is_refused(name: str) -> None:
 
 def test_paired_ranks_are_those_of_a_block_diagonal_factor() -> None:
     torch.manual_seed(0)
-    u, dh, s, a, ds = (torch.randn(*shape) for shape in ((9, 60), (9, 30), (9, 6), (2, 30), (9, 2)))
-    b = torch.block_diag(torch.randn(30, 3), torch.randn(30, 3))
+    u, dh, s, a, ds = (torch.randn(*shape, device=DEVICE) for shape in ((9, 60), (9, 30), (9, 6), (2, 30), (9, 2)))
+    b = torch.block_diag(*torch.randn(2, 30, 3, device=DEVICE))
     for module in (reference, kernels):
         h, hidden = module.activate(u, "silu", True, (s, b), a, paired=True)
         wanted, expected = reference.activate(u, "silu", True, (s, b), a)

@@ -36,13 +36,13 @@ def operands(rows: int, columns: int, dtype: torch.dtype, strided: bool = False)
     return made | {name: torch.randn(columns, generator=generator).add(1).to(DEVICE, dtype) for name in ("weight", "bias")}
 
 
-def assert_as_good(found: Tensor, same: Tensor, exact: Tensor) -> None:
-    """No further from float64 than torch in the same dtype is, but for 2^-18 of the largest: another order of summation in float32."""
+def assert_as_good(found: Tensor, same: Tensor, exact: Tensor, floor: float = 0.0) -> None:
+    """No further from float64 than torch in the same dtype, but for `floor` and 2^-18 of the largest: another order of sums in float32."""
     assert found.dtype == same.dtype
     assert found.shape == same.shape
     if exact.numel():
         error, allowed = (float((result.double() - exact).abs().max()) for result in (found, same))
-        assert error <= allowed + 2**-18 * float(exact.abs().max())
+        assert error <= allowed + 2**-18 * float(exact.abs().max()) + floor
 
 
 # ------------------------------------------------------------------ the reference
@@ -97,10 +97,13 @@ def test_its_backward_is_as_good_as_the_references(kind: str, dtype: torch.dtype
     slow, fast = BACKWARD[kind]
     exact = slow(*(None if value is None else value.double() for value in arguments), extra in ("weights", "both"))
     results = [backward(*arguments, extra in ("weights", "both")) for backward in (fast, slow)]
+    terms = (
+        float((given["dy"] * given["weight"]).abs().amax() * statistics[-1].abs().amax()) if shape[0] else 0.0
+    )  # which cancel in a narrow row
     assert [value is None for value in results[0]] == [value is None for value in exact]
     for found, same, truth in zip(*results, exact, strict=True):
         if truth is not None:
-            assert_as_good(found, same, truth)
+            assert_as_good(found, same, truth, 2**-22 * terms)
 
 
 @pytest.mark.parametrize("kind", BACKWARD)
@@ -115,7 +118,7 @@ def test_rows_may_be_strided_and_results_are_dense(kind: str) -> None:
     assert not given["x"].is_contiguous()
     for found, expected in zip(*results, strict=True):
         assert found.is_contiguous()
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected)  # a compiler may build another kernel for other strides
 
 
 @pytest.mark.parametrize("module", [norm, reference], ids=["triton", "reference"])

@@ -281,3 +281,19 @@ def test_what_is_written_into_a_layer_is_in_the_bank() -> None:
 def test_a_bank_has_a_bias_where_all_layers_have_one(with_bias: tuple[bool, ...], expected: bool) -> None:
     own = [nn.Linear(K, width, bias).requires_grad_(False) for width, bias in zip(WIDTHS, with_bias, strict=True)]
     assert (Bank(own).bias is not None) is expected
+
+
+def test_memory_behind_the_rows_of_an_inlet_counts_nothing() -> None:
+    """oneDNN reads behind rows of bf16 whose columns are no multiple of eight."""
+    layer = nn.Linear(64, 128, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    base = Bank([layer], 12).base
+    x, low = torch.randn(128, 64).bfloat16(), (torch.randn(128, 12).bfloat16(), torch.randn(128, 12).bfloat16())
+    torch.use_deterministic_algorithms(True)  # what is not written is NaN then
+    try:
+        inlet = base.inlet(len(x), 12)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert inlet is not None and inlet.shape == (128, 76)
+    inlet[:, :64] = x
+    expected = torch.cat((x, low[0]), 1).double() @ torch.cat((layer.weight, low[1]), 1).double().T
+    torch.testing.assert_close(base.linear_low(inlet[:, :64], low, reference_ops(), inlet).double(), expected, rtol=1e-2, atol=1e-1)
