@@ -49,7 +49,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("sites",),
     ("demo",),
     ("folders",),
-    ("file_hashes", "generators", "plot", "progress", "run_lock"),
+    ("file_hashes", "generators", "host_memory", "plot", "progress", "run_lock"),
     ("tensorfile",),
     ("errors", "log"),
 )
