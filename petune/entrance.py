@@ -31,7 +31,7 @@ def entered(folder: RunFolder, *, resume: bool, overwrite: bool, allow_change: C
     try:
         with RunLock(path):
             _refuse_occupied(folder, resume=resume, overwrite=overwrite)
-            _refuse_links(folder)
+            refuse_links(folder)
             if resume:
                 _refuse_changes(folder, allow_change)
             yield
@@ -80,7 +80,7 @@ def _refuse_changes(folder: RunFolder, allow_change: Collection[str]) -> None:
         raise RecipeError([*problems, Problem("these keys change the numbers", remedy=f"put them back, start anew, or say {keys}")])
 
 
-def _refuse_links(folder: RunFolder) -> None:
+def refuse_links(folder: RunFolder) -> None:
     """Raise FileError for a name of petune's that is a link, a pipe or a device: nothing is written or deleted through it."""
     logs = [f"{RANK_LOGS}/{name}" for name in names(folder.path / RANK_LOGS)]
     kinds = dict.fromkeys((*FILES, *logs), (stat.S_ISREG, "a regular file"))

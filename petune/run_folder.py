@@ -38,8 +38,8 @@ _RESOLVED, _SUMMARY, _REPLACING = "resolved.yaml", "summary.json", ".replacing"
 _LASTING = ("recipe.yaml", _RESOLVED, _REPLACING)  # what an --overwrite replaces, or removes last, when all else is cleared
 _PASSING = (*APPENDED, _SUMMARY, "env.json", "loss.png", "eval.json", "README.md", "best")
 _WRITTEN = ("checkpoints", "tuned")  # by the run, which holds the lock
-_SHIPPED = ("merged", "hf", "peft")  # by other commands, which do not
-FILES, FOLDERS = (*_LASTING, *_PASSING), (*_WRITTEN, *_SHIPPED)
+SHIPPED = ("merged", "hf", "peft")  # by other commands, which do not
+FILES, FOLDERS = (*_LASTING, *_PASSING), (*_WRITTEN, *SHIPPED)
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
 _ID = re.compile(rb"# run ([0-9a-f]{32})\n")
 
@@ -181,7 +181,7 @@ class RunFolder:
     def sweep(self) -> list[str]:
         """Remove what killed processes left half-made, or end what they were at; call it holding the lock. Returns the names."""
         swept = sweep(self.path, (*FILES, *_WRITTEN), alone=True)
-        swept += sweep(self.path, _SHIPPED)
+        swept += sweep(self.path, SHIPPED)
         return swept + checkpoint.sweep(self.checkpoints)
 
     # ------------------------------------------------------------ its records

@@ -30,7 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("petune_cli", "__main__", "__init__"),
     ("bench", "profiling", "training"),
     ("loop",),
-    ("ranks",),
+    ("checkup", "ranks"),
     ("entrance", "wording", "runs", "state"),
     ("run_folder",),
     ("readme",),
