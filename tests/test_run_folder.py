@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from petune import checkpoint
+from petune.checkup import check_up
 from petune.entrance import entered
 from petune.errors import FileError, MachineError, PetuneError
 from petune.folders import commit_folder, sweep
@@ -20,7 +23,7 @@ from petune.recipe import load_recipe
 from petune.run_folder import RunFolder, State
 from petune.run_lock import RunLock
 from tests.kills import killed_at
-from tests.small_runs import Listener, going_wrong, newest, run, settings, state_of, terminate_at
+from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
 from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -247,6 +250,37 @@ def test_a_committed_folder_forgets_what_killed_commits_left_and_spares_what_a_l
     assert sweep(tmp_path, ("tuned",), alone=True) == [f".tuned.tmp-{os.getppid()}"]
     (tmp_path / "tuned").rename(tmp_path / ".tuned.old-99999999")
     assert sweep(tmp_path, ("tuned",)) == [".tuned.old-99999999"] and (tmp_path / "tuned" / "more").read_text() == "new"
+
+
+def kill_on_the_way(place: Path, kills: int, seed: int) -> int:
+    """Train runs that are killed at a random call, started again by the flag that is allowed, and killed again, each to its end; how many.
+
+    Every end is compared with a run that was left alone.
+    """
+    straight, draw, done = run(settings(place, eval_every=2, out="straight")), random.Random(seed), 0
+    while done < kills:
+        folder = RunFolder.of(load_recipe(settings(place, eval_every=2)))
+        flags: dict[str, bool] = {}
+        while killed_at(draw.randint(1, 300), partial(run, folder.recipe, **flags)):
+            done += 1
+            state = folder.state()
+            codes = answers(folder)
+            assert codes == ANSWERS[state], state
+            flags = {"resume": True} if codes[1] is None else {}
+        assert check_up(folder.path).problems == [] and folder.leftovers() == []
+        assert_same_run(folder.path, straight.folder)
+        shutil.rmtree(folder.path)
+    return done
+
+
+def test_runs_killed_at_random_calls_again_and_again_end_as_one_that_was_not(place: Path) -> None:
+    assert kill_on_the_way(place, 25, seed=0) >= 25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_runs_killed_at_a_thousand_random_calls_end_as_one_that_was_not(place: Path) -> None:
+    assert kill_on_the_way(place, 1000, seed=1) >= 1000
 
 
 # ---------------------------------------------------------------- two runs, one folder
