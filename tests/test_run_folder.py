@@ -26,6 +26,7 @@ from tests.kills import killed_at
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
 from tests.small_runs import no_picture as no_picture
 
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_picture")
 OLD, NEW = "0" * 31 + "1", "0" * 31 + "2"  # ids of two runs
 FLAGS: dict[str, dict[str, bool]] = {"plain": {}, "--resume": {"resume": True}, "--overwrite": {"overwrite": True}}
@@ -143,6 +144,22 @@ def test_every_flag_says_in_every_state_what_the_table_has(state: State, folder:
             assert folder.run_id() == (OLD if resumed else NEW) and folder.leftovers() == []
             assert folder.state() == ("stopped" if resumed and state in ("stopped", "finished") else "begun")
             assert json.loads((folder.path / "env.json").read_text())["run_id"] == folder.run_id()
+
+
+def test_the_documents_have_the_same_table() -> None:
+    """A cell that begins with a number is a refusal with that exit code."""
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if line.startswith("| ")]
+    found = {row[0]: tuple(int(cell[0]) if cell[0].isdigit() else None for cell in row[2:]) for row in rows}
+    assert {state: found.get(state) for state in ANSWERS} == ANSWERS
+
+
+def test_a_damaged_run_may_be_replaced_and_is_resumed_from_what_is_whole(folder: RunFolder) -> None:
+    make(folder, "stopped")
+    for step, left in ((2, "goes on from step-1"), (1, "is refused: no checkpoint is whole")):
+        (folder.checkpoints / f"step-{step}" / "state.json").write_text("{}")
+        facts = dict(check_up(folder.path).facts)
+        assert facts["verdict"].startswith("damaged") and facts["--resume"] == left
+        assert answers(folder) == (2, None, None)
 
 
 def test_a_folder_in_use_is_refused_by_every_flag_with_the_process_that_uses_it(folder: RunFolder) -> None:
