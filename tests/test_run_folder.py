@@ -391,28 +391,33 @@ def test_nothing_is_committed_through_a_link(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the folder goes while it trains
 
 
-@pytest.mark.parametrize("step", [3, 6])
-@pytest.mark.parametrize("how", ["removed", "moved", "another run's"])
-def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how: str, step: int, tmp_path: Path) -> None:
-    straight = run(settings(tmp_path, out="straight"))
-    recipe, place = settings(tmp_path), tmp_path / "run"
+@pytest.fixture(scope="module")
+def straight(place: Path) -> Path:
+    """A run that was left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("petune.run_folder.draw_loss", lambda metrics, picture: False)
+        return run(settings(place, out="left-alone")).folder
+
+
+@pytest.mark.parametrize(("how", "step"), [("removed", 3), ("removed", 6), ("moved", 3), ("another run's", 6)])
+def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how: str, step: int, place: Path, straight: Path) -> None:
+    out, kept = place / f"lost-{how}-{step}", place / f"lost-{how}-{step}-rescued-1"
 
     def lose(at: int) -> None:
         if at == step:
-            place.rename(tmp_path / "away") if how == "moved" else shutil.rmtree(place)
+            out.rename(place / f"away-{step}") if how == "moved" else shutil.rmtree(out)
             if how == "another run's":
-                place.mkdir()
-                (place / "resolved.yaml").write_text(f"# run {NEW}\n")
+                out.mkdir()
+                (out / "resolved.yaml").write_text(f"# run {NEW}\n")
 
     with pytest.raises(MachineError) as caught:
-        run(recipe, Listener(lose))
-    kept = tmp_path / "run-rescued-1"
+        run(settings(place, out=out.name), Listener(lose))
     assert caught.value.code == 5 and f"step {step} is kept in {kept / 'checkpoints' / f'step-{step}'}" in str(caught.value)
     assert f"petune train {kept} --resume" in str(caught.value)
-    assert place.exists() == (how == "another run's") and (not place.exists() or os.listdir(place) == ["resolved.yaml"])
+    assert os.listdir(out) == ["resolved.yaml"] if how == "another run's" else not out.exists()
     finished = run(str(kept), resume=True)
-    assert finished.folder == kept
-    (tensors, facts), (others, other_facts) = state_of(newest(kept)), state_of(newest(straight.folder))
+    assert finished.folder == kept and check_up(kept).problems == []
+    (tensors, facts), (others, other_facts) = state_of(newest(kept)), state_of(newest(straight))
     assert facts == other_facts and all(value.equal(others[name]) for name, value in tensors.items())
 
 
