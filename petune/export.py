@@ -317,7 +317,7 @@ def verify(folder: Path) -> str:
     if record is None or not (hashes := record.facts.get("sha256")):
         raise FileError("stores no hashes", where=str(folder / RECORD), expected='the key "sha256"', remedy="use another copy")
     _check_files(record, folder)
-    return f"whole: {len(hashes)} files as their hashes say"
+    return f"whole, files compared with their hashes: {len(hashes)}"
 
 
 def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -> None:
