@@ -12,9 +12,10 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from petune.dropout import step_key
 from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault
 from petune.evaluate import Batch, batches, evaluate, head_only, scoring, shortcomings
 from petune.file_hashes import FileHashes
+from petune.generators import seed_others
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
@@ -34,36 +36,18 @@ from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.models.source import weight_files
 from petune.objects import base_name
-from petune.parallel import Mesh, alone, group, is_sharded, local
+from petune.parallel import Mesh, alone, group, local
+from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
-from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
+from petune.state import fill, gather_state, make_optimizer, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
 from petune.stopping import StopAsked, StopRequest
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
 from petune.wording import closing_lines, command_to_go_on, header_lines, peak_memory, ways_out
 
 _T = TypeVar("_T")
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
-
-@dataclass
-class Progress:
-    """What a run knows of itself beside its tensors; JSON in every checkpoint."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    before: dict[str, float] = field(default_factory=dict)
-    head_only: float | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
-    scored_step: int = -1
-    best_step: int | None = None
-    best_value: float | None = None
-    best_scores: dict[str, float] = field(default_factory=dict)
-    worse: int = 0
 
 
 class Training:
@@ -87,6 +71,7 @@ class Training:
         self.trackers = Trackers(self.recipe.trackers if mesh.main else ())
         self.progress = Progress()
         self.units = prepared.encoded.train
+        seed_others(self.recipe.seed)
         self.weights = self._class_weights()
         with self._explain_memory("loading of the model"):
             model = build(prepared)
@@ -100,7 +85,8 @@ class Training:
         self.model, self.tuned = self.runner.model, self.runner.tuned
         recipe = self.recipe
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
-        self.optimizer = self.runner.streamed or self._optimizer(self.tuned)
+        self.make_optimizer = partial(make_optimizer, recipe)
+        self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         if mesh.main:
             self._check_disk()
@@ -120,21 +106,6 @@ class Training:
         direction = known[name] if self.recipe.direction == "auto" else self.recipe.direction
         return name, direction == "max"
 
-    def _optimizer(self, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-        decays = {True: self.recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
-        kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]  # one update takes shards or plain tensors, not both
-        groups = [
-            {
-                "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
-                "weight_decay": decays[kind[0]],
-            }
-            for kind in kinds
-        ]
-        betas = (self.recipe.beta1, self.recipe.beta2)
-        groups = [group for group in groups if group["params"]] or groups[:1]
-        fused = all(value.device.type == "cuda" for value in tuned.values())
-        return torch.optim.AdamW(groups, lr=self.recipe.learning_rate, betas=betas, fused=fused and bool(tuned))
-
     def _class_weights(self) -> Tensor | None:
         weights = class_weights(self.recipe.class_weights, self.units, self.prepared.rows.labels or ())
         return None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
@@ -151,7 +122,7 @@ class Training:
             with phase("reading the checkpoint"):
                 self._restore(resume, allow_change)
             if self.runner.mesh.main:
-                self.folder.begin()
+                self.folder.begin(self.run_id)
         with phase("taking checksums of the frozen weights"):
             self.audit = self._audit()
         try:
@@ -167,6 +138,7 @@ class Training:
                 self._check_stop()
                 with phase("first step, which prepares the kernels") if not self.audit.updates else nullcontext():
                     record = self.step()
+                self._has_lost_folder()
                 self.reporter.step(record)
                 self.trackers.log(record)
                 self.callbacks.on_step(record)
@@ -184,7 +156,15 @@ class Training:
         self._finish()
 
     def _check_stop(self) -> None:
+        self._has_lost_folder()
         self.stop.check(self.runner.any)
+
+    def _has_lost_folder(self) -> bool:
+        """Whether the run folder is no longer this run's: nothing more is written there, and all stop; `save` keeps the state elsewhere."""
+        if self.runner.mesh.main and self.folder.is_lost(self.run_id):
+            self.reporter.detach()
+            self.stop.name = self.stop.name or "the loss of the run folder"
+        return self.reporter.detached
 
     def _audit(self) -> Audit:
         frozen = {name: value for module in self.runner.modules for name, value in frozen_tensors(module).items()}
@@ -400,9 +380,9 @@ class Training:
         path = root / f"step-{self.progress.step}"
         if self.runner.mesh.main:
             with phase("writing the checkpoint"):
-                path = checkpoint.commit(
-                    root, self.progress.step, lambda place: write_state(place, tuned, optimizer), run_id=self.run_id, facts=self._facts()
-                )
+                if self._has_lost_folder():
+                    self._rescue(tuned, optimizer)
+                path = self._commit(root, tuned, optimizer)
             protect = []
             if self.progress.best_step is not None:
                 protect.append(root / f"step-{self.progress.best_step}")
@@ -411,11 +391,25 @@ class Training:
         self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
 
+    def _commit(self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Path:
+        def write(place: Path) -> None:
+            write_state(place, tuned, optimizer)
+
+        return checkpoint.commit(root, self.progress.step, write, run_id=self.run_id, facts=self._facts())
+
+    def _rescue(self, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Keep the state in a new folder beside the one that is gone, from which the run can go on, and say where."""
+        place = self.folder.beside()
+        place.begin(self.run_id)
+        path = self._commit(place.checkpoints, tuned, optimizer)
+        what, go_on = f"the state of step {self.progress.step}", command_to_go_on(place.path, self.prepared.objects)
+        raise self.folder.lost(f"{what} is kept in {path}", f"go on with: {go_on}")
+
     def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
         """Tuned tensors and optimizer as they are saved: of the whole model, whatever the plan."""
         if self.runner.plan.world == 1:
             return self.tuned, self.optimizer
-        return gather_state(self.runner, self.optimizer, self._optimizer)
+        return gather_state(self.runner, self.optimizer, self.make_optimizer)
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same for a state to be continued, and the progress it belongs to."""
@@ -430,15 +424,16 @@ class Training:
         """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
         root, main = self.folder.checkpoints, self.runner.mesh.main
         if main:
-            checkpoint.sweep(root)
+            self.folder.sweep()
         self.runner.barrier()
         found = checkpoint.candidates(root)
         if group.inside() and resume is True:
             group.agree({"newest checkpoint": found[0].name if found else "none"})  # every machine must see the run folder
         if resume is True and not found:
+            self.run_id = self.folder.run_id() or self.run_id
             self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
             if main:
-                self.folder.cut_metrics(-1)
+                self._cut_metrics(-1)
             return
         if resume is True:
             path, manifest, skipped = checkpoint.newest_good(root)
@@ -451,14 +446,21 @@ class Training:
         if group.inside():
             group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
         if main:
+            self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)
         self._restore_tensors(path)
         self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
         self.runner.barrier()
         if main:
             checkpoint.set_aside(root, manifest.step)
-            self.folder.cut_metrics(manifest.step)
         self.reporter.note(f"resumed from {path} at step {manifest.step}")
+        if main:
+            self._cut_metrics(manifest.step)
+
+    def _cut_metrics(self, step: int) -> None:
+        """Drop the records of steps that are trained again, and say how many those are."""
+        if (last := self.folder.cut_metrics(step)) > max(step, 0):
+            self.reporter.note(f"lost since this state was saved, and trained again: steps {max(step, 0) + 1} to {last}")
 
     def _restore_tensors(self, path: Path) -> None:
         """Fill this process' parts from the whole state at `path`."""
@@ -466,7 +468,7 @@ class Training:
             restore_state(path, self.tuned, self.optimizer)
             return
         whole = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in self.runner.shapes.items()}
-        optimizer = self._optimizer(whole)
+        optimizer = self.make_optimizer(whole)
         restore_state(path, whole, optimizer)
         scatter_state(self.runner, self.optimizer, whole, optimizer)
 
@@ -507,11 +509,13 @@ class Training:
         with phase("waiting for the hashes of the base's files"):
             files = self._hashed_base()
         name, whole = base_name(self.recipe), self._hashed_object(model)
+        lost = self._has_lost_folder()
+        place = self.folder.beside() if lost else self.folder
         with phase("writing tuned/"):
-            export.save(
-                model, self.folder.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True
-            )
-        summary = self._summary(progress.best_scores or progress.scores, int(peak))
+            export.save(model, place.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True)
+        if lost:
+            raise self.folder.lost(f"what was trained is kept in {place.tuned}", "petune.load reads it; the run's records are gone")
+        summary = self._summary(progress.best_scores or progress.scores, int(peak)) | {"tuned_sha256": export.identity(self.folder.tuned)}
         with phase("drawing the loss"):
             self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))
@@ -554,7 +558,7 @@ class Training:
         """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
         progress, saved, fault = self.progress, {}, None
         try:
-            checkpoint.verify(best)
+            self.folder.refuse_other_run(checkpoint.verify(best).run_id, best)
             saved = tuned_of(best)
         except FileError as error:
             fault = error
@@ -567,28 +571,19 @@ class Training:
         self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric}, not the last")
 
     def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
-        progress = self.progress
-        summary = {
+        facts = {
+            "run_id": self.run_id,
             "task": self.task.name,
             "format": self.prepared.rows.format,
             "rows": self.prepared.rows.sha256,
             "num_labels": len(self.prepared.rows.labels or ()),
             "metric": self.metric,
             "direction": "max" if self.larger_is_better else "min",
-            "before": progress.before,
-            "after": dict(scores),
-            "last": progress.scores,
-            "head_only": progress.head_only,
-            "loss": [progress.first_loss, progress.last_loss],
+            **self.progress.summary(scores),
             "lr": self.recipe.learning_rate,
-            "steps": progress.step,
-            "best_step": progress.best_step,
-            "tokens": progress.tokens,
-            "seconds": round(progress.seconds, 2),
-            "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 1),
             "peak_memory_bytes": peak,
         }
-        return summary | {"warnings": shortcomings(summary)}
+        return facts | {"warnings": shortcomings(facts)}
 
 
 def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

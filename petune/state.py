@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from petune import checkpoint
 from petune.errors import FileError, Problem
-from petune.parallel import Runner
+from petune.generators import rng_state, set_rng_state
+from petune.parallel import Runner, is_sharded
+from petune.recipe import Recipe
 from petune.tensorfile import check_dtypes
 
 TENSORS, FACTS = "state.safetensors", "state.json"
@@ -18,10 +20,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 OWN = ("weight_decay", "betas", "fused")  # of an optimizer's options those of the recipe and the machine, not of the file
 
 
+def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW over tuned tensors by name, fused where all are on a GPU."""
+    decays = {True: recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
+    kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]  # one update takes shards or plain tensors, not both
+    groups = [
+        {
+            "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
+            "weight_decay": decays[kind[0]],
+        }
+        for kind in kinds
+    ]
+    groups = [group for group in groups if group["params"]] or groups[:1]
+    fused = all(value.device.type == "cuda" for value in tuned.values())
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned))
+
+
 def write_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Write everything that a step changes, beside the progress, into `folder`."""
     moments, optimizer_facts = checkpoint.pack_optimizer(optimizer, tuned)
-    rng, rng_facts = checkpoint.rng_state()
+    rng, rng_facts = rng_state()
     tensors = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
     checkpoint.write_tensors(folder / TENSORS, tensors | moments | rng)
     checkpoint.write_json(folder / FACTS, {"optimizer": optimizer_facts, "rng": rng_facts})
@@ -34,7 +52,7 @@ def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: to
     for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
         saved["options"] |= {key: group[key] for key in OWN if key in group}
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
-    checkpoint.set_rng_state(tensors, facts["rng"], str(folder))
+    set_rng_state(tensors, facts["rng"], str(folder))
 
 
 def tuned_of(folder: Path) -> dict[str, Tensor]:
