@@ -48,7 +48,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("sites",),
     ("demo",),
     ("folders", "file_hashes", "plot"),
-    ("tensorfile",),
+    ("patterns", "tensorfile"),
     ("errors", "log"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
