@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from petune.errors import DataError, FileError, UsageError
 from petune.tasks.causal import opened, prompt_text
-from petune.tasks.chat import need_template
-from petune.tasks.chat import render as render_chat
+from petune.tasks.chat import prompt_of
 from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
 from petune.tasks.examples import Coder, Example
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
@@ -122,9 +121,8 @@ def encode_prompt(
     if task not in ("seq2seq", "causal", "chat"):
         raise UsageError(f"a model of task {task} does not generate", remedy="petune eval scores it")
     if task == "chat":
-        need_template(coder)
         turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-        return coder.ids([render_chat(turns, coder, "prompt", prompt=True)], special=False)[0]
+        return coder.ids([prompt_of(turns, coder)], special=False)[0]
     if not isinstance(prompt, str):
         raise UsageError(f"task {task} generates from a text, not from turns", remedy="use task: chat")
     if task == "seq2seq":
