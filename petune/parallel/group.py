@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError, MachineError, PetuneError, Problem, Stopped
-from petune.log import warn
+from petune.log import printable, warn
 from petune.parallel.rendezvous import (
     ERROR_FILE,
     Place,
@@ -450,7 +450,7 @@ def report(error: BaseException) -> int:
         with suppress(OSError):
             _write_error_file(Path(path), here.rank if here else 0, code, kind, text, trace)
     if not launched():
-        print(f"rank {here.rank}: {text}" if here else text, file=sys.stderr, flush=True)
+        print(printable(f"rank {here.rank}: {text}" if here else text), file=sys.stderr, flush=True)
     if _session is not None and kind == "own":
         _session.pulse.own.failed, _session.pulse.own.stopped = text, code == Stopped.code
         with suppress(RuntimeError):
