@@ -124,7 +124,7 @@ def join(device_type: Literal["cpu", "cuda"], timeout_s: float = 60, start_timeo
     try:
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            store=PrefixStore("torch", for_torch),
+            store=PrefixStore("torch", for_torch) if device_type == "cpu" else for_torch.beneath("torch"),
             rank=here.rank,
             world_size=here.world,
             timeout=timedelta(seconds=timeout_s),

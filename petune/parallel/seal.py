@@ -2,7 +2,7 @@
 
 The rendezvous is a port of this machine, which any user may write to. Every value carries an HMAC of its key and itself under a secret that
 the ranks of a run share: petune's launcher gives them one in their environment, and ranks that another launcher has started take the
-user's own from a file that nobody else can read, or what PETUNE_SECRET says. torch's own values go through it too.
+user's own from a file that nobody else can read, or what PETUNE_SECRET says. gloo's own values go through it too, NCCL's do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError
 
@@ -104,6 +104,10 @@ class Sealed(Store):
         if len(_refused) < _MOST:
             _refused.add(hashlib.sha256(self._name(key).encode() + raw).digest())
         return None
+
+    def beneath(self, name: str) -> Store:
+        """The store itself, in C++ alone, under a name that cannot be guessed: for NCCL, whose threads must not wait for Python."""
+        return PrefixStore(self._digest(name, b"").hex(), self.store)
 
     # ------------------------------------------------------------ what torch calls, by torch's names
 

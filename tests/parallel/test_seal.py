@@ -47,6 +47,8 @@ def test_only_what_was_sealed_for_this_key_with_this_secret_is_read(monkeypatch:
     assert Sealed(raw, "mine", "run/1", 5).read("a") is None
     raw.set("run/0/a", sealed)
     assert store.read("a") == "first"
+    store.beneath("torch").set("a", "plain")
+    assert (store.beneath("torch").get("a"), other.beneath("torch").check(["a"])) == (b"plain", False)
 
 
 def test_waiting_for_a_value_ends_when_nobody_but_somebody_else_has_written_it():
