@@ -14,7 +14,7 @@ from petune.errors import DataError, FileError, UsageError
 from petune.tasks.causal import opened, prompt_text
 from petune.tasks.chat import prompt_of
 from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
-from petune.tasks.examples import Coder, Example
+from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
 from petune.tasks.packing import pack
 from petune.tasks.report import DataReport, percentile
@@ -67,7 +67,8 @@ def encode(
     labels, segments = rows.labels, model_kind == "encoder"
     coder = make_coder(tokenizer, config, max_positions=max_positions, labels=labels, segments=segments)
     work = find_task(task).encode
-    sides = [work(side, coder) for side in (rows.train, rows.eval)]
+    with whole_tokenizer(tokenizer):
+        sides = [work(side, coder) for side in (rows.train, rows.eval)]
     for side in sides:
         _check_ids(side, vocab_size)
     train, held_out = ([example for example in side if example.trained] for side in sides)

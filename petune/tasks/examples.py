@@ -119,3 +119,15 @@ def cut_on(tokenizer: PreTrainedTokenizerBase, side: str) -> Iterator[None]:
         yield
     finally:
         tokenizer.truncation_side = before
+
+
+@contextmanager
+def whole_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Raise FileError where the tokenizer's own program breaks down inside: a regular expression of its file without end, above all."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a BaseException of a module that cannot be imported
+            raise
+        name = tokenizer.name_or_path or "tokenizer"
+        raise FileError(f"the tokenizer breaks down: {error}", where=name, remedy="take another copy of the model") from None
