@@ -9,6 +9,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"})
+os.environ["PETUNE_SECRET"] = "of the tests"  # ranks without petune's launcher would make the user's own in the home folder
 if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
 

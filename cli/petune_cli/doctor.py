@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.echo import echo
+
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic", "typer", "matplotlib", "peft")
 HUB_TIMEOUT_S = 2.0
 
@@ -21,9 +23,9 @@ def doctor(
         return _check_up(run)
 
     for name, state in (*versions(), *devices(), disk(), *demo_models(), hub()):
-        typer.echo(f"{name:14}{state}")
+        echo(f"{name:14}{state}")
     problem = self_test()
-    typer.echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
+    echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
     if problem:
         raise MachineError(f"the self-test failed: {problem}", remedy="install petune anew in a clean environment")
 
@@ -35,7 +37,7 @@ def _check_up(run: Path) -> None:
 
     found = check_up(run.expanduser())
     for name, state in found.facts:
-        typer.echo(f"{name:14}{state}")
+        echo(f"{name:14}{state}")
     if found.problems:
         raise FileError(found.problems)
 
