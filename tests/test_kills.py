@@ -24,11 +24,11 @@ LONGEST = 0.2  # seconds after training began
 
 
 def assert_same_bits(found: Path, expected: Path) -> None:
-    """Two checkpoints of one step; Python's and numpy's generators are those of their processes."""
+    """Two checkpoints of one step."""
     (tensors, facts), (others, other_facts) = state_of(found), state_of(expected)
     assert tensors.keys() == others.keys() and facts["optimizer"] == other_facts["optimizer"]
     for name, value in tensors.items():
-        assert name in ("rng/python", "rng/numpy") or torch.equal(value, others[name]), name
+        assert torch.equal(value, others[name]), name
 
 
 @pytest.mark.usefixtures("no_picture")
@@ -57,5 +57,5 @@ def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(plan: 
                 assert not damaged, (what, damaged)
                 assert_same_bits(path, straight / "checkpoints" / path.name)
         trained(recipe, resume=resume)
-        assert_same_run(folder, straight, same_process=False)
+        assert_same_run(folder, straight)
         runs += 1
