@@ -21,6 +21,7 @@ import stat
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError, MachineError, PetuneError, Problem, UsageError, nearest
+from petune.file_hashes import leaf_hashes, number_of_blocks, whole_and_leaf_hashes
 from petune.log import human, warn
 from petune.tensorfile import (
     open_regular,
@@ -61,7 +63,8 @@ __all__ = [
     "write_tensors",
 ]
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # version 1 has no leaf hashes
 MANIFEST = "manifest.json"
 POINTER = "latest"
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
@@ -70,7 +73,10 @@ _LEFTOVER = re.compile(r"step-(0|[1-9][0-9]{0,17})\.(tmp|old|gone)-[0-9]+")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: `files` maps a relative path to its size in bytes and its SHA-256; `facts` is the writer's JSON."""
+    """What a checkpoint holds: `facts` is the writer's JSON, `files` maps a relative path to what is known of its bytes.
+
+    That is `size`, `sha256` of all of them, and, from version 2 on, `blocks`: the SHA-256 of every 64 MiB.
+    """
 
     version: int
     run_id: str
@@ -139,7 +145,8 @@ def _flush(path: Path, mode: int) -> dict[str, Any]:
         if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o666 != mode:
             os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        whole, blocks = whole_and_leaf_hashes(file)
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": whole, "blocks": blocks}
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
@@ -188,16 +195,23 @@ def verify(path: Path) -> Manifest:
     """
     manifest = _read_manifest(path)
     problems = _compare(path, manifest)
-    for name, fields in manifest.files.items():
-        if problems:
-            break  # the sizes tell already; hashing gigabytes would not say more
-        with open_regular(path / name) as file, reading(path / name):
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != fields["sha256"]:
-            problems.append(_damaged("has been changed or damaged", path / name, f"sha256 {fields['sha256'][:16]}…", f"{found[:16]}…"))
+    if not problems:  # else the sizes tell already; hashing gigabytes would not say more
+        problems = [found for name, fields in manifest.files.items() if (found := _changed(path / name, fields))]
     if problems:
         raise FileError(problems)
     return manifest
+
+
+def _changed(file: Path, fields: Mapping[str, Any]) -> Problem | None:
+    """The first block of a file whose SHA-256 is another one, the whole file where the manifest (version 1) knows of no blocks."""
+    expected = fields.get("blocks", [fields["sha256"]])
+    with open_regular(file) as held, reading(file):
+        found = leaf_hashes(held) if "blocks" in fields else [hashlib.file_digest(held, "sha256").hexdigest()]
+    for at, (one, other) in enumerate(zip_longest(expected, found, fillvalue=""), 1):
+        if one != other:
+            block = "" if len(expected) == 1 else f", in block {at} of {len(expected)}"
+            return _damaged(f"has been changed or damaged{block}", file, f"sha256 {one[:16]}…", f"{other[:16]}…")
+    return None
 
 
 def _damaged(what: str, path: Path, expected: str | None = None, found: str | None = None) -> Problem:
@@ -217,9 +231,10 @@ def _read_manifest(path: Path) -> Manifest:
     if not isinstance(found, dict):
         raise FileError([_damaged("the manifest is not a JSON object", file)])
     version = found.get("version")
-    if version != VERSION or type(version) is not int:
+    if version not in READABLE or type(version) is not int:
+        what = "a newer version of manifest" if type(version) is int and version > VERSION else "another version of manifest"
         remedy = "use the petune that wrote it, or another checkpoint"
-        raise FileError("another version of manifest", where=str(file), expected=str(VERSION), found=repr(version)[:40], remedy=remedy)
+        raise FileError(what, where=str(file), expected=" or ".join(map(str, READABLE)), found=repr(version)[:40], remedy=remedy)
     seal = found.pop("seal", None)
     try:
         whole = isinstance(seal, str) and _render(found) == text
@@ -237,13 +252,22 @@ def _manifest(found: Mapping[str, Any], file: Path) -> Manifest:
     """Types first: a seal is no signature, and whoever can edit a file can seal it again."""
     kinds = {"version": int, "run_id": str, "step": int, "facts": dict, "files": dict}
     if set(found) != set(kinds) or any(type(found[key]) is not kind for key, kind in kinds.items()) or not found["files"]:
-        raise FileError([_damaged("the manifest's fields are not those of version 1", file, ", ".join(kinds), ", ".join(found)[:200])])
+        raise FileError([_damaged("the manifest's fields are not those of a manifest", file, ", ".join(kinds), ", ".join(found)[:200])])
     for name, fields in found["files"].items():
         if fault := _path_fault(name):
             raise FileError([_damaged(fault, file, "a path inside the checkpoint", repr(name)[:200])])
-        if not isinstance(fields, dict) or {key: type(value) for key, value in fields.items()} != {"size": int, "sha256": str}:
-            raise FileError([_damaged(f"the manifest's entry for {name!r} is not size and sha256", file)])
+        if not _is_entry(fields, found["version"]):
+            needed = "size and sha256" if found["version"] == 1 else "size, sha256 and as many blocks"
+            raise FileError([_damaged(f"the manifest's entry for {name!r} is not {needed}", file)])
     return Manifest(**found)
+
+
+def _is_entry(fields: object, version: int) -> bool:
+    kinds = {"size": int, "sha256": str} | ({} if version == 1 else {"blocks": list})
+    if not isinstance(fields, dict) or {key: type(value) for key, value in fields.items()} != kinds:
+        return False
+    blocks = fields.get("blocks", [])
+    return version == 1 or (len(blocks) == number_of_blocks(fields["size"]) and all(type(one) is str for one in blocks))
 
 
 def _compare(path: Path, manifest: Manifest) -> list[Problem]:
