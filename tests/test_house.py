@@ -47,7 +47,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("running",),
     ("sites",),
     ("demo",),
-    ("folders", "file_hashes", "generators", "plot", "run_lock"),
+    ("folders", "file_hashes", "generators", "plot", "progress", "run_lock"),
     ("tensorfile",),
     ("errors", "log"),
 )
