@@ -88,9 +88,12 @@ class Manifest:
 # ---------------------------------------------------------------- writing
 
 
-def commit(root: Path, step: int, write: Callable[[Path], None], *, run_id: str, facts: Mapping[str, Any]) -> Path:
+def commit(
+    root: Path, step: int, write: Callable[[Path], None], *, run_id: str, facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+) -> Path:
     """Save one checkpoint as `root/step-N`: `write` fills an empty folder, which takes its name whole or never.
 
+    `facts` may be asked for when all else is on disk.
     Saving a step again replaces it without a moment in which neither is found. Raises MachineError (disk full, permission, ...) and
     whatever `write` raises; then nothing of the attempt is left and every earlier checkpoint is as it was.
     """
@@ -126,7 +129,7 @@ def _prepare(root: Path, work: Path, old: Path, final: Path) -> None:
     work.mkdir()
 
 
-def _seal(work: Path, step: int, run_id: str, facts: Mapping[str, Any]) -> None:
+def _seal(work: Path, step: int, run_id: str, facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
     """Flush every file and folder of `work` and write the manifest last, so that its presence says that all else is there."""
     names, problems = _contents(work)
     problems += [Problem(fault, where=str(work / name)) for name in names if (fault := _path_fault(name))]
@@ -136,7 +139,8 @@ def _seal(work: Path, step: int, run_id: str, facts: Mapping[str, Any]) -> None:
     files = {name: _flush(work / name, mode) for name in names}
     for folder in sorted({parent for name in names for parent in (work / name).parents if parent.is_relative_to(work)}, reverse=True):
         sync_folder(folder)
-    content = {"version": VERSION, "run_id": run_id, "step": step, "facts": dict(facts), "files": files}
+    known = dict(facts() if callable(facts) else facts)
+    content = {"version": VERSION, "run_id": run_id, "step": step, "facts": known, "files": files}
     write_file(work / MANIFEST, [_render(content)], sync=True)
 
 
@@ -311,30 +315,35 @@ def _path_fault(name: str) -> str | None:
     return "a file's name leads out of the checkpoint" if any(part in ("", ".", "..") for part in parts) else None
 
 
-def candidates(root: Path) -> list[Path]:
-    """Checkpoints by their folder's name, newest step first (10 before 9); nothing is verified. A missing root has none."""
-    found: dict[int, Path] = {}
-    with reading(root):
-        names = os.listdir(root) if root.is_dir() else []
-    for name in names:
-        if match := _COMMITTED.fullmatch(name):
-            found[int(match[1])] = root / name
-        elif (match := _LEFTOVER.fullmatch(name)) and match[2] == "old":
-            found.setdefault(int(match[1]), root / name)
-    return [found[step] for step in sorted(found, reverse=True)]
+def candidates(*roots: Path) -> list[Path]:
+    """Checkpoints by their folder's name, newest step first (10 before 9), of one step in the order of `roots`; nothing is verified.
+
+    A missing root has none.
+    """
+    found: dict[tuple[int, int], Path] = {}
+    for at, root in enumerate(roots):
+        with reading(root):
+            names = os.listdir(root) if root.is_dir() else []
+        for name in names:
+            if match := _COMMITTED.fullmatch(name):
+                found[int(match[1]), -at] = root / name
+            elif (match := _LEFTOVER.fullmatch(name)) and match[2] == "old":
+                found.setdefault((int(match[1]), -at), root / name)
+    return [found[key] for key in sorted(found, reverse=True)]
 
 
-def newest_good(root: Path) -> tuple[Path, Manifest, list[Problem]]:
+def newest_good(*roots: Path) -> tuple[Path, Manifest, list[Problem]]:
     """The newest checkpoint that verifies, and the problems of every newer one, to be told aloud. Raises FileError when there is none."""
     problems: list[Problem] = []
-    for path in candidates(root):
+    for path in candidates(*roots):
         try:
             return path, verify(path), problems
         except FileError as error:
             problems += error.problems
+    where = str(roots[0])
     if problems:
-        raise FileError([Problem("no checkpoint is whole", str(root), remedy="start the run again without --resume"), *problems])
-    raise FileError("no checkpoint here", where=str(root), expected="folders step-N", remedy="check the path, or run without --resume")
+        raise FileError([Problem("no checkpoint is whole", where, remedy="start the run again without --resume"), *problems])
+    raise FileError("no checkpoint here", where=where, expected="folders step-N", remedy="check the path, or run without --resume")
 
 
 # ---------------------------------------------------------------- tidying

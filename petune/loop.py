@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,15 +24,14 @@ from petune import checkpoint, export, ranks
 from petune.assemble import Prepared, build, choose_place, run_on
 from petune.audit import Audit, comparable, digest, frozen_checksums
 from petune.callbacks import Callbacks
+from petune.control import head_only_control
 from petune.dropout import step_key
-from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault
-from petune.evaluate import Batch, batches, evaluate, head_only, scoring, shortcomings
+from petune.errors import FileError, Problem, RecipeError, Stopped, TrainingFault
+from petune.evaluate import Batch, evaluate, scoring, shortcomings
 from petune.file_hashes import FileHashes
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
-from petune.methods.targets import head_modules
-from petune.models import family_of
 from petune.models.source import weight_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, is_sharded, local
@@ -39,13 +39,13 @@ from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
-from petune.state import fill, gather_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
+from petune.snapshot import FOLDER, KEPT, Snapshots
+from petune.state import fill, gather_state, pack_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_packed
 from petune.stopping import StopAsked, StopRequest
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
-from petune.wording import closing_lines, command_to_go_on, header_lines, peak_memory, ways_out
+from petune.wording import closing_lines, command_to_go_on, explain_memory, header_lines, peak_memory
 
 _T = TypeVar("_T")
-_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class Training:
@@ -67,9 +67,10 @@ class Training:
         self.place = choose_place(self.recipe)
         self.metric, self.larger_is_better = self._metric()
         self.trackers = Trackers(self.recipe.trackers if mesh.main else ())
-        self.progress = Progress()
+        self.progress, self.trusted = Progress(), 0  # `trusted`: the last step at which the frozen weights were compared
         self.units = prepared.encoded.train
         self.weights = self._class_weights()
+        self._explain_memory = partial(explain_memory, self.recipe, lambda: self.progress.step + 1)
         with self._explain_memory("loading of the model"):
             model = build(prepared)
             self.described = describe(model), count_parameters(model)
@@ -84,6 +85,9 @@ class Training:
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
         self.optimizer = self.runner.streamed or self._optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
+        self.roots = folder.checkpoints, folder.checkpoints / FOLDER
+        self.snapshots = Snapshots(self.roots[1], mesh.device, lambda: self.progress.step)
+        self.came_from: list[str] = []  # what the header says of a run that was resumed
         if mesh.main:
             self._check_disk()
 
@@ -125,7 +129,7 @@ class Training:
 
     def run(self, resume: bool | str | Path, allow_change: Collection[str] = ()) -> None:
         """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
-        with FileHashes(self._base_files()) as self.base_hashes:  # while the device trains
+        with FileHashes(self._base_files()) as self.base_hashes, self.snapshots:  # while the device trains
             self._run(resume, allow_change)
 
     def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
@@ -139,7 +143,7 @@ class Training:
         try:
             self.trackers.start(self.folder.path, self.recipe.resolved())
             facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
-            self.reporter.header(facts, self.steps.total)
+            self.reporter.header([*facts, *self.came_from], self.steps.total)
             self.runner.barrier()  # the main process had more to do
             if not self.progress.before:
                 self._score_base()
@@ -181,6 +185,8 @@ class Training:
         save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0 or step == self.steps.total
         if best or save_due or self._ended_early():
             self.save()
+        elif self.recipe.snapshot_every and step % self.recipe.snapshot_every == 0:
+            self._snapshot()
 
     def _evaluation_due(self) -> bool:
         step, last = self.progress.step, self.progress.step == self.steps.total or self.callbacks.ended_by is not None
@@ -245,6 +251,7 @@ class Training:
         norm = runner.clip(self.recipe.clip)
         self._refuse_non_finite(loss, norm, number)
         self.audit.after_backward()
+        self.snapshots.settle()
         with self._explain_memory("optimizer step"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -288,20 +295,6 @@ class Training:
             "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
         }
 
-    @contextmanager
-    def _explain_memory(self, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except (*_NO_MEMORY, RuntimeError) as error:
-            if not isinstance(error, _NO_MEMORY) and "allocate memory" not in str(error):
-                raise
-            first = (str(error).splitlines() or ["no detail"])[0]
-            raise MachineError(
-                f"out of memory in the {phase}, step {self.progress.step + 1}",
-                found=first,
-                remedy="try " + ", ".join(ways_out(self.recipe, phase)),
-            ) from None
-
     # ------------------------------------------------------------ scores
 
     def evaluate(self) -> dict[str, float]:
@@ -327,28 +320,12 @@ class Training:
         with self._untouched():
             before = self.evaluate()
             if self.task.name == "classify" and self.recipe.head_only:
-                control = self._control()
+                with self._explain_memory("evaluation"):
+                    control = head_only_control(self.runner, self.prepared, self._check_stop, self.weights)
         self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither
         self._report_scores(self.progress.before)
         if self.progress.head_only is not None:
             self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {self.progress.head_only:.4f}")
-
-    def _control(self) -> float | None:
-        """Accuracy of a head trained on the frozen base; None where the model has no head of its own."""
-        model = self.runner.modules[-1]
-        heads = head_modules(model, family_of(model), "auto")
-        if not heads:
-            return None
-        encoded = self.prepared.encoded
-        pad, shortest = pad_token_id(self.tokenizer), self.runner.plan.tp
-        sides = [batches(rows, 32, self.task.name, pad, shortest) for rows in (encoded.train, encoded.eval)]
-        doing = phase("training the control, a head on the frozen base")
-        with doing, self._explain_memory("evaluation"), scoring(*self.runner.modules):
-            found = head_only(
-                model, heads[0], (sides[0], sides[1]), self.runner.logits, self._check_stop, seed=self.recipe.seed, weights=self.weights
-            )
-        self.runner.barrier()  # only where logits come out was there something to fit
-        return self.runner.sum([found or 0.0])[0] / self.runner.plan.dp
 
     def _report_scores(self, scores: Mapping[str, float]) -> dict[str, Any]:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
@@ -375,15 +352,18 @@ class Training:
 
     def save(self) -> Path:
         """Commit a checkpoint of this very step, point `best` at the best one, rotate. Raises TrainingFault if a frozen tensor moved."""
-        with phase("comparing the frozen weights with their checksums"):
-            self.audit.check_frozen()
-        root = self.folder.checkpoints
+        self._check_frozen()
+        root = self.roots[0]
         tuned, optimizer = self._whole_state()
         path = root / f"step-{self.progress.step}"
         if self.runner.mesh.main:
             with phase("writing the checkpoint"):
                 path = checkpoint.commit(
-                    root, self.progress.step, lambda place: write_state(place, tuned, optimizer), run_id=self.run_id, facts=self._facts()
+                    root,
+                    self.progress.step,
+                    lambda place: write_packed(place, *pack_state(tuned, optimizer)),
+                    run_id=self.run_id,
+                    facts=self._facts(),
                 )
             protect = []
             if self.progress.best_step is not None:
@@ -393,9 +373,28 @@ class Training:
         self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
 
+    def _check_frozen(self) -> None:
+        """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside then."""
+        try:
+            with phase("comparing the frozen weights with their checksums"):
+                self.audit.check_frozen()
+        except TrainingFault:
+            if self.runner.mesh.main:
+                self.snapshots.distrust(self.trusted)
+            raise
+        self.trusted = self.progress.step
+
+    def _snapshot(self) -> None:
+        """Begin to copy the state of this step; the main process writes it while all go on."""
+        tuned, optimizer = self._whole_state()
+        if self.runner.mesh.main:
+            tensors, state = pack_state(tuned, optimizer)
+            own = not self.runner.uncut
+            self.snapshots.take(self.progress.step, tensors, state, run_id=self.run_id, facts=self._facts(), own=own)
+
     def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
-        """Tuned tensors and optimizer as they are saved: of the whole model, whatever the plan."""
-        if self.runner.plan.world == 1:
+        """Tuned tensors and optimizer as they are saved: of the whole model, whatever the plan. Live ones where every rank has them."""
+        if self.runner.uncut:
             return self.tuned, self.optimizer
         return gather_state(self.runner, self.optimizer, self._optimizer)
 
@@ -410,11 +409,11 @@ class Training:
 
     def _restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
-        root, main = self.folder.checkpoints, self.runner.mesh.main
-        if main:
+        main = self.runner.mesh.main
+        for root in self.roots if main else ():
             checkpoint.sweep(root)
         self.runner.barrier()
-        found = checkpoint.candidates(root)
+        found = checkpoint.candidates(*self.roots)
         if group.inside() and resume is True:
             group.agree({"newest checkpoint": found[0].name if found else "none"})  # every machine must see the run folder
         if resume is True and not found:
@@ -423,7 +422,7 @@ class Training:
                 self.folder.cut_metrics(-1)
             return
         if resume is True:
-            path, manifest, skipped = checkpoint.newest_good(root)
+            path, manifest, skipped = checkpoint.newest_good(*self.roots)
             for problem in skipped:
                 self.reporter.note(f"NOT RESUMED FROM: {problem}")
         else:
@@ -437,10 +436,15 @@ class Training:
         self._restore_tensors(path)
         self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
         self.runner.barrier()
+        self.trusted = manifest.step
         if main:
-            checkpoint.set_aside(root, manifest.step)
+            for root in self.roots:
+                checkpoint.set_aside(root, manifest.step)
             self.folder.cut_metrics(manifest.step)
-        self.reporter.note(f"resumed from {path} at step {manifest.step}")
+        age = manifest.facts.get("snapshot")
+        when = f", a snapshot that was committed at step {age['run_step']}" if age else ""
+        self.came_from = [f"resumed  at step {manifest.step}{when}"]
+        self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
 
     def _restore_tensors(self, path: Path) -> None:
         """Fill this process' parts from the whole state at `path`."""
@@ -472,13 +476,17 @@ class Training:
         tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in self.runner.shapes.values())
         held = sum(value.nbytes for own in self.optimizer.state.values() for value in own.values())
         state = tuned + (held or 2 * tuned)  # AdamW makes its two moments in the first step, unless they have a place from the start
-        checkpoint.require_free(self.folder.path, (self.recipe.keep + 2) * state + tuned)
+        kept = self.recipe.keep + (KEPT + 1 if self.recipe.snapshot_every else 0)
+        checkpoint.require_free(self.folder.path, (kept + 2) * state + tuned)
 
     # ------------------------------------------------------------ the end
 
     def _finish(self) -> None:
         """Go back to the best checkpoint, write `tuned/` and what a person wants to see."""
         progress = self.progress
+        self.snapshots.drain()
+        if (line := self.snapshots.summary()) is not None:
+            self.reporter.note(line)
         if progress.best_step is not None and progress.best_step != progress.step:
             self._go_back_to_best(self.folder.checkpoints / f"step-{progress.best_step}")
         self.runner.barrier()  # the main process may have had more to read

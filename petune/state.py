@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 OWN = ("weight_decay", "betas", "fused")  # of an optimizer's options those of the recipe and the machine, not of the file
 
 
-def write_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Write everything that a step changes, beside the progress, into `folder`."""
+def pack_state(tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are the live ones, and JSON."""
     moments, optimizer_facts = checkpoint.pack_optimizer(optimizer, tuned)
     rng, rng_facts = rng_state()
     tensors = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
-    checkpoint.write_tensors(folder / TENSORS, tensors | moments | rng)
-    checkpoint.write_json(folder / FACTS, {"optimizer": optimizer_facts, "rng": rng_facts})
+    return tensors | moments | rng, {"optimizer": optimizer_facts, "rng": rng_facts}
+
+
+def write_packed(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write what `pack_state` gave, or copies of it, into `folder`."""
+    checkpoint.write_tensors(folder / TENSORS, tensors)
+    checkpoint.write_json(folder / FACTS, facts)
 
 
 def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -115,6 +115,12 @@ STREAMED = (
         "memory.stream: bf16 keeps weights in bf16",
         "set dtype: bf16, or memory.stream: fp32",
     ),
+    _streamed(
+        "snapshot_every",
+        lambda recipe: recipe.snapshot_every is None,
+        "memory.stream changes the whole model inside the backward pass: there is no moment beside which to copy it",
+        "set snapshot_every: null, and save_every as often as you want",
+    ),
 )
 RULES = (
     Rule(("data.path",), lambda recipe: bool(recipe.data.path.strip()), "no data is named", "for example  data: demo:docstrings"),

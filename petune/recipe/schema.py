@@ -78,6 +78,9 @@ class Recipe(BaseModel):
     )
     eval_every: Count | None = Field(None, description="steps between evaluations; null: after each epoch")
     save_every: Count | None = Field(None, description="steps between checkpoints; null: after each epoch")
+    snapshot_every: Count | None = Field(
+        None, description="steps between snapshots: copied beside the next step, written as the disk has time; null: none"
+    )
     keep: Annotated[int, Field(ge=2, le=1000)] = Field(2, description="checkpoints kept; the best one is kept besides")
     metric: Annotated[str, Field(min_length=1)] | None = Field(None, description="decides which checkpoint is best; null: the task's own")
     direction: Literal["auto", "min", "max"] = Field("auto", description="which metric is better; auto: known from the metric")
