@@ -86,7 +86,7 @@ class Training:
         self.optimizer = self.runner.streamed or self._optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         self.roots = folder.checkpoints, folder.checkpoints / FOLDER
-        self.snapshots = Snapshots(self.roots[1], mesh.device, lambda: self.progress.step)
+        self.snapshots = Snapshots(self.roots[1], mesh.device, write_packed, lambda: self.progress.step)
         self.came_from: list[str] = []  # what the header says of a run that was resumed
         if mesh.main:
             self._check_disk()

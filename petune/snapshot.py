@@ -10,7 +10,7 @@ waits for the disk, and what is written cannot change meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Condition, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,83 +22,121 @@ from petune import checkpoint
 from petune.errors import MachineError, PetuneError
 from petune.kernels.offload import pin
 from petune.log import human
-from petune.state import write_packed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+Write = Callable[["Path", Mapping[str, Tensor], Mapping[str, Any]], None]
 FOLDER = "snapshots"  # inside the folder of checkpoints, so that neither's rotation sees the other
 KEPT = 2
-_ALIGN = 64  # bytes: where a tensor begins in a host buffer
+_ALIGN = 64  # bytes: where a tensor begins in a buffer
+_SMALL = 1 << 20  # bytes of a tensor that is gathered with others first
+
+
+class Layout:
+    """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all others.
+
+    The small ones are gathered on the GPU, in `packed`, and leave it in one copy: a thousand copies of their own would take the host longer
+    to begin than the device to make.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.kinds = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+        self.small = [name for name, value in tensors.items() if value.is_cuda and value.nbytes <= _SMALL]
+        self.large = [name for name, value in tensors.items() if not value.is_cuda or value.nbytes > _SMALL]
+        self.begins, self.end = {}, 0
+        sizes = {name: -(-value.nbytes // _ALIGN) * _ALIGN for name, value in tensors.items()}
+        for name in (*self.small, *self.large):
+            self.begins[name] = self.end
+            self.end += sizes[name]
+        self.small_end = sum(sizes[name] for name in self.small)
+        self.packed = torch.empty(self.small_end, dtype=torch.uint8, device=device)
+        inside = self.views(self.packed, self.small)
+        kinds = {value.dtype for value in inside.values()}  # one launch takes tensors of one dtype
+        self.gathers = [{name: value for name, value in inside.items() if value.dtype is kind} for kind in kinds]
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are tensors of the same names, shapes and dtypes."""
+        return tensors.keys() == self.kinds.keys() and all(
+            (value.shape, value.dtype) == self.kinds[name] for name, value in tensors.items()
+        )
+
+    def views(self, buffer: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """Each of `names` as a tensor inside a buffer of bytes."""
+        found = {}
+        for name in names:
+            (shape, dtype), begin = self.kinds[name], self.begins[name]
+            found[name] = buffer[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return found
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the small ones to `packed`."""
+        for inside in self.gathers:
+            torch._foreach_copy_(list(inside.values()), [tensors[name] for name in inside])
 
 
 class HostCopy:
-    """Room in host memory for the tensors of one state, made when it is first filled; pinned where they come from a GPU."""
+    """One state in host memory, pinned where it comes from a GPU. step, state, facts, run_id: what it is of, as `Snapshots.take` says."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
-        self.tensors: dict[str, Tensor] = {}
+        self.layout: Layout | None = None
         self.copied: torch.cuda.Event | None = None
-
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to copy; on a GPU this returns at once, and `tensors` must stay as they are until `copied` has happened."""
-        if tensors.keys() != self.tensors.keys() or any(value.shape != self.tensors[name].shape for name, value in tensors.items()):
-            self.tensors = self._room(tensors)
-        targets, sources = list(self.tensors.values()), [tensors[name].detach() for name in self.tensors]
-        if self.stream is None:
-            torch._foreach_copy_(targets, sources)
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        self.copied = self.stream.record_event()
-
-    def _room(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A tensor like each of `tensors` on the host, all in one buffer: torch pins memory in powers of two."""
-        begins, end = {}, 0
-        for name, value in tensors.items():
-            begins[name] = end
-            end += -(-value.nbytes // _ALIGN) * _ALIGN
-        buffer = torch.empty(end, dtype=torch.uint8)
-        if self.stream is not None:
-            try:
-                pin(buffer)
-            except MachineError as error:
-                remedy = "set snapshot_every: null, or free some of this machine's memory"
-                raise MachineError(
-                    f"a snapshot needs {human(end)} of host memory twice", found=str(error.problems[0].what), remedy=remedy
-                ) from None
-        return {
-            name: buffer[begins[name] : begins[name] + value.nbytes].view(value.dtype).view(value.shape) for name, value in tensors.items()
-        }
-
-
-class _Turn:
-    """One of the two copies and what it is of."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.room = HostCopy(stream)
-        self.step = -1
         self.tensors: Mapping[str, Tensor] = {}
+        self.step, self.run_id = -1, ""
         self.state: Mapping[str, Any] = {}
         self.facts: Mapping[str, Any] = {}
-        self.run_id = ""
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+        """Begin to copy; on a GPU this returns at once, and `tensors` must stay as they are until `copied` has happened."""
+        if layout is not self.layout:
+            self._make_room(layout)
+        large = [self.room[name] for name in layout.large], [tensors[name] for name in layout.large]
+        self.tensors = self.room
+        if self.stream is None:
+            torch._foreach_copy_(*large)
+            return
+        layout.gather(tensors)
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            self.buffer[: layout.small_end].copy_(layout.packed, non_blocking=True)
+            if layout.large:
+                torch._foreach_copy_(*large, non_blocking=True)
+        self.copied = self.stream.record_event()
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors that are on the CPU and nobody else's."""
+        self.tensors, self.copied = tensors, None
+
+    def _make_room(self, layout: Layout) -> None:
+        """One buffer for all: torch pins memory in powers of two."""
+        self.buffer = torch.empty(layout.end, dtype=torch.uint8)
+        if self.stream is not None:
+            try:
+                pin(self.buffer)
+            except MachineError as error:
+                what, remedy = f"snapshots need {human(layout.end)} of host memory twice", "set snapshot_every: null, or free some memory"
+                raise MachineError(what, found=error.problems[0].what, remedy=remedy) from None
+        self.room = layout.views(self.buffer, layout.kinds)
+        self.layout = layout
 
 
 class Snapshots:
     """Takes copies of a run's state and commits the newest whole one again and again to `root`, which keeps the last two.
 
-    device: where the state lives. run_step: says, when a snapshot is committed, which step the run has reached. Use it as a context: an
-    end by an error still writes what was taken last, an interrupt only ends what is being written.
+    device: where the state lives. write: puts tensors and JSON into an empty folder. run_step: says, when a snapshot is committed, which
+    step the run has reached. Use it as a context: an end by an error still writes what was taken last, an interrupt only ends what is
+    being written.
     """
 
-    def __init__(self, root: Path, device: torch.device, run_step: Callable[[], int]) -> None:
-        self.root, self.device, self.run_step = root, device, run_step
+    def __init__(self, root: Path, device: torch.device, write: Write, run_step: Callable[[], int]) -> None:
+        self.root, self.device, self.write, self.run_step = root, device, write, run_step
         self.taken, self.written, self.oldest = 0, 0, 0  # `oldest`: the most steps that a snapshot was behind when it was committed
-        self._turns: tuple[_Turn, ...] = ()
-        self._waiting: _Turn | None = None
-        self._writing: _Turn | None = None
+        self._layout: Layout | None = None
+        self._turns: tuple[HostCopy, ...] = ()
+        self._waiting: HostCopy | None = None
+        self._writing: HostCopy | None = None
         self._ending = False
         self._fault: BaseException | None = None
         self._changed = Condition()
@@ -122,7 +160,7 @@ class Snapshots:
         """
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            self._turns = _Turn(stream), _Turn(stream)
+            self._turns = HostCopy(stream), HostCopy(stream)
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
             self._thread.start()
         with self._changed:
@@ -132,10 +170,12 @@ class Snapshots:
                 turn, self._waiting = self._waiting, None
         turn.step, turn.state, turn.facts, turn.run_id = step, state, facts, run_id
         if own:
-            turn.tensors, turn.room.copied = tensors, None
+            turn.adopt(tensors)
         else:
-            turn.room.fill(tensors)
-            turn.tensors = turn.room.tensors
+            self.settle()  # what is gathered on the device may still be on its way to the other copy
+            if self._layout is None or not self._layout.fits(tensors):
+                self._layout = Layout(tensors, self.device)
+            turn.fill(tensors, self._layout)
         with self._changed:
             self._waiting = turn
             self.taken += 1
@@ -145,8 +185,8 @@ class Snapshots:
         """Let the device wait, before it changes the state, until that is copied. Raises what the writing thread has met."""
         self._raise()
         for turn in self._turns:
-            if turn.room.copied is not None:
-                torch.cuda.current_stream(self.device).wait_event(turn.room.copied)
+            if turn.copied is not None:
+                torch.cuda.current_stream(self.device).wait_event(turn.copied)
 
     def drain(self) -> None:
         """Wait until the newest copy is on disk. Raises what the writing thread has met."""
@@ -210,9 +250,9 @@ class Snapshots:
             if self._fault is not None:
                 return
 
-    def _commit(self, turn: _Turn) -> None:
-        if turn.room.copied is not None:
-            turn.room.copied.synchronize()
+    def _commit(self, turn: HostCopy) -> None:
+        if turn.copied is not None:
+            turn.copied.synchronize()
 
         def facts() -> dict[str, Any]:
             age = {"step": turn.step, "run_step": self.run_step()}
@@ -220,7 +260,7 @@ class Snapshots:
             return {**turn.facts, "snapshot": age}
 
         checkpoint.commit(
-            self.root, turn.step, lambda folder: write_packed(folder, turn.tensors, turn.state), run_id=turn.run_id, facts=facts
+            self.root, turn.step, lambda folder: self.write(folder, turn.tensors, turn.state), run_id=turn.run_id, facts=facts
         )
         checkpoint.rotate(self.root, KEPT)
         self.written += 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import petune.snapshot
+import petune.loop
 from petune import checkpoint
 from petune.errors import MachineError, RecipeError, TrainingFault
 from petune.loop import Training
@@ -49,7 +49,7 @@ def wait_for(there: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------- what is copied
 
 
-def test_what_is_written_is_the_state_of_its_step_however_late_and_the_newest_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_written_is_the_state_of_its_step_however_late_and_the_newest_comes_next(tmp_path: Path):
     free, begun = threading.Event(), threading.Event()
 
     def slow(folder: Path, tensors: Any, facts: Any) -> None:
@@ -57,10 +57,9 @@ def test_what_is_written_is_the_state_of_its_step_however_late_and_the_newest_co
         assert free.wait(20)
         write_packed(folder, tensors, facts)
 
-    monkeypatch.setattr(petune.snapshot, "write_packed", slow)
     live = {"a": torch.zeros(3, 5), "step": torch.tensor(0.0), "b": torch.zeros(7, dtype=torch.bfloat16), "rng": torch.zeros(9).byte()}
     now, places = {"step": 0}, set()
-    with Snapshots(tmp_path, torch.device("cpu"), lambda: now["step"]) as snapshots:
+    with Snapshots(tmp_path, torch.device("cpu"), slow, lambda: now["step"]) as snapshots:
         for step in range(1, 6):
             now["step"] = step
             for value in live.values():
@@ -144,13 +143,13 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
 
         def written(folder: Path, tensors: Any, facts: Any) -> None:
             write(folder, tensors, facts)
-            if folder.name.startswith("step-3."):
+            if folder.parent.name == "snapshots" and folder.name.startswith("step-3."):
                 die()
 
         if at == "rename":
             os.rename = renamed  # type: ignore[assignment]
         else:
-            petune.snapshot.write_packed = written  # type: ignore[attr-defined]
+            petune.loop.write_packed = written
         run(recipe, Listener(lambda step: wait_for(lambda: step == 1 or f"step-{step - 1}" in snapshots_of(tmp_path / "run"))))
 
     assert ends(1, train, recipe)[0].code == -signal.SIGKILL
@@ -206,8 +205,10 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
     straight = run(settings(tmp_path, save_every=2, out="straight"))
     recipe = settings(tmp_path, save_every=2, snapshot_every=1)
 
-    def refuse(folder: Path, *_: Any) -> None:
-        raise error
+    def refuse(folder: Path, *given: Any) -> None:
+        if folder.parent.name == "snapshots":
+            raise error
+        write_packed(folder, *given)
 
     def until_it_has_failed(step: int) -> None:
         if step == 4:
@@ -215,7 +216,7 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
 
     listener = Listener(until_it_has_failed)
     with monkeypatch.context() as patched, pytest.raises(kind, match=said) as raised:
-        patched.setattr(petune.snapshot, "write_packed", refuse)
+        patched.setattr(petune.loop, "write_packed", refuse)
         run(recipe, listener)
     assert raised.value.code == (7 if kind is TrainingFault else 5)
     assert 1 <= len(listener.steps) <= 4, "it went on for more than the step in which the failure was seen"
@@ -268,7 +269,7 @@ def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(t
 
 
 def test_an_interrupt_ends_what_is_being_written_and_no_more(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt), Snapshots(tmp_path, torch.device("cpu"), lambda: 0) as snapshots:
+    with pytest.raises(KeyboardInterrupt), Snapshots(tmp_path, torch.device("cpu"), write_packed, lambda: 0) as snapshots:
         snapshots.take(1, {"a": torch.zeros(3)}, {}, run_id="run", facts={})
         raise KeyboardInterrupt
     assert all(thread.name != "petune-snapshot" for thread in threading.enumerate())
