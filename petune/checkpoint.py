@@ -349,15 +349,19 @@ def newest_good(*roots: Path) -> tuple[Path, Manifest, list[Problem]]:
 # ---------------------------------------------------------------- tidying
 
 
+def leftovers(root: Path) -> list[str]:
+    """Names of what killed saves and rotations left in a folder of checkpoints."""
+    names = os.listdir(root) if root.is_dir() else []
+    return sorted(name for name in names if _LEFTOVER.fullmatch(name) or name.startswith(f".{POINTER}.tmp-"))
+
+
 def sweep(root: Path) -> list[str]:
     """Remove what killed saves and rotations left, and finish a replacement that was cut off; call it holding the RunLock.
 
     Returns the names dealt with. Raises MachineError.
     """
-    if not root.is_dir():
-        return []
     with writing(root):
-        found = sorted(name for name in os.listdir(root) if _LEFTOVER.fullmatch(name) or name.startswith(f".{POINTER}.tmp-"))
+        found = leftovers(root)
         for name in found:
             match = _LEFTOVER.fullmatch(name)
             if match and match[2] == "old":

@@ -301,6 +301,20 @@ def _check_files(record: _Record, folder: Path) -> None:
             raise FileError("has been changed or damaged", where=str(file), remedy="use another copy", **sides)
 
 
+def verify(folder: Path) -> str:
+    """Compare the files of a folder that `save`, a merge or an export wrote with the hashes stored in it; in words, what was compared.
+
+    Raises FileError for a file that is missing, changed or damaged.
+    """
+    if not (folder / RECORD).exists():
+        return "not verified: it stores no hashes"
+    record = _read_record(folder)
+    if record is None or not (hashes := record.facts.get("sha256")):
+        raise FileError("stores no hashes", where=str(folder / RECORD), expected='the key "sha256"', remedy="use another copy")
+    _check_files(record, folder)
+    return f"whole: {len(hashes)} files as their hashes say"
+
+
 def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -> None:
     file, made_on = str(folder / RECORD), record.facts.get("model") or {}
     if (expected := made_on.get("class")) != (found := type(model).__name__) or record.facts.get("family") != _family(model):

@@ -14,6 +14,13 @@ from petune.errors import FileError
 from petune.log import warn
 
 
+def seed_others(seed: int) -> None:
+    """Seed Python's generator and numpy's. petune draws from neither; a model or a callback may."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of every generator a run may draw from: torch's on the CPU and, once used, on each GPU, Python's, numpy's if imported.
 

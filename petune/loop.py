@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,29 @@ from petune.dropout import step_key
 from petune.errors import FileError, Problem, RecipeError, Stopped, TrainingFault
 from petune.evaluate import Batch, evaluate, scoring, shortcomings
 from petune.file_hashes import FileHashes
+from petune.generators import seed_others
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
 from petune.methods.configs import FullConfig
 from petune.models.source import weight_files
 from petune.objects import base_name
-from petune.parallel import Mesh, alone, group, is_sharded, local
+from petune.parallel import Mesh, alone, group, local
 from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
 from petune.snapshot import FOLDER, KEPT, Snapshots
-from petune.state import fill, gather_state, pack_state, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_packed
+from petune.state import (
+    fill,
+    gather_state,
+    make_optimizer,
+    pack_state,
+    refuse_tuned_folder,
+    restore_state,
+    scatter_state,
+    tuned_of,
+    write_packed,
+)
 from petune.stopping import StopAsked, StopRequest
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
 from petune.wording import closing_lines, command_to_go_on, explain_memory, header_lines, peak_memory
@@ -69,6 +80,7 @@ class Training:
         self.trackers = Trackers(self.recipe.trackers if mesh.main else ())
         self.progress, self.trusted = Progress(), 0  # `trusted`: the last step at which the frozen weights were compared
         self.units = prepared.encoded.train
+        seed_others(self.recipe.seed)
         self.weights = self._class_weights()
         self._explain_memory = partial(explain_memory, self.recipe, lambda: self.progress.step + 1)
         with self._explain_memory("loading of the model"):
@@ -83,7 +95,8 @@ class Training:
         self.model, self.tuned = self.runner.model, self.runner.tuned
         recipe = self.recipe
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
-        self.optimizer = self.runner.streamed or self._optimizer(self.tuned)
+        self.make_optimizer = partial(make_optimizer, recipe)
+        self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         self.roots = folder.checkpoints, folder.checkpoints / FOLDER
         self.snapshots = Snapshots(self.roots[1], mesh.device, write_packed, lambda: self.progress.step)
@@ -106,21 +119,6 @@ class Training:
         direction = known[name] if self.recipe.direction == "auto" else self.recipe.direction
         return name, direction == "max"
 
-    def _optimizer(self, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-        decays = {True: self.recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
-        kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]  # one update takes shards or plain tensors, not both
-        groups = [
-            {
-                "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
-                "weight_decay": decays[kind[0]],
-            }
-            for kind in kinds
-        ]
-        betas = (self.recipe.beta1, self.recipe.beta2)
-        groups = [group for group in groups if group["params"]] or groups[:1]
-        fused = all(value.device.type == "cuda" for value in tuned.values())
-        return torch.optim.AdamW(groups, lr=self.recipe.learning_rate, betas=betas, fused=fused and bool(tuned))
-
     def _class_weights(self) -> Tensor | None:
         weights = class_weights(self.recipe.class_weights, self.units, self.prepared.rows.labels or ())
         return None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
@@ -137,7 +135,7 @@ class Training:
             with phase("reading the checkpoint"):
                 self._restore(resume, allow_change)
             if self.runner.mesh.main:
-                self.folder.begin()
+                self.folder.begin(self.run_id)
         with phase("taking checksums of the frozen weights"):
             self.audit = self._audit()
         try:
@@ -151,8 +149,10 @@ class Training:
                 self._after_step()  # a stop cut this evaluation off
             while self.progress.step < self.steps.total and not self._ended_early():
                 self._check_stop()
+                self.snapshots.check()
                 with phase("first step, which prepares the kernels") if not self.audit.updates else nullcontext():
                     record = self.step()
+                self._has_lost_folder()
                 self.reporter.step(record)
                 self.trackers.log(record)
                 self.callbacks.on_step(record)
@@ -170,7 +170,15 @@ class Training:
         self._finish()
 
     def _check_stop(self) -> None:
+        self._has_lost_folder()
         self.stop.check(self.runner.any)
+
+    def _has_lost_folder(self) -> bool:
+        """Whether the run folder is no longer this run's: nothing more is written there, and all stop; `save` keeps the state elsewhere."""
+        if self.runner.mesh.main and self.folder.is_lost(self.run_id):
+            self.reporter.detach()
+            self.stop.name = self.stop.name or "the loss of the run folder"
+        return self.reporter.detached
 
     def _audit(self) -> Audit:
         frozen = {name: value for module in self.runner.modules for name, value in frozen_tensors(module).items()}
@@ -358,13 +366,9 @@ class Training:
         path = root / f"step-{self.progress.step}"
         if self.runner.mesh.main:
             with phase("writing the checkpoint"):
-                path = checkpoint.commit(
-                    root,
-                    self.progress.step,
-                    lambda place: write_packed(place, *pack_state(tuned, optimizer)),
-                    run_id=self.run_id,
-                    facts=self._facts(),
-                )
+                if self._has_lost_folder():
+                    self._rescue(tuned, optimizer)
+                path = self._commit(root, tuned, optimizer)
             protect = []
             if self.progress.best_step is not None:
                 protect.append(root / f"step-{self.progress.best_step}")
@@ -372,6 +376,20 @@ class Training:
             checkpoint.rotate(root, self.recipe.keep, protect)
         self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
+
+    def _commit(self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Path:
+        def write(place: Path) -> None:
+            write_packed(place, *pack_state(tuned, optimizer))
+
+        return checkpoint.commit(root, self.progress.step, write, run_id=self.run_id, facts=self._facts())
+
+    def _rescue(self, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Keep the state in a new folder beside the one that is gone, from which the run can go on, and say where."""
+        place = self.folder.beside()
+        place.begin(self.run_id)
+        path = self._commit(place.checkpoints, tuned, optimizer)
+        what, go_on = f"the state of step {self.progress.step}", command_to_go_on(place.path, self.prepared.objects)
+        raise self.folder.lost(f"{what} is kept in {path}", f"go on with: {go_on}")
 
     def _check_frozen(self) -> None:
         """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside then."""
@@ -387,7 +405,7 @@ class Training:
     def _snapshot(self) -> None:
         """Begin to copy the state of this step; the main process writes it while all go on."""
         tuned, optimizer = self._whole_state()
-        if self.runner.mesh.main:
+        if self.runner.mesh.main and not self._has_lost_folder():
             tensors, state = pack_state(tuned, optimizer)
             own = not self.runner.uncut
             self.snapshots.take(self.progress.step, tensors, state, run_id=self.run_id, facts=self._facts(), own=own)
@@ -396,7 +414,7 @@ class Training:
         """Tuned tensors and optimizer as they are saved: of the whole model, whatever the plan. Live ones where every rank has them."""
         if self.runner.uncut:
             return self.tuned, self.optimizer
-        return gather_state(self.runner, self.optimizer, self._optimizer)
+        return gather_state(self.runner, self.optimizer, self.make_optimizer)
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same for a state to be continued, and the progress it belongs to."""
@@ -410,16 +428,18 @@ class Training:
     def _restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
         main = self.runner.mesh.main
-        for root in self.roots if main else ():
-            checkpoint.sweep(root)
+        if main:
+            self.folder.sweep()
+            checkpoint.sweep(self.roots[1])
         self.runner.barrier()
         found = checkpoint.candidates(*self.roots)
         if group.inside() and resume is True:
             group.agree({"newest checkpoint": found[0].name if found else "none"})  # every machine must see the run folder
         if resume is True and not found:
+            self.run_id = self.folder.run_id() or self.run_id
             self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
             if main:
-                self.folder.cut_metrics(-1)
+                self._cut_metrics(-1)
             return
         if resume is True:
             path, manifest, skipped = checkpoint.newest_good(*self.roots)
@@ -432,6 +452,7 @@ class Training:
         if group.inside():
             group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
         if main:
+            self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)
         self._restore_tensors(path)
         self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
@@ -440,11 +461,17 @@ class Training:
         if main:
             for root in self.roots:
                 checkpoint.set_aside(root, manifest.step)
-            self.folder.cut_metrics(manifest.step)
         age = manifest.facts.get("snapshot")
         when = f", a snapshot that was committed at step {age['run_step']}" if age else ""
         self.came_from = [f"resumed  at step {manifest.step}{when}"]
         self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
+        if main:
+            self._cut_metrics(manifest.step)
+
+    def _cut_metrics(self, step: int) -> None:
+        """Drop the records of steps that are trained again, and say how many those are."""
+        if (last := self.folder.cut_metrics(step)) > max(step, 0):
+            self.reporter.note(f"lost since this state was saved, and trained again: steps {max(step, 0) + 1} to {last}")
 
     def _restore_tensors(self, path: Path) -> None:
         """Fill this process' parts from the whole state at `path`."""
@@ -452,7 +479,7 @@ class Training:
             restore_state(path, self.tuned, self.optimizer)
             return
         whole = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in self.runner.shapes.items()}
-        optimizer = self._optimizer(whole)
+        optimizer = self.make_optimizer(whole)
         restore_state(path, whole, optimizer)
         scatter_state(self.runner, self.optimizer, whole, optimizer)
 
@@ -484,7 +511,8 @@ class Training:
     def _finish(self) -> None:
         """Go back to the best checkpoint, write `tuned/` and what a person wants to see."""
         progress = self.progress
-        self.snapshots.drain()
+        if not self._has_lost_folder():
+            self.snapshots.drain()
         if (line := self.snapshots.summary()) is not None:
             self.reporter.note(line)
         if progress.best_step is not None and progress.best_step != progress.step:
@@ -497,10 +525,12 @@ class Training:
         with phase("waiting for the hashes of the base's files"):
             files = self._hashed_base()
         name, whole = base_name(self.recipe), self._hashed_object(model)
+        lost = self._has_lost_folder()
+        place = self.folder.beside() if lost else self.folder
         with phase("writing tuned/"):
-            export.save(
-                model, self.folder.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True
-            )
+            export.save(model, place.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True)
+        if lost:
+            raise self.folder.lost(f"what was trained is kept in {place.tuned}", "petune.load reads it; the run's records are gone")
         summary = self._summary(progress.best_scores or progress.scores, int(peak))
         with phase("drawing the loss"):
             self.folder.finish(summary)
@@ -544,7 +574,7 @@ class Training:
         """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
         progress, saved, fault = self.progress, {}, None
         try:
-            checkpoint.verify(best)
+            self.folder.refuse_other_run(checkpoint.verify(best).run_id, best)
             saved = tuned_of(best)
         except FileError as error:
             fault = error
@@ -558,6 +588,7 @@ class Training:
 
     def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
         facts = {
+            "run_id": self.run_id,
             "task": self.task.name,
             "format": self.prepared.rows.format,
             "rows": self.prepared.rows.sha256,

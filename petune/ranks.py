@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -65,8 +64,6 @@ def start(
         command += ["--overwrite"] if overwrite else []
         command += [word for key in allow_change for word in ("--allow-change", key)]
         command += ["--since", str(time.time())]
-        if overwrite:
-            shutil.rmtree(folder.path / RANK_LOGS, ignore_errors=True)
         launch(command, plan.world, restarts=restarts, log_folder=folder.path / RANK_LOGS, on_line=say)
 
 
@@ -86,7 +83,7 @@ def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
 def going_on(folder: RunFolder, since: float) -> bool:
     """Whether these ranks were started anew for a run that has begun since the first of them were: then it is taken up again."""
     begun = folder.path / "resolved.yaml"
-    return group.restarted() > 0 and begun.is_file() and begun.stat().st_mtime >= since
+    return group.restarted() > 0 and folder.has_resolved() and not folder.is_being_replaced() and begun.stat().st_mtime >= since
 
 
 def _written(recipe: Recipe, folder: RunFolder, scratch: Path) -> list[str]:

@@ -78,10 +78,15 @@ class Logged:
     def __init__(self, inner: Reporter, log: Path, metrics: Path) -> None:
         self.inner, self.log, self.metrics = inner, log, metrics
         self.total = 0
+        self.detached = False
+
+    def detach(self) -> None:
+        """Write to no file any more: the folder they are in is gone, or another run's."""
+        self.detached = True
 
     def write(self, line: str) -> None:
         """A line for the log alone, with the time."""
-        _append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        self._append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def write_error(self, error: BaseException) -> None:
         """The whole traceback, for the log alone."""
@@ -89,7 +94,20 @@ class Logged:
             self.write("".join(traceback.format_exception(error)).rstrip())
 
     def _keep(self, record: Mapping[str, Any]) -> None:
-        _append(self.metrics, json.dumps(dict(record)) + "\n")
+        self._append(self.metrics, json.dumps(dict(record)) + "\n")
+
+    def _append(self, path: Path, text: str) -> None:
+        """Add to a file that is not a link, in one call: a line is there whole or, on a full disk, cut."""
+        if self.detached:
+            return
+        with writing(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            try:
+                rest = memoryview(text.encode())
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+            finally:
+                os.close(fd)
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Log and pass on."""
@@ -133,11 +151,6 @@ class Silent(Logged):
 
     def _keep(self, record: Mapping[str, Any]) -> None:
         """Nothing."""
-
-
-def _append(path: Path, text: str) -> None:
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(text)
 
 
 class Trackers:

@@ -38,6 +38,23 @@ class RunLock:
                     raise
         return self
 
+    def is_held(self) -> bool:
+        """Whether a process that lives holds the lock now; asking leaves everything as it is."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
+            return bool(owner) and not _has_ended(owner)
+        finally:
+            os.close(fd)
+        return False
+
     def _claim(self, fd: int) -> None:
         """Keep `fd` if it is locked now; leave `_fd` None when the file was removed meanwhile by the run that ended."""
         owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
@@ -92,12 +109,15 @@ os.register_at_fork(after_in_child=_let_go)
 
 def _has_ended(owner: str) -> bool:
     match = re.fullmatch(r"process ([0-9]{1,9}) on (.+)", owner)
-    if not match or match[2] != socket.gethostname():
-        return False
+    return bool(match and match[2] == socket.gethostname() and not lives(int(match[1])))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this host, or one that has taken its number since, runs."""
     try:
-        os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
         return False
-    return False
+    except PermissionError:  # somebody else's
+        pass
+    return True

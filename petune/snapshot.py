@@ -22,6 +22,7 @@ from petune import checkpoint
 from petune.errors import MachineError, PetuneError
 from petune.kernels.offload import pin
 from petune.log import human
+from petune.tensorfile import writing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,6 +162,8 @@ class Snapshots:
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self._turns = HostCopy(stream), HostCopy(stream)
+            with writing(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
             self._thread.start()
         with self._changed:
@@ -182,17 +185,24 @@ class Snapshots:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Let the device wait, before it changes the state, until that is copied. Raises what the writing thread has met."""
-        self._raise()
+        """Let the device wait, before it changes the state, until that is copied."""
         for turn in self._turns:
             if turn.copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(turn.copied)
+
+    def check(self) -> None:
+        """Raise what the writing thread has met: a PetuneError as it is, any other error as MachineError."""
+        if self._fault is None:
+            return
+        if isinstance(self._fault, PetuneError):
+            raise self._fault
+        raise MachineError(f"a snapshot could not be written: {self._fault!r}"[:300], where=str(self.root)) from self._fault
 
     def drain(self) -> None:
         """Wait until the newest copy is on disk. Raises what the writing thread has met."""
         with self._changed:
             self._changed.wait_for(lambda: self._fault is not None or (self._waiting is None and self._writing is None))
-        self._raise()
+        self.check()
 
     def distrust(self, after: int) -> None:
         """Set aside the snapshots of steps beyond `after`: a run that goes on must not take them up."""
@@ -213,7 +223,7 @@ class Snapshots:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end(write=kind is None or issubclass(kind, Exception))
         if kind is None:
-            self._raise()
+            self.check()
 
     def _end(self, *, write: bool) -> None:
         with self._changed:
@@ -222,13 +232,6 @@ class Snapshots:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-
-    def _raise(self) -> None:
-        if self._fault is None:
-            return
-        if isinstance(self._fault, PetuneError):
-            raise self._fault
-        raise MachineError(f"a snapshot could not be written: {self._fault!r}"[:300], where=str(self.root)) from self._fault
 
     # ------------------------------------------------------------ the writing thread
 

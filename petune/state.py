@@ -12,12 +12,29 @@ from torch import Tensor, nn
 from petune import checkpoint
 from petune.errors import FileError, Problem
 from petune.generators import rng_state, set_rng_state
-from petune.parallel import Runner
+from petune.parallel import Runner, is_sharded
+from petune.recipe import Recipe
 from petune.tensorfile import check_dtypes
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 OWN = ("weight_decay", "betas", "fused")  # of an optimizer's options those of the recipe and the machine, not of the file
+
+
+def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW over tuned tensors by name, fused where all are on a GPU."""
+    decays = {True: recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
+    kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]  # one update takes shards or plain tensors, not both
+    groups = [
+        {
+            "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
+            "weight_decay": decays[kind[0]],
+        }
+        for kind in kinds
+    ]
+    groups = [group for group in groups if group["params"]] or groups[:1]
+    fused = all(value.device.type == "cuda" for value in tuned.values())
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned))
 
 
 def pack_state(tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from petune import ranks
 from petune.assemble import prepare
 from petune.callbacks import Callback, Callbacks
+from petune.entrance import entered, refuse_unknown
 from petune.errors import Stopped, UsageError
 from petune.log import phase
 from petune.loop import Training
@@ -21,7 +23,7 @@ from petune.objects import Objects, take_objects
 from petune.parallel import ParallelPlan, group
 from petune.recipe import Recipe, differences, load_recipe, settings_text
 from petune.reporting import Logged, Reporter, Silent
-from petune.run_folder import RunFolder, refuse_unknown
+from petune.run_folder import RunFolder
 from petune.runs import Run, load_run
 from petune.stopping import StopRequest
 from petune.tasks import Table
@@ -90,23 +92,25 @@ def train(
     job = _Job(
         settled, RunFolder.of(settled), reporter or fitting_reporter(), objects, Callbacks(callbacks), resume, overwrite, allow_change
     )
-    folder = job.folder
-    if group.started()[0] == 0:
-        folder.refuse_occupied(resume=bool(resume), overwrite=overwrite)
-    if resume:
-        folder.refuse_changes(settled, allow_change)
-    if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
-        job.reporter.note(f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out")
-        return Run(folder.path, objects=objects)
-    plan = ranks.wanted(settled)
+    folder, plan = job.folder, ranks.wanted(settled)
     starts = plan.world > 1 and not group.joined()
     if restarts and not starts:
         remedy = "leave it out, or name a parallel backend"
         raise UsageError("there are no processes here that petune could start anew", where="--restarts", remedy=remedy)
-    if starts:
-        ranks.start(plan, settled, folder, resume=resume, overwrite=overwrite, allow_change=allow_change, restarts=restarts)
-        return load_run(folder.path)
-    return _train_here(job, plan)
+    first = group.started()[0] == 0
+    alone = entered(folder, resume=bool(resume), overwrite=overwrite, allow_change=allow_change) if first else nullcontext()
+    with alone:  # the lock comes before anything is read that another run may change
+        if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
+            if first:
+                folder.sweep()
+            job.reporter.note(f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out")
+            return Run(folder.path, objects=objects)
+        if not starts:
+            return _train_here(job, plan)
+        if overwrite:
+            folder.clear_rank_logs()
+    ranks.start(plan, settled, folder, resume=resume, overwrite=overwrite, allow_change=allow_change, restarts=restarts)
+    return load_run(folder.path)
 
 
 train.__doc__ = (train.__doc__ or "") + settings_text()
@@ -140,17 +144,16 @@ def _train_here(job: _Job, plan: ParallelPlan) -> Run:
             Training(prepared, folder, Silent(), stop, mesh).run(job.resume, job.allow_change)
             return load_run(folder.path)
         logged = Logged(job.reporter, folder.log, folder.metrics)
-        with folder.locked():
-            try:
-                # refuses what cannot train, before anything is written
-                training = Training(prepared, folder, logged, stop, mesh, job.callbacks)
-                if not job.resume:
-                    folder.begin(overwrite=job.overwrite)
-                training.run(job.resume, job.allow_change)
-            except BaseException as error:
-                if folder.has_resolved() and not isinstance(error, Stopped):
-                    logged.write_error(group.explain(error))
-                raise
+        try:
+            # refuses what cannot train, before anything is written
+            training = Training(prepared, folder, logged, stop, mesh, job.callbacks)
+            if not job.resume:
+                folder.begin(training.run_id, overwrite=job.overwrite)
+            training.run(job.resume, job.allow_change)
+        except BaseException as error:
+            if folder.has_resolved() and not isinstance(error, Stopped):
+                logged.write_error(group.explain(error))
+            raise
     return Run(folder.path, objects=objects, tuned=None if objects.model is None else (training.model.eval(), training.tokenizer))
 
 

@@ -241,20 +241,16 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key != "tokens_per_s"} for line in lines]
 
 
-def assert_same_run(found: Path, expected: Path, *, same_process: bool = True) -> None:
-    """Two run folders with the same end: state, records and tuned files, bit by bit.
-
-    Python's and numpy's generators, which no run draws from, are another one's in each process.
-    """
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Two run folders with the same end: state, records and tuned files, bit by bit."""
     assert newest(found).name == newest(expected).name
     (tensors, facts), (others, other_facts) = state_of(newest(found)), state_of(newest(expected))
     assert tensors.keys() == others.keys()
     assert any(name.startswith("tuned/") for name in tensors) and any(name.startswith("optimizer/exp_avg") for name in tensors)
     assert "rng/torch" in tensors
     for name, value in tensors.items():
-        if same_process or name not in ("rng/python", "rng/numpy"):
-            assert torch.equal(value, others[name]), name
-    assert facts == other_facts if same_process else facts["optimizer"] == other_facts["optimizer"]
+        assert torch.equal(value, others[name]), name
+    assert facts == other_facts
     assert numbers(found) == numbers(expected)
     files = sorted(path.relative_to(expected) for path in (expected / "tuned").rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(found) for path in (found / "tuned").rglob("*") if path.is_file())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,14 @@ def test_everything_is_logged_with_the_time_kept_and_passed_on(tmp_path: Path):
 
 
 def test_a_disk_that_fills_up_while_logging_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    opened = Path.open
+    plain = os.write
 
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
+    def full(fd: int, content: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("run.log"):
             raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(fd, content)
 
-    def open_(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        return Full() if mode == "a" else opened(path, mode, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(MachineError, match="No space left") as caught:
         run(settings(tmp_path))
     assert caught.value.code == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import petune.training
@@ -192,7 +194,7 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
     at = int(newest(tmp_path / "run").name.removeprefix("step-"))
     assert 2 <= at < 60
     run(recipe, resume=True)
-    assert_same_run(tmp_path / "run", straight.folder, same_process=False)
+    assert_same_run(tmp_path / "run", straight.folder)
 
 
 def test_ctrl_c_stops_like_sigterm_and_a_second_one_interrupts_at_once(tmp_path: Path):
@@ -506,3 +508,49 @@ def test_a_checkpoint_holds_the_optimizer_and_every_generator(tmp_path: Path):
     assert {"rng/torch", "rng/python"} <= tensors.keys()
     manifest = json.loads((newest(finished.folder) / "manifest.json").read_text())
     assert manifest["step"] == STEPS and facts["optimizer"]["class"] == "AdamW"
+
+
+class Draws(petune.Callback):
+    """What somebody's model or callback may do: draw from Python's generator and numpy's."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[float, float]] = []
+
+    def on_step(self, step: int, metrics: Any) -> None:
+        self.drawn.append((random.random(), float(numpy.random.random())))
+
+
+def test_pythons_and_numpys_generators_are_seeded_and_go_on_where_they_were(tmp_path: Path):
+    straight, again, stopped, resumed = (Draws() for _ in range(4))
+    run(settings(tmp_path, out="straight"), callbacks=[straight])
+    run(settings(tmp_path, out="again"), callbacks=[again])
+    stopped_at(settings(tmp_path), 3, callbacks=[stopped])
+    random.seed(99)
+    numpy.random.seed(99)
+    run(settings(tmp_path), resume=True, callbacks=[resumed])
+    assert len(straight.drawn) == STEPS and again.drawn == straight.drawn == stopped.drawn + resumed.drawn
+    run(settings(tmp_path, seed=1, out="other"), callbacks=[again])
+    assert again.drawn[STEPS:] != straight.drawn
+
+
+def test_a_run_killed_soon_after_it_was_asked_to_stop_says_next_time_which_steps_were_lost(tmp_path: Path):
+    straight = run(settings(tmp_path, save_every=2, out="straight"))
+    recipe = settings(tmp_path, save_every=2)
+
+    def asked_and_killed(step: int) -> None:
+        if step == 5:  # the save that SIGTERM asks for never comes
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            run(recipe, Listener(asked_and_killed))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert checkpoint.newest_good(tmp_path / "run" / "checkpoints")[1].step == 4
+    listener = Listener()
+    run(recipe, listener, resume=True)
+    assert "lost since this state was saved, and trained again: steps 5 to 5" in listener.notes
+    assert_same_run(tmp_path / "run", straight.folder)

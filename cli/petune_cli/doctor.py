@@ -1,6 +1,9 @@
-"""The verb to run when something does not work: versions, devices, disk, hub, and one step of LoRA as a self-test."""
+"""The verb to run when something does not work: of a run, whether its folder is whole; else this machine, and LoRA as a self-test."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -8,9 +11,14 @@ PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "p
 HUB_TIMEOUT_S = 2.0
 
 
-def doctor() -> None:
-    """Look at this machine and run a self-test."""
+def doctor(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder; without one, this machine.", show_default=False)] = None,
+) -> None:
+    """Look at this machine and run a self-test, or say whether a run folder is whole."""
     from petune.errors import MachineError
+
+    if run is not None:
+        return _check_up(run)
 
     for name, state in (*versions(), *devices(), disk(), *demo_models(), hub()):
         typer.echo(f"{name:14}{state}")
@@ -18,6 +26,18 @@ def doctor() -> None:
     typer.echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
     if problem:
         raise MachineError(f"the self-test failed: {problem}", remedy="install petune anew in a clean environment")
+
+
+def _check_up(run: Path) -> None:
+    """Show what a run folder holds. Raises FileError with every problem of one that is not whole."""
+    from petune.checkup import check_up
+    from petune.errors import FileError
+
+    found = check_up(run.expanduser())
+    for name, state in found.facts:
+        typer.echo(f"{name:14}{state}")
+    if found.problems:
+        raise FileError(found.problems)
 
 
 def versions() -> list[tuple[str, str]]:

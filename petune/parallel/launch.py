@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from petune.errors import DataError, DistributedError, FileError, MachineError, PetuneError, Stopped, TrainingFault, UsageError
+from petune.host_memory import HostMemory
 from petune.log import say
 from petune.parallel.rendezvous import ERROR_FILE, LAUNCHER, lacks_files, serve, too_many_files
 
@@ -236,6 +237,7 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, files: _Files, stops: list[int], on_line: Callable[[str], None]) -> None:
         super().__init__(spec, files, exit_barrier_timeout=5)
         self.files, self.stops, self.on_line = files, stops, on_line
+        self.memory = HostMemory()
         self.passed_on = 0
         self.deadline: float | None = None
         self.failure: PetuneError | KeyboardInterrupt | None = None
@@ -257,7 +259,7 @@ class _Agent(LocalElasticAgent):
         if not result.is_failed():
             self.failure = None
             return result
-        self.failure, again = judge(bad, self._codes(), self.files.reports(), self.stops, self.files.last_words)
+        self.failure, again = judge(bad, self._codes(), self.files.reports(), self.stops, self.files.last_words, self.memory.shortage)
         if not again or self.stops:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
@@ -331,10 +333,12 @@ def judge(
     reports: Sequence[Report],
     stops: Sequence[int],
     last_words: Callable[[int], str | None],
+    shortage: Callable[[], tuple[str, str] | None] = lambda: None,
 ) -> tuple[PetuneError | KeyboardInterrupt, bool]:
     """Which of all that happened is the cause, as the error to raise, and whether starting again may help.
 
     `bad`: rank and exit code of those seen to fail first, negative for a signal; `codes`: of all in the end; `reports`: by time.
+    `shortage`: what the kernel says of memory, where it has killed for want of it.
     """
     if stops.count(signal.SIGINT) > 1 or INTERRUPTED in bad.values():
         return KeyboardInterrupt(), False
@@ -344,7 +348,8 @@ def judge(
         return _reported(first[0], causes)
     killed = {rank: -code for rank, code in bad.items() if code < 0}
     if unasked := {rank: number for rank, number in killed.items() if number not in stops}:
-        return _killed(unasked, last_words), True
+        lack = shortage() if signal.SIGKILL in unasked.values() else None
+        return (_starved(unasked, *lack), False) if lack else (_killed(unasked, last_words), True)
     if told := failures or causes:
         return _reported(told[0], causes)
     if killed:
@@ -370,11 +375,21 @@ def _reported(report: Report, reports: Sequence[Report]) -> tuple[PetuneError | 
     return error, report.kind == "lost"
 
 
+def _who(signals: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} was killed by {signal.Signals(number).name}" for rank, number in signals.items())
+
+
+def _starved(signals: Mapping[int, int], limit: str, found: str) -> MachineError:
+    """Ranks that the kernel killed because the host's memory, or what this job may have of it, ran out."""
+    knobs = "fewer processes, a smaller model or dtype: bf16, a smaller batch_size or data.max_length, or a higher limit"
+    remedy = f"take {knobs}; then go on from the last checkpoint with --resume"
+    return MachineError(f"the host's memory ran out: {_who(signals)}", expected=limit, found=found, remedy=remedy)
+
+
 def _killed(signals: Mapping[int, int], last_words: Callable[[int], str | None]) -> DistributedError:
     """Ranks that died of signals nobody here sent."""
-    who = ", ".join(f"rank {rank} was killed by {signal.Signals(number).name}" for rank, number in signals.items())
     memory = "if memory ran out, take a smaller batch_size; " if signal.SIGKILL in signals.values() else ""
     words = next((words for rank in signals if (words := last_words(rank))), None)
     return DistributedError(
-        who, found=words and f"as its last line: {words}", remedy=f"{memory}go on from the last checkpoint with --resume"
+        _who(signals), found=words and f"as its last line: {words}", remedy=f"{memory}go on from the last checkpoint with --resume"
     )

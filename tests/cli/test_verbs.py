@@ -80,6 +80,15 @@ def test_doctor_says_when_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPa
     assert "cannot be reached" in doctor.hub()[1]
 
 
+def test_doctor_of_a_run_shows_its_state_and_ends_with_4_when_it_is_damaged(type_: Type, run_folder: FakeRun) -> None:
+    shown = type_("doctor", "runs/mine")
+    assert shown.code == 0 and "whole" in shown.out and "starts from the beginning" in shown.out and "self-test" not in shown.out
+    (run_folder.folder / "checkpoints" / "step-3").mkdir(parents=True)
+    shown = type_("doctor", "runs/mine")
+    assert shown.code == 4 and "step-3 IS DAMAGED" in shown.out and "has no manifest" in shown.err
+    assert type_("doctor", "nowhere").code == 4
+
+
 def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
     assert type_("init", "model=demo:tiny-llama", "data=demo:docstrings-domain", "task=causal", "max_steps=2", "mine.yaml").code == 0
     text = (tmp_path / "mine.yaml").read_text()

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from petune.errors import DataError, DistributedError, PetuneError, Stopped, UsageError
+from petune.errors import DataError, DistributedError, MachineError, PetuneError, Stopped, UsageError
+from petune.host_memory import HostMemory
 from petune.parallel.launch import Report, judge, launch
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,9 @@ def work():
             time.sleep(60)
         if mode == "bug" and step == 3 and rank == 1:
             raise ValueError("shapes differ")
+        if mode == "starve-1" and step == 3 and rank == 1:
+            (place / "cgroup" / "memory.events").write_text("oom_kill 1")
+            die(signal.SIGKILL)
         if mode in ("kill-0", "kill-1") and attempt == 0 and step == 3 and rank == int(mode[-1]):
             die(signal.SIGKILL)
         if mode == "kill-1" and attempt == 1 and step == 3:
@@ -182,6 +186,25 @@ def test_a_rank_killed_starts_all_anew_as_often_as_restarts_allow(run: Path) -> 
     assert said[0].startswith("rank 1 was killed by SIGKILL")
     assert said[0].endswith("restart 1 of 1")
     assert (run / "pid-1-0").exists()
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_ends_the_run_with_the_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker counts its own kill in the fake cgroup, as the kernel would."""
+    cgroup, proc = run / "cgroup", run / "proc"
+    for file, content in (
+        (proc / "self" / "cgroup", "0::/\n"),
+        (cgroup / "memory.events", "oom_kill 0\n"),
+        (cgroup / "memory.max", str(3 << 30)),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    monkeypatch.setattr("petune.parallel.launch.HostMemory", lambda: HostMemory(cgroup, proc))
+    with pytest.raises(MachineError) as caught:
+        start(run, "starve-1", restarts=2)
+    text = str(caught.value)
+    assert caught.value.code == 5 and "the host's memory ran out: rank 1 was killed by SIGKILL" in text
+    assert "at most 3 GiB" in text and "for want of memory: 1" in text and "batch_size" in text and "--resume" in text
+    assert not (run / "pid-1-0").exists(), "it would only run out again"
 
 
 def test_a_frozen_rank_is_named_within_its_timeout_and_killed(run: Path) -> None:

@@ -1,0 +1,116 @@
+"""Whether a run folder is whole: what a check-up says of good ones, and that no damage of any file it answers for is missed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from petune import checkpoint
+from petune.checkup import check_up
+from petune.errors import FileError, Stopped
+from petune.run_lock import RunLock
+from petune.runs import load_run
+from tests.small_runs import going_wrong, run, settings, terminate_at
+from tests.test_resume import snapshot
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with a merged folder beside a stopped one."""
+    place = tmp_path_factory.mktemp("runs")
+    finished = run(going_wrong(place, eval_every=2, out="finished"))
+    finished.merge()
+    with pytest.raises(Stopped):
+        run(settings(place, out="stopped"), terminate_at(3))
+    return place
+
+
+@pytest.fixture
+def finished(made: Path, tmp_path: Path) -> Iterator[Path]:
+    yield shutil.copytree(made / "finished", tmp_path / "finished")
+
+
+@pytest.fixture
+def stopped(made: Path, tmp_path: Path) -> Iterator[Path]:
+    yield shutil.copytree(made / "stopped", tmp_path / "stopped")
+
+
+def test_a_finished_run_is_whole_and_nothing_in_it_changes(finished: Path) -> None:
+    before = snapshot(finished)
+    found = check_up(finished)
+    facts = dict(found.facts)
+    assert found.problems == [] and facts["state"] == "finished" and facts["verdict"] == "whole" and facts["leftovers"] == "none"
+    assert facts["id"] == load_run(finished).summary["run_id"] and facts["best"] == "checkpoints/step-2"
+    assert facts["tuned"].startswith("whole") and "no hashes" in facts["merged"] and "finished" in facts["--resume"]
+    assert sum(name == "checkpoint" for name, _ in found.facts) == len(checkpoint.candidates(finished / "checkpoints")) == 3
+    assert len(found.facts) < 24, "more than a screen"
+    assert snapshot(finished) == before
+
+
+def test_a_stopped_run_says_where_resume_goes_on_and_what_was_left_half_made(stopped: Path) -> None:
+    (stopped / ".tuned.tmp-5").mkdir()
+    (stopped / "checkpoints" / "step-9.tmp-5").mkdir()
+    facts = dict(check_up(stopped).facts)
+    assert facts["state"] == "stopped" and facts["--resume"] == "goes on from step-3" and facts["verdict"] == "whole"
+    assert facts["leftovers"].startswith(".tuned.tmp-5, checkpoints/step-9.tmp-5")
+    with RunLock(stopped):
+        assert dict(check_up(stopped).facts)["state"] == "running"
+
+
+def flip(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        raw = bytearray((folder / name).read_bytes())
+        raw[-20] ^= 1
+        (folder / name).write_bytes(raw)
+
+    return damage
+
+
+def edit(name: str, **changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("named", "damage"),
+    [
+        ("step-6/state.safetensors", flip("checkpoints/step-6/state.safetensors")),
+        ("tuned/model.safetensors", flip("tuned/model.safetensors")),
+        ("tuned/petune.json", edit("tuned/petune.json", sha256={})),
+        ("tuned  is missing", lambda folder: shutil.rmtree(folder / "tuned")),
+        ("summary.json  is of another run", edit("summary.json", run_id="0" * 32)),
+        ("env.json  is of another run", edit("env.json", run_id="0" * 32)),
+        ("env.json  is missing", lambda folder: (folder / "env.json").unlink()),
+        ("resolved.yaml", lambda folder: (folder / "resolved.yaml").write_text("lr: [")),
+        ("metrics.jsonl:2", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\nx\n{"step": 2}\n')),
+        ("best  names", lambda folder: shutil.rmtree(folder / "checkpoints" / "step-2")),
+        ("an --overwrite of this run was cut off", lambda folder: (folder / ".replacing").write_text("")),
+        ("README.md  is a symbolic link", lambda folder: (folder / "README.md").unlink() or (folder / "README.md").symlink_to("/x")),
+    ],
+)
+def test_damage_is_named(named: str, damage: Callable[[Path], None], finished: Path) -> None:
+    damage(finished)
+    found = check_up(finished)
+    assert any(named in str(problem) for problem in found.problems), found.problems
+    assert dict(found.facts)["verdict"].startswith("damaged")
+
+
+def test_a_checkpoint_of_another_run_is_damage(finished: Path, stopped: Path) -> None:
+    shutil.copytree(finished / "checkpoints" / "step-6", stopped / "checkpoints" / "step-6")
+    found = check_up(stopped)
+    assert "another run" in str(found.problems[0]) and dict(found.facts)["--resume"] == "is refused: step-6 is of another run"
+
+
+def test_what_holds_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "thesis.txt"):
+        with pytest.raises(FileError, match=str(place)):
+            check_up(place)
+    assert os.listdir(tmp_path) == ["thesis.txt"]

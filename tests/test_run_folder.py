@@ -1,0 +1,376 @@
+"""The run folder as a state machine: whatever call a process is killed in, the state that is left has a way on, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petune import checkpoint
+from petune.entrance import entered
+from petune.errors import FileError, MachineError, PetuneError
+from petune.folders import commit_folder, sweep
+from petune.recipe import load_recipe
+from petune.run_folder import RunFolder, State
+from petune.run_lock import RunLock
+from tests.kills import killed_at
+from tests.small_runs import Listener, going_wrong, newest, run, settings, state_of, terminate_at
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+OLD, NEW = "0" * 31 + "1", "0" * 31 + "2"  # ids of two runs
+FLAGS: dict[str, dict[str, bool]] = {"plain": {}, "--resume": {"resume": True}, "--overwrite": {"overwrite": True}}
+
+# What a start does in each state, as docs/reliability.md has it: None starts, else the exit code of the refusal.
+ANSWERS: dict[State, tuple[int | None, int | None, int | None]] = {
+    "absent": (None, 2, None),
+    "begun": (2, None, None),
+    "running": (5, 5, 5),
+    "stopped": (2, None, None),
+    "finished": (2, None, None),
+    "replaced": (None, 2, None),
+    "foreign": (2, 2, 2),
+}
+
+# ---------------------------------------------------------------- folders in every state
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A folder in memory where there is one: a kill loses no more there than on a disk, and a flush takes no time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(place: Path) -> RunFolder:
+    """A run folder that is not there yet, of a recipe whose model is."""
+    return RunFolder.of(load_recipe(settings(place)))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(place: Path) -> Iterator[None]:
+    yield
+    shutil.rmtree(place / "run", ignore_errors=True)
+
+
+def save(folder: RunFolder, step: int, run_id: str = OLD) -> None:
+    """What the loop does at a save: commit, point, rotate."""
+
+    def write(work: Path) -> None:
+        checkpoint.write_json(work / "state.json", {"step": step, "run": run_id})
+
+    checkpoint.commit(folder.checkpoints, step, write, run_id=run_id, facts={})
+    folder.point_best(step, "loss", 0.5)
+    checkpoint.rotate(folder.checkpoints, 2)
+
+
+def ship(folder: Path, mark: str) -> None:
+    """A folder that is committed whole: two files of one mark."""
+
+    def fill(work: Path) -> None:
+        (work / "petune.json").write_text(mark)
+        (work / "more").write_text(mark)
+
+    commit_folder(folder, fill, True, ("petune.json",))
+
+
+def finish(folder: RunFolder, mark: str = "old") -> None:
+    ship(folder.tuned, mark)
+    scores = {"loss": 0.5}
+    folder.finish({"task": "causal", "metric": "loss", "before": scores, "after": scores, "steps": 3, "seconds": 1, "warnings": []})
+
+
+def start(folder: RunFolder, run_id: str, **flags: bool) -> None:
+    with enter(folder, **flags):
+        folder.begin(run_id, overwrite=flags.get("overwrite", False))
+
+
+def enter(folder: RunFolder, *, resume: bool = False, overwrite: bool = False) -> Any:
+    return entered(folder, resume=resume, overwrite=overwrite, allow_change=())
+
+
+def make(folder: RunFolder, state: State) -> None:
+    """Bring a folder into a state by the ways that lead there."""
+    if state in ("absent", "foreign"):
+        folder.path.mkdir()
+        for name in (".lock", ".tuned.tmp-77", ".resolved.yaml.tmp-77", *(["thesis.txt"] if state == "foreign" else [])):
+            (folder.path / name).write_text("")
+        return
+    start(folder, OLD)
+    if state in ("stopped", "finished", "replaced"):
+        folder.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+        save(folder, 1)
+        save(folder, 2)
+    if state in ("finished", "replaced"):
+        finish(folder)
+        ship(folder.path / "merged", "old")
+    if state == "replaced":
+        (folder.path / ".replacing").write_text("")
+
+
+def answers(folder: RunFolder) -> tuple[int | None, ...]:
+    """What each flag says; nothing in the folder changes."""
+    codes: list[int | None] = []
+    for flags in FLAGS.values():
+        try:
+            with enter(folder, **flags):
+                codes.append(None)
+        except PetuneError as error:
+            codes.append(error.code)
+    return tuple(codes)
+
+
+@pytest.mark.parametrize("state", [state for state in ANSWERS if state != "running"])
+def test_every_flag_says_in_every_state_what_the_table_has(state: State, folder: RunFolder) -> None:
+    make(folder, state)
+    assert folder.state() == state and answers(folder) == ANSWERS[state]
+    for flags, answer in zip(FLAGS.values(), ANSWERS[state], strict=True):
+        if answer is None:
+            shutil.rmtree(folder.path)
+            make(folder, state)
+            resumed = flags.get("resume", False)
+            start(folder, OLD if resumed else NEW, **flags)
+            assert folder.run_id() == (OLD if resumed else NEW) and folder.leftovers() == []
+            assert folder.state() == ("stopped" if resumed and state in ("stopped", "finished") else "begun")
+            assert json.loads((folder.path / "env.json").read_text())["run_id"] == folder.run_id()
+
+
+def test_a_folder_in_use_is_refused_by_every_flag_with_the_process_that_uses_it(folder: RunFolder) -> None:
+    make(folder, "finished")
+    with RunLock(folder.path):
+        assert folder.state() == "running" and answers(folder) == ANSWERS["running"]
+        with pytest.raises(MachineError, match=f"process {os.getpid()} on"), enter(folder):
+            pass
+    assert folder.state() == "finished"
+
+
+# ---------------------------------------------------------------- killed at every call of every transition
+
+# Name: (the state before, what happens, the states a kill may leave).
+TRANSITIONS: dict[str, tuple[State, Callable[[RunFolder], None], set[State]]] = {
+    "begin": ("absent", lambda folder: start(folder, NEW), {"absent", "begun"}),
+    "overwrite": ("finished", lambda folder: start(folder, NEW, overwrite=True), {"finished", "replaced", "begun"}),
+    "overwrite again": ("replaced", lambda folder: start(folder, NEW), {"replaced", "begun"}),
+    "resume": ("finished", lambda folder: start(folder, OLD, resume=True), {"finished", "stopped"}),
+    "first save": ("begun", lambda folder: save(folder, 1), {"begun", "stopped"}),
+    "save": ("stopped", lambda folder: save(folder, 3), {"stopped"}),
+    "the same save again": ("stopped", lambda folder: save(folder, 2), {"stopped"}),
+    "finish": ("stopped", finish, {"stopped", "finished"}),
+    "finish again": ("finished", lambda folder: finish(folder, "new"), {"finished"}),
+    "merge": ("finished", lambda folder: ship(folder.path / "merged", "new"), {"finished"}),
+    "cut metrics": ("stopped", lambda folder: folder.cut_metrics(1) and None, {"stopped"}),
+    "resume after kills": ("stopped", lambda folder: start(folder, OLD, resume=True), {"stopped"}),
+    "overwrite after kills": ("stopped", lambda folder: start(folder, NEW, overwrite=True), {"stopped", "replaced", "begun"}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_a_kill_at_every_call_leaves_a_state_with_a_way_on(name: str, folder: RunFolder) -> None:
+    before, work, after = TRANSITIONS[name]
+    make(folder, before)
+    if name.endswith("after kills"):
+        leave_half_made(folder)
+    kept = folder.path.with_name("kept")
+    shutil.copytree(folder.path, kept)
+    call, seen = 0, set[State]()
+    try:
+        while True:
+            call += 1
+            shutil.rmtree(folder.path)
+            shutil.copytree(kept, folder.path)
+            if not killed_at(call, lambda: work(folder)):
+                break
+            state = folder.state()
+            seen.add(state)
+            assert state in after, f"call {call}"
+            assert answers(folder) == ANSWERS[state], f"call {call}: {state}"
+            refuse_half_made(folder, state)
+            go_on(folder, state)
+    finally:
+        shutil.rmtree(kept)
+    assert after - seen <= {before}, "a state was never left"
+    assert call >= 5
+
+
+def leave_half_made(folder: RunFolder) -> None:
+    """What kills have left in places of every kind."""
+    for name in (".tuned.tmp-99999999", ".merged.tmp-99999999", ".hf.old-99999999", "checkpoints/step-9.tmp-99999999"):
+        (folder.path / name).mkdir()
+        (folder.path / name / "petune.json").write_text("old")
+    for name in (".metrics.jsonl.tmp-99999999", ".best.tmp-99999999", "checkpoints/.latest.tmp-99999999"):
+        (folder.path / name).write_text("half")
+
+
+def refuse_half_made(folder: RunFolder, state: State) -> None:
+    """What stands under a final name is whole; of a run that is not being replaced, a checkpoint that stood stands."""
+    if state in ("stopped", "finished"):
+        path, manifest, problems = checkpoint.newest_good(folder.checkpoints)
+        assert not problems and manifest.run_id == OLD == folder.run_id() and path.parent == folder.checkpoints
+    for shipped in (folder.tuned, folder.path / "merged"):
+        if state != "replaced" and shipped.exists():
+            assert len({file.read_text() for file in shipped.iterdir()}) == 1 and len(list(shipped.iterdir())) == 2
+    assert state != "finished" or folder.tuned.exists() or any(name.startswith(".tuned.old-") for name in folder.leftovers())
+
+
+def go_on(folder: RunFolder, state: State) -> None:
+    """The next start, by the first flag that is allowed, finds all in order and nothing left over."""
+    flags = next(flags for flags, answer in zip(FLAGS.values(), ANSWERS[state], strict=True) if answer is None)
+    start(folder, OLD if flags.get("resume") else NEW, **flags)
+    assert folder.leftovers() == [] and not [name for name in os.listdir(folder.path) if name.startswith(".")]
+    if flags.get("resume"):
+        assert folder.state() in ("begun", "stopped")
+        assert state != "finished" or folder.tuned.exists()
+    else:
+        assert folder.state() == "begun" and not folder.checkpoints.exists() and not folder.tuned.exists()
+
+
+def test_a_run_killed_while_it_prepared_is_started_again_by_the_same_command(tmp_path: Path) -> None:
+    recipe = settings(tmp_path, max_steps=1, warmup=0)
+    (tmp_path / "run" / "ranks").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").write_text("process 99999999 on nowhere")
+    assert run(recipe).summary["steps"] == 1
+    assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".")]
+
+
+def test_a_committed_folder_forgets_what_killed_commits_left_and_spares_what_a_living_process_is_at(tmp_path: Path) -> None:
+    for name in (".tuned.tmp-99999999", ".tuned.old-99999999", f".tuned.tmp-{os.getppid()}", ".other.tmp-99999999"):
+        (tmp_path / name).mkdir()
+    ship(tmp_path / "tuned", "new")
+    assert sorted(os.listdir(tmp_path)) == [".other.tmp-99999999", f".tuned.tmp-{os.getppid()}", "tuned"]
+    assert sweep(tmp_path, ("tuned",), alone=True) == [f".tuned.tmp-{os.getppid()}"]
+    (tmp_path / "tuned").rename(tmp_path / ".tuned.old-99999999")
+    assert sweep(tmp_path, ("tuned",)) == [".tuned.old-99999999"] and (tmp_path / "tuned" / "more").read_text() == "new"
+
+
+# ---------------------------------------------------------------- two runs, one folder
+
+
+def test_a_run_that_prepares_holds_its_folder_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from petune import training
+
+    recipe, prepare, refused = settings(tmp_path), training.prepare, []
+
+    def pause(*args: Any, **named: Any) -> Any:
+        monkeypatch.setattr(training, "prepare", prepare)
+        for flags in FLAGS.values():
+            with pytest.raises(MachineError, match="another run is using this folder") as caught:
+                run(recipe | {"seed": 1}, **flags)
+            refused.append(caught.value.code)
+        return prepare(*args, **named)
+
+    monkeypatch.setattr(training, "prepare", pause)
+    finished = run(recipe)
+    assert refused == [5, 5, 5] and finished.recipe.seed == 0
+    ids = {checkpoint.verify(path).run_id for path in (finished.folder / "checkpoints").glob("step-*")}
+    ids |= {json.loads((finished.folder / name).read_text())["run_id"] for name in ("env.json", "summary.json")}
+    assert ids == {RunFolder(finished.folder, finished.recipe).run_id()}
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    recipe = settings(tmp_path, eval_every=2)
+    for out in ("run", "other"):
+        with pytest.raises(PetuneError):
+            run(recipe | {"out": str(tmp_path / out)}, terminate_at(3 if out == "run" else 4))
+    mine, other = (RunFolder.of(load_recipe(recipe | {"out": str(tmp_path / out)})) for out in ("run", "other"))
+    assert mine.run_id() != other.run_id()
+    strange = other.checkpoints / "step-4"
+    for resume in (strange, True):
+        with pytest.raises(FileError, match=f"step-4 .*another run(.|\n)*run {mine.run_id()}, found run {other.run_id()}") as caught:
+            run(recipe, resume=resume)
+        assert caught.value.code == 4
+        if resume is strange:
+            shutil.copytree(strange, mine.checkpoints / "step-4")
+    (mine.checkpoints / "step-4").rename(tmp_path / "moved")
+    assert run(recipe, resume=True).summary["run_id"] == mine.run_id()
+
+
+# ---------------------------------------------------------------- links
+
+FILES = ("metrics.jsonl", "run.log", "README.md", "loss.png", "best", "summary.json", "env.json", "ranks/rank-1.log", ".replacing")
+FOLDERS = ("tuned", "checkpoints", "merged", "ranks")
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_a_link_in_a_run_folder_is_refused_and_what_is_behind_it_stays(name: str, folder: RunFolder, tmp_path: Path) -> None:
+    make(folder, "stopped")
+    (folder.path / "ranks").mkdir(exist_ok=True)
+    behind = tmp_path / "behind"
+    if name in FOLDERS:
+        behind.mkdir()
+        (behind / "petune.json").write_text("precious")
+    else:
+        behind.write_text("precious")
+    place = folder.path / name
+    shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+    place.symlink_to(behind)
+    for flags in ({"resume": True}, {"overwrite": True}):
+        if name == ".replacing" and "resume" in flags:
+            continue  # refused as what it says
+        with pytest.raises(FileError, match=rf"{name}  is a symbolic link"), enter(folder, **flags):
+            pass
+    assert (behind / "petune.json" if behind.is_dir() else behind).read_text() == "precious"
+
+
+def test_a_pipe_and_a_second_name_are_refused_without_blocking(folder: RunFolder, tmp_path: Path) -> None:
+    make(folder, "stopped")
+    os.mkfifo(folder.log)
+    with pytest.raises(FileError, match=r"run\.log  is something else"), enter(folder, resume=True):
+        pass
+    folder.log.unlink()
+    os.link(folder.metrics, folder.path / "again")
+    with pytest.raises(FileError, match=r"metrics\.jsonl  is linked elsewhere"), enter(folder, resume=True):
+        pass
+
+
+def test_nothing_is_committed_through_a_link(tmp_path: Path) -> None:
+    ship(tmp_path / "mine", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileError, match="symbolic link"):
+        ship(tmp_path / "link", "new")
+    assert (tmp_path / "mine" / "more").read_text() == "old" and sorted(os.listdir(tmp_path)) == ["link", "mine"]
+
+
+# ---------------------------------------------------------------- the folder goes while it trains
+
+
+@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("how", ["removed", "moved", "another run's"])
+def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how: str, step: int, tmp_path: Path) -> None:
+    straight = run(settings(tmp_path, out="straight"))
+    recipe, place = settings(tmp_path), tmp_path / "run"
+
+    def lose(at: int) -> None:
+        if at == step:
+            place.rename(tmp_path / "away") if how == "moved" else shutil.rmtree(place)
+            if how == "another run's":
+                place.mkdir()
+                (place / "resolved.yaml").write_text(f"# run {NEW}\n")
+
+    with pytest.raises(MachineError) as caught:
+        run(recipe, Listener(lose))
+    kept = tmp_path / "run-rescued-1"
+    assert caught.value.code == 5 and f"step {step} is kept in {kept / 'checkpoints' / f'step-{step}'}" in str(caught.value)
+    assert f"petune train {kept} --resume" in str(caught.value)
+    assert place.exists() == (how == "another run's") and (not place.exists() or os.listdir(place) == ["resolved.yaml"])
+    finished = run(str(kept), resume=True)
+    assert finished.folder == kept
+    (tensors, facts), (others, other_facts) = state_of(newest(kept)), state_of(newest(straight.folder))
+    assert facts == other_facts and all(value.equal(others[name]) for name, value in tensors.items())
+
+
+def test_a_folder_lost_at_the_very_end_leaves_what_was_trained_elsewhere(tmp_path: Path) -> None:
+    class Losing(Listener):
+        def note(self, line: str) -> None:
+            if line.startswith("tuned/ holds step"):
+                shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(MachineError, match=r"what was trained is kept in .*run-rescued-1/tuned") as caught:
+        run(going_wrong(tmp_path, eval_every=2), Losing())
+    assert caught.value.code == 5 and (tmp_path / "run-rescued-1" / "tuned" / "petune.json").is_file() and not (tmp_path / "run").exists()
