@@ -1,18 +1,30 @@
-"""The control of a classifier's run: what a head trained on the frozen base alone would score."""
+"""What a run is compared with: the untouched base, and, of a classifier, a head trained on it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from petune.assemble import Prepared
 from petune.evaluate import batches, head_only, scoring
 from petune.log import phase
+from petune.methods import without_tuning
+from petune.methods.configs import FullConfig, MethodConfig
 from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.parallel import Runner
 from petune.tasks import pad_token_id
+
+
+@contextmanager
+def untouched_base(modules: Sequence[nn.Module], method: MethodConfig) -> Iterator[None]:
+    """The base model again inside the block, for as long as nothing has trained."""
+    with ExitStack() as stack:
+        for module in () if isinstance(method, FullConfig) else modules:
+            stack.enter_context(without_tuning(module))
+        yield
 
 
 def head_only_control(runner: Runner, prepared: Prepared, check_stop: Callable[[], None], weights: Tensor | None) -> float | None:

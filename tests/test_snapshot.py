@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import petune.loop
+import petune.state
 from petune import checkpoint
 from petune.errors import MachineError, RecipeError, TrainingFault
 from petune.loop import Training
@@ -124,7 +124,7 @@ def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(family: str, method:
     [note] = [note for note in listener.notes if note.startswith("resumed from ")]
     assert f"{os.path.join('snapshots', 'step-4')} at step 4, a snapshot that was committed at step " in note
     assert any(line.startswith("resumed  at step 4, a snapshot that was committed at step ") for line in listener.lines)
-    assert_same_run(tmp_path / "run", straight.folder, same_process=False)
+    assert_same_run(tmp_path / "run", straight.folder)
 
 
 @pytest.mark.parametrize("at", ["write", "rename"])
@@ -149,7 +149,7 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
         if at == "rename":
             os.rename = renamed  # type: ignore[assignment]
         else:
-            petune.loop.write_packed = written
+            petune.state.write_packed = written
         run(recipe, Listener(lambda step: wait_for(lambda: step == 1 or f"step-{step - 1}" in snapshots_of(tmp_path / "run"))))
 
     assert ends(1, train, recipe)[0].code == -signal.SIGKILL
@@ -158,7 +158,7 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
     run(recipe, listener, resume=True)
     assert listener.steps[0]["step"] == 3
     assert not any("tmp" in name for name in snapshots_of(tmp_path / "run"))
-    assert_same_run(tmp_path / "run", straight.folder, same_process=False)
+    assert_same_run(tmp_path / "run", straight.folder)
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=() if plan in ("dp", "pp") else pytest.mark.long) for plan in PLANS])
@@ -216,7 +216,7 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
 
     listener = Listener(until_it_has_failed)
     with monkeypatch.context() as patched, pytest.raises(kind, match=said) as raised:
-        patched.setattr(petune.loop, "write_packed", refuse)
+        patched.setattr(petune.state, "write_packed", refuse)
         run(recipe, listener)
     assert raised.value.code == (7 if kind is TrainingFault else 5)
     assert 1 <= len(listener.steps) <= 4, "it went on for more than the step in which the failure was seen"
