@@ -119,7 +119,7 @@ def is_exact(trainer: Trainer, snapshots: Snapshots, root: Path) -> bool:
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
     snapshots.drain()
-    found = checkpoint.read_tensors(root / f"step-{trainer.steps}" / "state.safetensors")
+    found = checkpoint.read_tensors(root / "snapshots" / f"step-{trainer.steps}" / "state.safetensors")
     moved = any(not torch.equal(value.detach().cpu(), found[f"tuned/{name}"]) for name, value in trainer.tuned.items())
     return moved and found.keys() == expected.keys() and all(torch.equal(value.cpu(), found[name]) for name, value in expected.items())
 

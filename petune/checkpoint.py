@@ -67,6 +67,7 @@ VERSION = 2
 READABLE = (1, 2)  # version 1 has no leaf hashes
 MANIFEST = "manifest.json"
 POINTER = "latest"
+SNAPSHOTS = "snapshots"  # a folder of its own inside one of checkpoints, so that neither's rotation sees the other's
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LEFTOVER = re.compile(r"step-(0|[1-9][0-9]{0,17})\.(tmp|old|gone)-[0-9]+")
 
@@ -315,64 +316,70 @@ def _path_fault(name: str) -> str | None:
     return "a file's name leads out of the checkpoint" if any(part in ("", ".", "..") for part in parts) else None
 
 
-def candidates(*roots: Path) -> list[Path]:
-    """Checkpoints by their folder's name, newest step first (10 before 9), of one step in the order of `roots`; nothing is verified.
+def candidates(root: Path) -> list[Path]:
+    """Checkpoints and snapshots by their folder's name, newest step first (10 before 9), of one step the checkpoint; nothing is verified.
 
     A missing root has none.
     """
-    found: dict[tuple[int, int], Path] = {}
-    for at, root in enumerate(roots):
-        with reading(root):
-            names = os.listdir(root) if root.is_dir() else []
-        for name in names:
-            if match := _COMMITTED.fullmatch(name):
-                found[int(match[1]), -at] = root / name
-            elif (match := _LEFTOVER.fullmatch(name)) and match[2] == "old":
-                found.setdefault((int(match[1]), -at), root / name)
+    found = {(step, kind): path for kind, place in enumerate((root / SNAPSHOTS, root)) for step, path in _by_step(place).items()}
     return [found[key] for key in sorted(found, reverse=True)]
 
 
-def newest_good(*roots: Path) -> tuple[Path, Manifest, list[Problem]]:
+def _by_step(root: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    with reading(root):
+        names = os.listdir(root) if root.is_dir() else []
+    for name in names:
+        if match := _COMMITTED.fullmatch(name):
+            found[int(match[1])] = root / name
+        elif (match := _LEFTOVER.fullmatch(name)) and match[2] == "old":
+            found.setdefault(int(match[1]), root / name)
+    return found
+
+
+def newest_good(root: Path) -> tuple[Path, Manifest, list[Problem]]:
     """The newest checkpoint that verifies, and the problems of every newer one, to be told aloud. Raises FileError when there is none."""
     problems: list[Problem] = []
-    for path in candidates(*roots):
+    for path in candidates(root):
         try:
             return path, verify(path), problems
         except FileError as error:
             problems += error.problems
-    where = str(roots[0])
     if problems:
-        raise FileError([Problem("no checkpoint is whole", where, remedy="start the run again without --resume"), *problems])
-    raise FileError("no checkpoint here", where=where, expected="folders step-N", remedy="check the path, or run without --resume")
+        raise FileError([Problem("no checkpoint is whole", str(root), remedy="start the run again without --resume"), *problems])
+    raise FileError("no checkpoint here", where=str(root), expected="folders step-N", remedy="check the path, or run without --resume")
 
 
 # ---------------------------------------------------------------- tidying
 
 
 def leftovers(root: Path) -> list[str]:
-    """Names of what killed saves and rotations left in a folder of checkpoints."""
-    names = os.listdir(root) if root.is_dir() else []
-    return sorted(name for name in names if _LEFTOVER.fullmatch(name) or name.startswith(f".{POINTER}.tmp-"))
+    """What killed saves and rotations left in a folder of checkpoints, as relative paths."""
+    found = []
+    for prefix in ("", f"{SNAPSHOTS}/"):
+        names = os.listdir(root / prefix) if (root / prefix).is_dir() else []
+        found += [prefix + name for name in sorted(names) if _LEFTOVER.fullmatch(name) or name.startswith(f".{POINTER}.tmp-")]
+    return found
 
 
 def sweep(root: Path) -> list[str]:
     """Remove what killed saves and rotations left, and finish a replacement that was cut off; call it holding the RunLock.
 
-    Returns the names dealt with. Raises MachineError.
+    Returns the relative paths dealt with. Raises MachineError.
     """
     with writing(root):
         found = leftovers(root)
-        for name in found:
-            match = _LEFTOVER.fullmatch(name)
+        for path in [root / name for name in found]:
+            match = _LEFTOVER.fullmatch(path.name)
             if match and match[2] == "old":
-                _settle(root / name, root / f"step-{match[1]}")
+                _settle(path, path.with_name(f"step-{match[1]}"))
             else:
-                _remove(root / name)
+                _remove(path)
     return found
 
 
 def rotate(root: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints and the protected ones; returns the deleted. Call it after commit.
+    """Delete all but the newest `keep` checkpoints of this very folder and the protected ones; returns the deleted. Call it after commit.
 
     Only checkpoints whose names and sizes fit their manifest count as kept, so damaged ones never push the last good one out.
     Raises UsageError for keep < 2 (one flipped bit would end the run), MachineError.
@@ -382,7 +389,8 @@ def rotate(root: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
     safe = {Path(path).resolve() for path in protect}
     deleted: list[Path] = []
     whole = 0
-    for path in candidates(root):
+    own = _by_step(root)
+    for path in [own[step] for step in sorted(own, reverse=True)]:
         if whole < keep:
             whole += _looks_whole(path)
         elif _COMMITTED.fullmatch(path.name) and not path.is_symlink() and path.resolve() not in safe:
@@ -411,7 +419,7 @@ def set_aside(root: Path, after: int) -> list[Path]:
     for path in candidates(root):
         match = re.match(r"step-([0-9]+)", path.name)
         if match and int(match[1]) > after:
-            target = root / f"aside-step-{match[1]}"
+            target = path.with_name(f"aside-step-{match[1]}")
             with writing(path):
                 _remove(target)
                 os.rename(path, target)

@@ -39,7 +39,7 @@ from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
-from petune.snapshot import FOLDER, KEPT, Snapshots
+from petune.snapshot import KEPT, Snapshots, age
 from petune.spikes import SpikeRule, refuse_non_finite, report_spike, spike_fault
 from petune.stopping import StopAsked, StopRequest
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
@@ -90,8 +90,7 @@ class Training:
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
-        self.roots = folder.checkpoints, folder.checkpoints / FOLDER
-        self.snapshots = Snapshots(self.roots[1], mesh.device, state.write_packed, lambda: self.progress.step)
+        self.snapshots = Snapshots(folder.checkpoints, mesh.device, state.write_packed, lambda: self.progress.step)
         self.came_from: list[str] = []  # what the header says of a run that was resumed
         if mesh.main:
             self._check_disk()
@@ -360,7 +359,7 @@ class Training:
     def save(self) -> Path:
         """Commit a checkpoint of this very step, point `best` at the best one, rotate. Raises TrainingFault if a frozen tensor moved."""
         self._check_frozen()
-        root = self.roots[0]
+        root = self.folder.checkpoints
         tuned, optimizer = state.whole_state(self.runner, self.optimizer, self.make_optimizer)
         path = root / f"step-{self.progress.step}"
         if self.runner.mesh.main:
@@ -423,9 +422,8 @@ class Training:
         main = self.runner.mesh.main
         if main:
             self.folder.sweep()
-            checkpoint.sweep(self.roots[1])
         self.runner.barrier()
-        found = checkpoint.candidates(*self.roots)
+        found = checkpoint.candidates(self.folder.checkpoints)
         if group.inside() and resume is True:
             group.agree({"newest checkpoint": found[0].name if found else "none"})  # every machine must see the run folder
         if resume is True and not found:
@@ -443,10 +441,8 @@ class Training:
         self.runner.barrier()
         self.trusted = manifest.step
         if main:
-            for root in self.roots:
-                checkpoint.set_aside(root, manifest.step)
-        age = manifest.facts.get("snapshot")
-        when = f", a snapshot that was committed at step {age['run_step']}" if age else ""
+            checkpoint.set_aside(self.folder.checkpoints, manifest.step)
+        when = age(manifest, path)
         self.came_from = [f"resumed  at step {manifest.step}{when}"]
         self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
         if main:
@@ -460,7 +456,7 @@ class Training:
     def _saved_state(self, chosen: Path | None = None) -> tuple[Path, checkpoint.Manifest]:
         """The checkpoint at `chosen`, or else the newest checkpoint or snapshot that verifies; the same on every rank."""
         if chosen is None:
-            path, manifest, skipped = checkpoint.newest_good(*self.roots)
+            path, manifest, skipped = checkpoint.newest_good(self.folder.checkpoints)
             for problem in skipped:
                 self.reporter.note(f"NOT RESUMED FROM: {problem}")
         else:

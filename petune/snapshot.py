@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from petune import checkpoint
-from petune.errors import MachineError, PetuneError
+from petune.errors import FileError, MachineError, PetuneError
 from petune.kernels.offload import pin
 from petune.log import human
 from petune.tensorfile import writing
@@ -28,10 +28,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Write = Callable[["Path", Mapping[str, Tensor], Mapping[str, Any]], None]
-FOLDER = "snapshots"  # inside the folder of checkpoints, so that neither's rotation sees the other
 KEPT = 2
 _ALIGN = 64  # bytes: where a tensor begins in a buffer
 _SMALL = 1 << 20  # bytes of a tensor that is gathered with others first
+
+
+def age(manifest: checkpoint.Manifest, path: Path) -> str:
+    """What to say of the age of the checkpoint at `path`; nothing where it is no snapshot. Raises FileError for a fact that is no step."""
+    said = manifest.facts.get("snapshot")
+    if said is None:
+        return ""
+    step = said.get("run_step") if isinstance(said, dict) else None
+    if type(step) is not int:
+        where = f"{path / checkpoint.MANIFEST}  facts.snapshot.run_step"
+        raise FileError("is not a step", where=where, expected="a whole number", found=repr(said)[:80], remedy="use another checkpoint")
+    return f", a snapshot that was committed at step {step}"
 
 
 class Layout:
@@ -124,15 +135,16 @@ class HostCopy:
 
 
 class Snapshots:
-    """Takes copies of a run's state and commits the newest whole one again and again to `root`, which keeps the last two.
+    """Takes copies of a run's state and commits the newest whole one again and again beside `checkpoints`; the last two are kept.
 
     device: where the state lives. write: puts tensors and JSON into an empty folder. run_step: says, when a snapshot is committed, which
     step the run has reached. Use it as a context: an end by an error still writes what was taken last, an interrupt only ends what is
     being written.
     """
 
-    def __init__(self, root: Path, device: torch.device, write: Write, run_step: Callable[[], int]) -> None:
-        self.root, self.device, self.write, self.run_step = root, device, write, run_step
+    def __init__(self, checkpoints: Path, device: torch.device, write: Write, run_step: Callable[[], int]) -> None:
+        self.checkpoints, self.root = checkpoints, checkpoints / checkpoint.SNAPSHOTS
+        self.device, self.write, self.run_step = device, write, run_step
         self.taken, self.written, self.oldest = 0, 0, 0  # `oldest`: the most steps that a snapshot was behind when it was committed
         self._layout: Layout | None = None
         self._turns: tuple[HostCopy, ...] = ()
@@ -207,7 +219,7 @@ class Snapshots:
     def distrust(self, after: int) -> None:
         """Set aside the snapshots of steps beyond `after`: a run that goes on must not take them up."""
         self._end(write=False)
-        checkpoint.set_aside(self.root, after)
+        checkpoint.set_aside(self.checkpoints, after)
 
     def summary(self) -> str | None:
         """How many were taken and written, for a person; None where none was."""

@@ -17,11 +17,11 @@ import torch
 
 import petune.state
 from petune import checkpoint
-from petune.errors import MachineError, RecipeError, TrainingFault
+from petune.errors import FileError, MachineError, RecipeError, TrainingFault, UsageError
 from petune.loop import Training
 from petune.parallel import group
 from petune.recipe import load_recipe
-from petune.snapshot import Snapshots
+from petune.snapshot import Snapshots, age
 from petune.state import write_packed
 from tests.group_pool import assert_same_but_for_rounding, ends
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, numbers, run, settings, state_of
@@ -72,12 +72,12 @@ def test_what_is_written_is_the_state_of_its_step_however_late_and_the_newest_co
         free.set()
     assert len(places) <= 3 and (snapshots.taken, snapshots.written) == (5, 2)  # two rooms, seen when the first and when both were made
     for step in (1, 5):
-        manifest = checkpoint.verify(tmp_path / f"step-{step}")
+        manifest = checkpoint.verify(tmp_path / "snapshots" / f"step-{step}")
         assert manifest.facts == {"x": 1, "snapshot": {"step": step, "run_step": 7}} and manifest.run_id == "run"
-        tensors, facts = state_of(tmp_path / f"step-{step}")
+        tensors, facts = state_of(tmp_path / "snapshots" / f"step-{step}")
         assert facts == {"of": step} and tensors.keys() == live.keys()
         assert all(value.dtype == live[name].dtype and value.eq(step).all() for name, value in tensors.items())
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1", "step-5"]
+    assert sorted(os.listdir(tmp_path / "snapshots")) == ["latest", "step-1", "step-5"]
 
 
 def test_a_run_with_snapshots_ends_as_one_without_and_they_displace_no_checkpoint(tmp_path: Path):
@@ -118,6 +118,8 @@ def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(family: str, method:
     recipe = settings(tmp_path, **shape, snapshot_every=every)
     found = ends(1, killed_at(5, lambda folder: "step-4" in snapshots_of(folder)), recipe, {})
     assert found[0].code == -signal.SIGKILL, found
+    with pytest.raises(UsageError, match="occupied"):  # what has nothing but snapshots is no beginning either
+        run(recipe)
     listener = Listener()
     run(recipe, listener, resume=True)
     assert [record["step"] for record in listener.steps] == [5, 6]
@@ -224,6 +226,25 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
     if kind is MachineError and len(listener.steps) >= 2:
         run(recipe, resume=True)
         assert_same_run(tmp_path / "run", straight.folder)
+
+
+def test_a_run_folder_that_is_gone_is_not_made_anew_and_its_state_is_kept(tmp_path: Path):
+    def move(step: int) -> None:
+        if step == 3:
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(MachineError, match="was removed, moved or taken"):
+        run(settings(tmp_path, save_every=50, snapshot_every=1), Listener(move))
+    assert not (tmp_path / "run").exists()
+    assert newest(tmp_path / "run-rescued-1").name == "step-3"
+
+
+@pytest.mark.parametrize("said", [7, {"run_step": "7"}, {}])
+def test_an_age_that_is_no_step_is_refused(said: object, tmp_path: Path):
+    manifest = checkpoint.Manifest(2, "run", 3, {"snapshot": said}, {})
+    with pytest.raises(FileError, match=r"manifest\.json  facts\.snapshot\.run_step  is not a step"):
+        age(manifest, tmp_path / "step-3")
+    assert age(checkpoint.Manifest(2, "run", 3, {}, {}), tmp_path / "step-3") == ""
 
 
 def test_a_damaged_snapshot_is_passed_over_aloud(tmp_path: Path):
