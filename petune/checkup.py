@@ -98,12 +98,15 @@ def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:
 
 
 def _shipped(found: Checkup, folder: RunFolder, state: State) -> None:
+    """Verify `tuned/` and what was made of it; `tuned/` must be the very folder that the run wrote."""
     if state == "finished" and not folder.tuned.is_dir():
         found.problems.append(Problem("is missing, though the run has finished", str(folder.tuned), remedy="use another copy"))
     for place in (folder.tuned, *(folder.path / name for name in SHIPPED)):
         if place.is_dir():
             said = found.attempt(partial(export.verify, place), place if state == "running" else None)
             found.facts.append((place.name, said or "IS DAMAGED"))
+    if state == "finished" and folder.tuned.is_dir():
+        found.attempt(partial(_refuse_other_tuned, folder))
 
 
 def _records(found: Checkup, folder: RunFolder, state: State) -> None:
@@ -125,6 +128,13 @@ def _refuse_other_id(path: Path, known: str | None) -> None:
     own = read_json(path).get("run_id")
     if known and own != known:
         raise FileError("is of another run than resolved.yaml", where=str(path), expected=known, found=str(own)[:40])
+
+
+def _refuse_other_tuned(folder: RunFolder) -> None:
+    noted, own = read_json(folder.path / "summary.json").get("tuned_sha256"), export.identity(folder.tuned)
+    if noted not in (own, None):  # an earlier petune noted none
+        sides = {"expected": f"petune.json of sha256 {str(noted)[:16]}…", "found": f"{own[:16]}…"}
+        raise FileError("is not what this run wrote", where=str(folder.tuned), remedy="use another copy of the run", **sides)
 
 
 def _is_record(line: bytes) -> bool:

@@ -301,6 +301,11 @@ def _check_files(record: _Record, folder: Path) -> None:
             raise FileError("has been changed or damaged", where=str(file), remedy="use another copy", **sides)
 
 
+def identity(folder: Path) -> str:
+    """The SHA-256 of a tuned folder's petune.json, which holds those of its other files: what a run notes of the folder it wrote."""
+    return _sha256(folder / RECORD)
+
+
 def verify(folder: Path) -> str:
     """Compare the files of a folder that `save`, a merge or an export wrote with the hashes stored in it; in words, what was compared.
 
@@ -312,7 +317,7 @@ def verify(folder: Path) -> str:
     if record is None or not (hashes := record.facts.get("sha256")):
         raise FileError("stores no hashes", where=str(folder / RECORD), expected='the key "sha256"', remedy="use another copy")
     _check_files(record, folder)
-    return f"whole: {len(hashes)} files as their hashes say"
+    return f"whole, files compared with their hashes: {len(hashes)}"
 
 
 def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -> None:

@@ -505,7 +505,7 @@ class Training:
             export.save(model, place.tuned, tokenizer=self.tokenizer, base_name=name, base_sha256=whole, base_files=files, overwrite=True)
         if lost:
             raise self.folder.lost(f"what was trained is kept in {place.tuned}", "petune.load reads it; the run's records are gone")
-        summary = self._summary(progress.best_scores or progress.scores, int(peak))
+        summary = self._summary(progress.best_scores or progress.scores, int(peak)) | {"tuned_sha256": export.identity(self.folder.tuned)}
         with phase("drawing the loss"):
             self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))

@@ -84,6 +84,7 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
         ("step-6/state.safetensors", flip("checkpoints/step-6/state.safetensors")),
         ("tuned/model.safetensors", flip("tuned/model.safetensors")),
         ("tuned/petune.json", edit("tuned/petune.json", sha256={})),
+        ("tuned  is not what this run wrote", edit("tuned/petune.json", petune="0.0.9")),
         ("tuned  is missing", lambda folder: shutil.rmtree(folder / "tuned")),
         ("summary.json  is of another run", edit("summary.json", run_id="0" * 32)),
         ("env.json  is of another run", edit("env.json", run_id="0" * 32)),

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -25,7 +26,7 @@ import petune.loop
 import petune.training
 from petune import checkpoint
 from petune.assemble import build
-from petune.errors import Stopped, TrainingFault
+from petune.errors import DistributedError, MachineError, Stopped, TrainingFault
 from petune.loop import Training
 from petune.parallel import group
 from petune.parallel.runner import Runner
@@ -285,6 +286,16 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, ran
     assert all("at step 3 of 5" in str(end.error) for end in found)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-3"]
     checkpoint.verify(newest(tmp_path / "run"))
+
+
+def test_a_folder_removed_in_mid_run_costs_no_step_of_any_rank(tmp_path: Path, alone: Callable[..., Path]):
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["galaxy"], save_every=50)
+    found = ends(2, at_steps(0, {3: lambda: shutil.rmtree(tmp_path / "run")}), recipe, {})
+    assert found[0].code == MachineError.code and found[1].code in (Stopped.code, DistributedError.code), found
+    kept = tmp_path / "run-rescued-1"
+    assert f"step 3 is kept in {kept / 'checkpoints' / 'step-3'}" in str(found[0].error) and not (tmp_path / "run").exists()
+    trained(recipe | {"out": str(kept)}, resume=True)
+    assert_same_state(newest(kept), newest(alone("llama", "lora", save_every=50)))
 
 
 @pytest.mark.parametrize("plan", SOME)

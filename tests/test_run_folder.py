@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from petune import checkpoint
+from petune.checkup import check_up
 from petune.entrance import entered
 from petune.errors import FileError, MachineError, PetuneError
 from petune.folders import commit_folder, sweep
@@ -20,9 +23,10 @@ from petune.recipe import load_recipe
 from petune.run_folder import RunFolder, State
 from petune.run_lock import RunLock
 from tests.kills import killed_at
-from tests.small_runs import Listener, going_wrong, newest, run, settings, state_of, terminate_at
+from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
 from tests.small_runs import no_picture as no_picture
 
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_picture")
 OLD, NEW = "0" * 31 + "1", "0" * 31 + "2"  # ids of two runs
 FLAGS: dict[str, dict[str, bool]] = {"plain": {}, "--resume": {"resume": True}, "--overwrite": {"overwrite": True}}
@@ -142,6 +146,22 @@ def test_every_flag_says_in_every_state_what_the_table_has(state: State, folder:
             assert json.loads((folder.path / "env.json").read_text())["run_id"] == folder.run_id()
 
 
+def test_the_documents_have_the_same_table() -> None:
+    """A cell that begins with a number is a refusal with that exit code."""
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if line.startswith("| ")]
+    found = {row[0]: tuple(int(cell[0]) if cell[0].isdigit() else None for cell in row[2:]) for row in rows}
+    assert {state: found.get(state) for state in ANSWERS} == ANSWERS
+
+
+def test_a_damaged_run_may_be_replaced_and_is_resumed_from_what_is_whole(folder: RunFolder) -> None:
+    make(folder, "stopped")
+    for step, left in ((2, "goes on from step-1"), (1, "is refused: no checkpoint is whole")):
+        (folder.checkpoints / f"step-{step}" / "state.json").write_text("{}")
+        facts = dict(check_up(folder.path).facts)
+        assert facts["verdict"].startswith("damaged") and facts["--resume"] == left
+        assert answers(folder) == (2, None, None)
+
+
 def test_a_folder_in_use_is_refused_by_every_flag_with_the_process_that_uses_it(folder: RunFolder) -> None:
     make(folder, "finished")
     with RunLock(folder.path):
@@ -249,6 +269,37 @@ def test_a_committed_folder_forgets_what_killed_commits_left_and_spares_what_a_l
     assert sweep(tmp_path, ("tuned",)) == [".tuned.old-99999999"] and (tmp_path / "tuned" / "more").read_text() == "new"
 
 
+def kill_on_the_way(place: Path, kills: int, seed: int) -> int:
+    """Train runs that are killed at a random call, started again by the flag that is allowed, and killed again, each to its end; how many.
+
+    Every end is compared with a run that was left alone.
+    """
+    straight, draw, done = run(settings(place, eval_every=2, out="straight")), random.Random(seed), 0
+    while done < kills:
+        folder = RunFolder.of(load_recipe(settings(place, eval_every=2)))
+        flags: dict[str, bool] = {}
+        while killed_at(draw.randint(1, 300), partial(run, folder.recipe, **flags)):
+            done += 1
+            state = folder.state()
+            codes = answers(folder)
+            assert codes == ANSWERS[state], state
+            flags = {"resume": True} if codes[1] is None else {}
+        assert check_up(folder.path).problems == [] and folder.leftovers() == []
+        assert_same_run(folder.path, straight.folder)
+        shutil.rmtree(folder.path)
+    return done
+
+
+def test_runs_killed_at_random_calls_again_and_again_end_as_one_that_was_not(place: Path) -> None:
+    assert kill_on_the_way(place, 25, seed=0) >= 25
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_runs_killed_at_a_thousand_random_calls_end_as_one_that_was_not(place: Path) -> None:
+    assert kill_on_the_way(place, 1000, seed=1) >= 1000
+
+
 # ---------------------------------------------------------------- two runs, one folder
 
 
@@ -340,28 +391,33 @@ def test_nothing_is_committed_through_a_link(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the folder goes while it trains
 
 
-@pytest.mark.parametrize("step", [3, 6])
-@pytest.mark.parametrize("how", ["removed", "moved", "another run's"])
-def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how: str, step: int, tmp_path: Path) -> None:
-    straight = run(settings(tmp_path, out="straight"))
-    recipe, place = settings(tmp_path), tmp_path / "run"
+@pytest.fixture(scope="module")
+def straight(place: Path) -> Path:
+    """A run that was left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("petune.run_folder.draw_loss", lambda metrics, picture: False)
+        return run(settings(place, out="left-alone")).folder
+
+
+@pytest.mark.parametrize(("how", "step"), [("removed", 3), ("removed", 6), ("moved", 3), ("another run's", 6)])
+def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how: str, step: int, place: Path, straight: Path) -> None:
+    out, kept = place / f"lost-{how}-{step}", place / f"lost-{how}-{step}-rescued-1"
 
     def lose(at: int) -> None:
         if at == step:
-            place.rename(tmp_path / "away") if how == "moved" else shutil.rmtree(place)
+            out.rename(place / f"away-{step}") if how == "moved" else shutil.rmtree(out)
             if how == "another run's":
-                place.mkdir()
-                (place / "resolved.yaml").write_text(f"# run {NEW}\n")
+                out.mkdir()
+                (out / "resolved.yaml").write_text(f"# run {NEW}\n")
 
     with pytest.raises(MachineError) as caught:
-        run(recipe, Listener(lose))
-    kept = tmp_path / "run-rescued-1"
+        run(settings(place, out=out.name), Listener(lose))
     assert caught.value.code == 5 and f"step {step} is kept in {kept / 'checkpoints' / f'step-{step}'}" in str(caught.value)
     assert f"petune train {kept} --resume" in str(caught.value)
-    assert place.exists() == (how == "another run's") and (not place.exists() or os.listdir(place) == ["resolved.yaml"])
+    assert os.listdir(out) == ["resolved.yaml"] if how == "another run's" else not out.exists()
     finished = run(str(kept), resume=True)
-    assert finished.folder == kept
-    (tensors, facts), (others, other_facts) = state_of(newest(kept)), state_of(newest(straight.folder))
+    assert finished.folder == kept and check_up(kept).problems == []
+    (tensors, facts), (others, other_facts) = state_of(newest(kept)), state_of(newest(straight))
     assert facts == other_facts and all(value.equal(others[name]) for name, value in tensors.items())
 
 
