@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import signal
 import threading
@@ -161,6 +162,34 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
     assert listener.steps[0]["step"] == 3
     assert not any("tmp" in name for name in snapshots_of(tmp_path / "run"))
     assert_same_run(tmp_path / "run", straight.folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Path):
+    shape = {"epochs": 6, "save_every": 100, "eval_every": 100, "schedule": "cosine"}
+    straight = run(settings(tmp_path, **shape, out="straight"))
+    draw, taken_up = random.Random(5), 0
+
+    def train(recipe: dict[str, Any], after_s: float) -> None:
+        audit = Training._audit
+
+        def armed(self: Training) -> Any:
+            threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+            return audit(self)
+
+        Training._audit = armed  # type: ignore[method-assign]
+        run(recipe)
+
+    for at in range(40):
+        recipe = settings(tmp_path, **shape, snapshot_every=1, out=f"run-{at}")
+        folder = tmp_path / f"run-{at}"
+        if ends(1, train, recipe, draw.uniform(0, 0.9))[0].code:
+            taken_up += bool(checkpoint.candidates(folder / "checkpoints"))
+            run(recipe, resume=(folder / "resolved.yaml").exists())
+        assert_same_run(folder, straight.folder)
+        shutil.rmtree(folder)
+    assert taken_up > 15
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=() if plan in ("dp", "pp") else pytest.mark.long) for plan in PLANS])
