@@ -15,6 +15,7 @@ from petune.errors import FileError
 from petune.tensorfile import reading
 
 BLOCK = 64 << 20  # bytes of a file under one leaf hash
+_MOST_THREADS = 16  # for one file: beyond, the disk is slower
 _PORTION = 8 << 20  # bytes read and hashed at once, without Python's lock
 
 
@@ -41,7 +42,7 @@ def whole_and_leaf_hashes(file: FileIO) -> tuple[str, list[str]]:
 def _in_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> list[str]:
     if len(ranges) < 2:
         return [_hash_range(file, *one) for one in ranges]
-    with ThreadPoolExecutor(min(len(ranges), max(1, (os.cpu_count() or 1) // 2)), "petune-hash") as threads:
+    with ThreadPoolExecutor(min(len(ranges), os.cpu_count() or 1, _MOST_THREADS), "petune-hash") as threads:
         return list(threads.map(lambda one: _hash_range(file, *one), ranges))
 
 
