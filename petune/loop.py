@@ -32,7 +32,7 @@ from petune.methods import count_parameters, describe, frozen_tensors, tuned_par
 from petune.methods.configs import FullConfig
 from petune.methods.targets import head_modules
 from petune.models import family_of
-from petune.models.source import weight_files
+from petune.models.source import model_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, is_sharded, local
 from petune.reporting import Logged, Trackers
@@ -518,16 +518,16 @@ class Training:
         self.callbacks.on_end(summary)
 
     def _base_files(self) -> dict[str, Path]:
-        """The files whose hashes name the base, in the process that writes `tuned/`; of a full tuning and of random weights none."""
+        """The files whose hashes name the base, in the process that writes `tuned/`; of random weights and a model in memory none."""
         source = self.prepared.source
-        if not self.runner.mesh.main or isinstance(self.recipe.method, FullConfig) or source.kind in ("config", "object"):
+        if not self.runner.mesh.main or source.kind in ("config", "object"):
             return {}
-        return weight_files(source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision)
+        return model_files(source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision)
 
-    def _hashed_base(self) -> dict[str, str]:
-        """The hashes of the base's files; without them, which is said, `tuned/` is written all the same."""
+    def _hashed_base(self) -> dict[str, dict[str, Any]]:
+        """Sizes and hashes of the base's files; without them, which is said, `tuned/` is written all the same."""
         try:
-            return self.base_hashes.result()
+            return self.base_hashes.entries()
         except FileError as error:
             self.reporter.note(f"tuned/ STORES NO HASH OF ITS BASE: {error}")
             return {}

@@ -20,11 +20,12 @@ from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
-from petune.models.source import resolve_model
+from petune.models.source import model_files, resolve_model
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.plot import run_html
 from petune.recipe import load_recipe
 from petune.tasks import TASKS, pad_token_id
+from petune.tuning_record import read_record
 
 
 class Run:
@@ -100,6 +101,8 @@ class Run:
         if not isinstance(self.recipe.method, FullConfig) or source.kind == "object":
             return None
         tuned = self.speaker
+        if source.kind != "config":
+            read_record(self.folder / "tuned").check_files(model_files(source.place, source.revision), afresh=self.verify_base)
         model: nn.Module = load_base(source, tuned.task, labels_of(self.folder / "tuned"), self.recipe, tuned.tokenizer).model
         return replace(tuned, model=model.to(tuned.place.device).eval())
 

@@ -16,12 +16,14 @@ from typing import Any, Literal, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, MachineError, Problem, UsageError
+from petune.folder_manifest import check_folder
 from petune.log import say
 from petune.models import FAMILIES
-from petune.models.source import Source
+from petune.models.source import Source, check_weights, local_folder
+from petune.models.trust import code_refused, refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 from petune.sites import Family, Kind
 from petune.tensorfile import is_finite
 
@@ -57,11 +59,24 @@ def read_config(source: Source) -> Any:
     if source.kind == "config":
         try:
             fields = json.loads(Path(source.place).read_text(encoding="utf-8"))
+            refuse_settings(fields, str(Path(source.place).parent))
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(f"not a model config: {_first_line(error)}", where=source.place, remedy='it needs a "model_type"') from None
+    _check_folder(source)
     with _hub_errors(source):
-        return AutoConfig.from_pretrained(source.place, revision=source.revision)
+        fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
+        refuse_settings(fields, source.place)
+        return AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+
+
+def _check_folder(source: Source) -> None:
+    """Raise FileError for a folder that petune wrote and somebody changed, and for one with an adapter in it."""
+    folder = local_folder(source.place, source.revision)
+    if folder is not None:
+        refuse_adapter(folder)
+        refuse_links_out(folder)
+        check_folder(folder)
 
 
 def kind_of(config: Any) -> Kind:
@@ -83,7 +98,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """
     place = str(Path(source.place).parent) if source.kind == "config" else source.place
     with _hub_errors(source):
-        tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision)
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision, trust_remote_code=False)
     return with_padding(tokenizer, place)
 
 
@@ -112,9 +127,12 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     if source.kind == "config":
         say(source.note)
         with quiet():
-            model = AUTO[head].from_config(config, dtype=dtype)
+            model = AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False)
         heads = family.heads if family else ()
         return Loaded(model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), "")
+    check_weights(source)
+    if code := wanted_code(local_folder(source.place, source.revision) or Path(source.place)):
+        say(f"{code[0]}: not run; {config.model_type} is read with transformers' own classes")
     with _hub_errors(source), quiet():
         model, info = AUTO[head].from_pretrained(
             source.place,
@@ -124,6 +142,7 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
     new, note = _check_filled(model, family, info, source)
     _check_finite(model, source)
@@ -243,6 +262,8 @@ def _hub_errors(source: Source) -> Iterator[None]:
             raise MachineError("not enough memory to load the model", where=source.place, found=_first_line(error)) from None
         raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
     except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
+        if "trust_remote_code" in str(error):
+            raise code_refused(local_folder(source.place, source.revision), source.place) from None
         remedy = "a file in it is damaged, missing or not what its name says: use another copy"
         raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place, remedy=remedy) from error
 
