@@ -15,17 +15,16 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from petune.errors import FileError, MachineError, Problem, UsageError
+from petune.errors import FileError, MachineError, UsageError
 from petune.folder_manifest import check_folder
 from petune.log import say
 from petune.models import FAMILIES
-from petune.models.source import Source, check_weights, local_folder
+from petune.models.damage import check_filled, check_finite, check_stored, check_ties
+from petune.models.source import Source, check_weights, local_folder, model_files
 from petune.models.trust import code_refused, refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 from petune.sites import Family, Kind
-from petune.tensorfile import is_finite
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -144,8 +143,10 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
             ignore_mismatched_sizes=True,
             trust_remote_code=False,
         )
-    new, note = _check_filled(model, family, info, source)
-    _check_finite(model, source)
+    new, note = check_filled(model, family, info, source)
+    check_stored(model, model_files(source.place, source.revision))
+    check_ties(model, source)
+    check_finite(model, source)
     return Loaded(model.eval(), family, new, note)
 
 
@@ -173,50 +174,11 @@ def adopt_model(model: PreTrainedModel, source: Source, head: Head, labels: Sequ
         sides = {"expected": f"num_labels={len(labels)}: {', '.join(labels[:10])}", "found": f"num_labels={model.config.num_labels}"}
         raise UsageError("the model has another number of classes than the rows", where="model", **sides)
     _name_classes(model.config, labels)
-    _check_finite(model, source)
+    check_finite(model, source)
     family = FAMILIES.get(model.config.model_type)
     fresh = [name for name, _ in model.named_modules() if family and name.rpartition(".")[2] in family.fresh]
     note = f"{', '.join(fresh)} stays frozen: if it is new and not pretrained, name it in method.also_train" if fresh else ""
     return Loaded(cast("PreTrainedModel", model.to(dtype).cpu().eval()), family, (), note)
-
-
-def _check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:
-    mismatched = {str(key if isinstance(key, str) else key[0]) for key in info["mismatched_keys"]}
-    missing = {str(key) for key in info["missing_keys"]} | mismatched
-    backbone = getattr(model, "base_model_prefix", "")
-    outside = [name for name, _ in model.named_children() if name != backbone]  # of a model without a table, all but the backbone is head
-    heads = (*family.heads, *family.fresh) if family else (*outside, "pooler")
-    names = [name for name, _ in model.named_modules() if name]
-    new = tuple(name for name in names if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing))
-    lost = sorted(key for key in missing - _zero_biases(model, new) if not key.startswith(tuple(f"{name}." for name in new)))
-    blocks = tuple(rule.blocks + "." for rule in family.stacks.values()) if family else ()
-    surplus = sorted(str(key) for key in info["unexpected_keys"] if any(f".{block}" in f".{key}" for block in blocks))
-    faults = {True: "has another shape in the checkpoint", False: "is in the model but not in the checkpoint"}
-    problems = [Problem(faults[key in mismatched], where=key) for key in lost[:10]]
-    problems += [Problem("is in the checkpoint but not in the model", where=key) for key in surplus[:10]]
-    if problems:
-        summary = f"{len(lost)} missing or mis-shaped, {len(surplus)} surplus"
-        raise FileError([Problem("the checkpoint does not fill the model it describes", where=source.place, found=summary), *problems])
-    dropped = sorted({str(key).split(".")[0] for key in info["unexpected_keys"]} - {str(key).split(".")[0] for key in surplus})
-    parts = [f"{', '.join(new)} is new and will be trained"] if new else []
-    parts += [f"{', '.join(dropped)} of the checkpoint is not used by this task"] if dropped else []
-    return new, "; ".join(parts)
-
-
-def _zero_biases(model: nn.Module, new: Sequence[str]) -> set[str]:
-    """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random stays."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if new and callable(get) else None
-    bias = getattr(head, "bias", None)
-    if bias is None or bool(bias.any()):
-        return set()
-    return {name for name, value in model.named_parameters(remove_duplicate=False) if value is bias}
-
-
-def _check_finite(model: nn.Module, source: Source) -> None:
-    bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
-    if bad:
-        raise FileError([Problem("holds a value that is not finite", where=f"{source.place}: {name}") for name in bad[:10]])
 
 
 @contextmanager
