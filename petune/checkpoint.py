@@ -2,7 +2,7 @@
 
 Temporary name, fsync of every file, SHA-256 manifest, one rename, fsync of the parent; pointer and rotation only after it, and the pointer
 is a hint nobody depends on. Tensors are safetensors and all else JSON: nothing that is read here can run code.
-This is over 300 lines because the optimizer's state, the generators' and the run's lock have no use but with a checkpoint.
+This is over 300 lines because the optimizer's state has no use but with a checkpoint.
 """
 
 # Names inside a folder of checkpoints:
@@ -12,23 +12,16 @@ This is over 300 lines because the optimizer's state, the generators' and the ru
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import stat
-import sys
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,7 +45,6 @@ from petune.tensorfile import (
 
 __all__ = [
     "Manifest",
-    "RunLock",
     "candidates",
     "commit",
     "newest_good",
@@ -61,10 +53,8 @@ __all__ = [
     "read_tensors",
     "require_free",
     "restore_optimizer",
-    "rng_state",
     "rotate",
     "set_aside",
-    "set_rng_state",
     "sweep",
     "verify",
     "write_json",
@@ -493,145 +483,7 @@ def _differences(mine: Mapping[str, Any], facts: Mapping[str, Any], kept: Mappin
     ]
 
 
-# ---------------------------------------------------------------- random generators
-
-
-def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of every generator a run may draw from: torch's on the CPU and, once used, on each GPU, Python's, numpy's if imported.
-
-    Returns tensors ("rng/...") and JSON.
-    """
-    tensors = {"rng/torch": torch.get_rng_state()}
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        tensors |= {f"rng/cuda-{at}": state for at, state in enumerate(cuda.get_rng_state_all())}
-    version, words, gauss = random.getstate()
-    tensors["rng/python"] = torch.tensor(words, dtype=torch.int64)
-    facts: dict[str, Any] = {"python": {"version": version, "gauss": gauss}}
-    if numpy := sys.modules.get("numpy"):
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        tensors["rng/numpy"] = torch.tensor(keys.tolist(), dtype=torch.int64)
-        facts["numpy"] = {"kind": kind, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
-    return tensors, facts
-
-
-def set_rng_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], where: str) -> None:
-    """Set every generator to a state from `rng_state`; `where` names the checkpoint in errors. Raises FileError, then nothing is set.
-
-    GPU states are for the same number of GPUs; with another number they are left out with a warning.
-    """
-    before = rng_state()
-    try:
-        _apply_rng(tensors, facts)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-        _apply_rng(*before)
-        what = f"the random generators' state cannot be restored: {error}"
-        raise FileError(what[:300], where=where, remedy="use another checkpoint") from error
-
-
-def _apply_rng(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["rng/torch"])
-    random.setstate((facts["python"]["version"], tuple(tensors["rng/python"].tolist()), facts["python"]["gauss"]))
-    if saved := facts.get("numpy"):
-        import numpy
-
-        keys = numpy.array(tensors["rng/numpy"].tolist(), dtype=numpy.uint32)
-        numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
-    cuda = [tensors[key] for key in sorted(tensors, key=lambda key: (len(key), key)) if key.startswith("rng/cuda-")]
-    if cuda and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
-    elif cuda:
-        warn(f"the checkpoint is of a run on {len(cuda)} GPUs, here are {torch.cuda.device_count()}: their random numbers start anew")
-
-
-# ---------------------------------------------------------------- the machine
-
-
-class RunLock:
-    """One run at a time in a folder: `with RunLock(folder): ...`. The file names process and host.
-
-    The kernel holds the lock (flock) and drops it when the process ends, however it ends, so a killed run's lock is simply taken over.
-    On a file system without flock, a lock is respected if its process lives on this host or is of another host. Raises MachineError.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
-        self._fd: int | None = None
-
-    def __enter__(self) -> RunLock:
-        with writing(self.path):
-            while self._fd is None:
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-                try:
-                    self._claim(fd)
-                except BaseException:
-                    os.close(fd)
-                    raise
-        return self
-
-    def _claim(self, fd: int) -> None:
-        """Keep `fd` if it is locked now; leave `_fd` None when the file was removed meanwhile by the run that ended."""
-        owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._refuse(owner)
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                raise
-            if owner and not _has_ended(owner):
-                self._refuse(owner)
-        if not os.path.lexists(self.path) or not os.path.samestat(os.fstat(fd), os.lstat(self.path)):
-            os.close(fd)
-            return
-        if owner:
-            warn(f"the run of {owner} in {self.path.parent} ended without saying so: taking over")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        self._fd = fd
-        _held.add(self)
-
-    def _refuse(self, owner: str) -> None:
-        remedy = f"wait for it, end it, or give another `out`; if it cannot be running, delete {self.path}"
-        raise MachineError(f"another run is using this folder: {owner or 'unknown process'}", where=str(self.path.parent), remedy=remedy)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._fd is not None:
-            try:
-                self.path.unlink(missing_ok=True)  # while it is still locked: nobody can have taken this very file
-            except OSError as refused:
-                warn(f"{self.path} could not be removed: {refused}")
-            os.close(self._fd)
-            self._fd = None
-            _held.discard(self)
-
-
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """A forked child (a data worker) shares the parent's lock until it closes its copy: a killed run must not be held up by an orphan."""
-    for lock in list(_held):
-        if lock._fd is not None:
-            os.close(lock._fd)
-            lock._fd = None
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def _has_ended(owner: str) -> bool:
-    match = re.fullmatch(r"process ([0-9]{1,9}) on (.+)", owner)
-    if not match or match[2] != socket.gethostname():
-        return False
-    try:
-        os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+# ---------------------------------------------------------------- the disk
 
 
 def require_free(path: Path, needed: int) -> None:

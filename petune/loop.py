@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from petune.models import family_of
 from petune.models.source import model_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, is_sharded, local
+from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
@@ -45,25 +46,6 @@ from petune.wording import closing_lines, command_to_go_on, header_lines, peak_m
 
 _T = TypeVar("_T")
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
-
-@dataclass
-class Progress:
-    """What a run knows of itself beside its tensors; JSON in every checkpoint."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    before: dict[str, float] = field(default_factory=dict)
-    head_only: float | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
-    scored_step: int = -1
-    best_step: int | None = None
-    best_value: float | None = None
-    best_scores: dict[str, float] = field(default_factory=dict)
-    worse: int = 0
 
 
 class Training:
@@ -567,28 +549,18 @@ class Training:
         self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric}, not the last")
 
     def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
-        progress = self.progress
-        summary = {
+        facts = {
             "task": self.task.name,
             "format": self.prepared.rows.format,
             "rows": self.prepared.rows.sha256,
             "num_labels": len(self.prepared.rows.labels or ()),
             "metric": self.metric,
             "direction": "max" if self.larger_is_better else "min",
-            "before": progress.before,
-            "after": dict(scores),
-            "last": progress.scores,
-            "head_only": progress.head_only,
-            "loss": [progress.first_loss, progress.last_loss],
+            **self.progress.summary(scores),
             "lr": self.recipe.learning_rate,
-            "steps": progress.step,
-            "best_step": progress.best_step,
-            "tokens": progress.tokens,
-            "seconds": round(progress.seconds, 2),
-            "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 1),
             "peak_memory_bytes": peak,
         }
-        return summary | {"warnings": shortcomings(summary)}
+        return facts | {"warnings": shortcomings(facts)}
 
 
 def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -24,6 +24,7 @@ from petune.models.load import AUTO, Head
 from petune.models.source import resolve_model
 from petune.plot import draw_loss
 from petune.recipe import Recipe, differences, load_recipe
+from petune.run_lock import RunLock
 from petune.tasks import TASKS
 from petune.tensorfile import write_file, writing
 
@@ -121,7 +122,7 @@ class RunFolder:
         except OSError as error:
             raise MachineError(f"the run folder cannot be made: {error.strerror}", where=str(self.path)) from None
         try:
-            with checkpoint.RunLock(self.path):
+            with RunLock(self.path):
                 yield
         finally:
             with suppress(OSError):

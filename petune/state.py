@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petune import checkpoint
 from petune.errors import FileError, Problem
+from petune.generators import rng_state, set_rng_state
 from petune.parallel import Runner
 from petune.tensorfile import check_dtypes
 
@@ -21,7 +22,7 @@ OWN = ("weight_decay", "betas", "fused")  # of an optimizer's options those of t
 def write_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Write everything that a step changes, beside the progress, into `folder`."""
     moments, optimizer_facts = checkpoint.pack_optimizer(optimizer, tuned)
-    rng, rng_facts = checkpoint.rng_state()
+    rng, rng_facts = rng_state()
     tensors = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
     checkpoint.write_tensors(folder / TENSORS, tensors | moments | rng)
     checkpoint.write_json(folder / FACTS, {"optimizer": optimizer_facts, "rng": rng_facts})
@@ -34,7 +35,7 @@ def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: to
     for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
         saved["options"] |= {key: group[key] for key in OWN if key in group}
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
-    checkpoint.set_rng_state(tensors, facts["rng"], str(folder))
+    set_rng_state(tensors, facts["rng"], str(folder))
 
 
 def tuned_of(folder: Path) -> dict[str, Tensor]:

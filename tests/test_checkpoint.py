@@ -8,10 +8,7 @@ import os
 import random
 import shutil
 import signal
-import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +24,6 @@ from torch import Tensor, nn
 from petune import checkpoint
 from petune.checkpoint import (
     MANIFEST,
-    RunLock,
     candidates,
     commit,
     newest_good,
@@ -36,16 +32,15 @@ from petune.checkpoint import (
     read_tensors,
     require_free,
     restore_optimizer,
-    rng_state,
     rotate,
     set_aside,
-    set_rng_state,
     sweep,
     verify,
     write_json,
     write_tensors,
 )
 from petune.errors import FileError, MachineError, UsageError
+from petune.generators import rng_state, set_rng_state
 
 
 def filler(mark: int) -> Callable[[Path], None]:
@@ -724,120 +719,7 @@ def test_a_parameter_without_a_name_is_our_mistake() -> None:
         pack_optimizer(optimizer, {"first.weight": net.first.weight})
 
 
-def draw() -> list[float]:
-    torch_draws = [*torch.randn(3).tolist(), float(torch.empty(1).exponential_())]
-    return [*torch_draws, random.random(), random.gauss(0, 1), *numpy.random.standard_normal(3).tolist(), numpy.random.randint(2**31)]
-
-
-def test_every_generator_continues_where_it_was(tmp_path: Path) -> None:
-    seed_all()
-    draw()
-    tensors, facts = rng_state()
-    write_tensors(tmp_path / "a", tensors)
-    write_json(tmp_path / "b", facts)
-    wanted = [draw() for _ in range(3)]
-    random.seed(1)
-    numpy.random.seed(1)
-    torch.manual_seed(1)
-    for _ in range(2):
-        set_rng_state(read_tensors(tmp_path / "a"), read_json(tmp_path / "b"), "here")
-        assert [draw() for _ in range(3)] == wanted
-
-
-@pytest.mark.parametrize("broken", ["rng/torch", "rng/python", "rng/numpy"])
-@pytest.mark.parametrize("tensor", [None, torch.ones(3), torch.full((625,), -1)])
-def test_a_generator_state_that_does_not_fit_sets_nothing(broken: str, tensor: Tensor | None) -> None:
-    tensors, facts = rng_state()
-    bad = {key: value for key, value in tensors.items() if key != broken} | ({broken: tensor} if tensor is not None else {})
-    random.random(), torch.rand(1), numpy.random.rand()
-    kept = rng_state()
-    with pytest.raises(FileError, match="step-2"):
-        set_rng_state(bad, facts, "step-2")
-    with pytest.raises(FileError, match="step-2"):
-        set_rng_state(tensors, {"python": 3, "numpy": 4}, "step-2")
-    assert equal(rng_state()[0], kept[0]) and rng_state()[1] == kept[1]
-
-
-# ---------------------------------------------------------------- lock and space
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from petune.checkpoint import RunLock
-with RunLock(Path(sys.argv[1])):
-    print('held', flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(MachineError, match=f"process {holder.pid} on {socket.gethostname()}"), RunLock(tmp_path):
-            pass
-        assert (tmp_path / ".lock").exists()
-    finally:
-        holder.kill()
-        holder.wait()
-    assert (tmp_path / ".lock").exists()
-    with RunLock(tmp_path):
-        assert str(os.getpid()) in (tmp_path / ".lock").read_text()
-        with pytest.raises(MachineError, match="another run"), RunLock(tmp_path):
-            pass
-    assert names(tmp_path) == []
-
-
-def test_a_killed_runs_orphan_does_not_hold_its_lock(tmp_path: Path) -> None:
-    code = HOLD.replace("print('held', flush=True)", "import os; child = os.fork(); child and print(child, flush=True)")
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout
-    orphan = int(holder.stdout.readline())
-    holder.kill()
-    holder.wait()
-    try:
-        with RunLock(tmp_path):
-            os.kill(orphan, 0)  # it is there, and in nobody's way
-    finally:
-        os.kill(orphan, signal.SIGKILL)
-
-
-def test_a_lock_deleted_by_hand_is_given_back_without_complaint(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as lock:
-        lock.path.unlink()
-    assert names(tmp_path) == []
-
-
-def test_without_flock_the_owner_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOTSUP, "not supported")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for owner, free in (
-        (f"process {ended.pid} on {socket.gethostname()}\n", True),
-        (f"process {os.getpid()} on {socket.gethostname()}\n", False),
-        (f"process 1 on {socket.gethostname()}\n", False),
-        ("process 5 on another-host\n", False),
-        ("nonsense", False),
-        ("", True),
-    ):
-        (tmp_path / ".lock").write_text(owner)
-        if free:
-            with RunLock(tmp_path):
-                pass
-        else:
-            with pytest.raises(MachineError, match=r"delete .*\.lock"), RunLock(tmp_path):
-                pass
-
-
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("x")
-    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(MachineError, match="ELOOP"), RunLock(tmp_path):
-        pass
-    assert (tmp_path / "precious").read_text() == "x"
+# ---------------------------------------------------------------- space
 
 
 def test_too_little_space_names_needed_and_free(tmp_path: Path) -> None:

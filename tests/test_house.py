@@ -47,7 +47,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("running",),
     ("sites",),
     ("demo",),
-    ("folders", "plot"),
+    ("folders", "generators", "plot", "progress", "run_lock"),
     ("folder_manifest",),
     ("file_hashes", "json_fields"),
     ("tensorfile",),
