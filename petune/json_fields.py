@@ -5,6 +5,8 @@ A table is checked before a value is used, so a file that somebody edited or dam
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -221,3 +223,18 @@ def check_version(value: Mapping[str, Any], key: str, newest: int, file: Path, o
     else:
         what, remedy = "another version", _REMEDY
     raise FileError(what, where=f"{file}  {key}", expected=known, found=reprlib.repr(found) if key in value else "nothing", remedy=remedy)
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """`value` with the SHA-256 of itself as "seal", which finds accidents and edits by hand; it is not a signature."""
+    return {**value, "seal": _seal(value)}
+
+
+def check_seal(value: Mapping[str, Any], file: Path) -> None:
+    """Raise FileError for a `value` that was changed since it was sealed; one without a seal is of an older petune."""
+    if "seal" in value and value["seal"] != _seal({name: item for name, item in value.items() if name != "seal"}):
+        raise FileError("has been changed: its own SHA-256 does not fit", where=str(file), remedy=_REMEDY)
+
+
+def _seal(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

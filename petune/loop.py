@@ -35,7 +35,7 @@ from petune.models import family_of
 from petune.models.source import model_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, is_sharded, local
-from petune.progress import Progress
+from petune.progress import Progress, read_progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
@@ -432,10 +432,11 @@ class Training:
             manifest = checkpoint.verify(path)
         if group.inside():
             group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
+        progress = read_progress(manifest.facts, manifest.step, None if allow_change else self.steps.total, self.metric, path)
         if main:
             self._refuse_foreign(manifest.facts, path, allow_change)
         self._restore_tensors(path)
-        self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
+        self.progress, self.run_id = progress, manifest.run_id
         self.runner.barrier()
         if main:
             checkpoint.set_aside(root, manifest.step)

@@ -20,6 +20,7 @@ from typing import Any, cast
 from petune import checkpoint
 from petune.assemble import choose_place
 from petune.errors import MachineError, Problem, RecipeError, UsageError, nearest
+from petune.json_fields import sealed
 from petune.models.load import AUTO, Head
 from petune.models.source import resolve_model
 from petune.plot import draw_loss
@@ -164,7 +165,7 @@ class RunFolder:
         """Write loss.png (with the plot extra), README.md and, last, summary.json, which marks the run as finished."""
         draw_loss(self.metrics, self.picture)
         (self.path / "README.md").write_text(_readme(self.recipe, self.path, summary), encoding="utf-8")
-        checkpoint.write_json(self.path / "summary.json", dict(summary))
+        checkpoint.write_json(self.path / "summary.json", sealed(summary))
 
 
 def refuse_unknown(keys: Collection[str]) -> None:

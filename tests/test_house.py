@@ -48,6 +48,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("sites",),
     ("demo",),
     ("folders", "generators", "plot", "progress", "run_lock"),
+    ("results",),
     ("folder_manifest",),
     ("file_hashes", "json_fields"),
     ("tensorfile",),
