@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -88,8 +87,10 @@ def read_progress(facts: Mapping[str, Any], step: int, planned: int | None, metr
         if (getattr(progress, name) or 0) > limit
     ]
     nothing = progress.best_step is None and progress.best_value is None and not progress.best_scores
-    if not nothing and (progress.best_step is None or progress.best_value != progress.best_scores.get(metric, math.nan)):
-        problems.append(Problem("is not the best score", f"{file}  facts.progress.best_value", str(progress.best_scores.get(metric))))
+    if not nothing and (progress.best_step is None or progress.best_value not in progress.best_scores.values()):
+        problems.append(Problem("is none of the best scores", f"{file}  facts.progress.best_value", found=str(progress.best_value)))
+    if bool(progress.scores) != (progress.scored_step > 0):
+        problems.append(Problem("does not go with the scores", f"{file}  facts.progress.scored_step", found=str(progress.scored_step)))
     if progress.step != step:
         problems = [Problem("contradicts the manifest's step", f"{file}  facts.progress.step", str(step), str(progress.step))]
     if planned is not None and step > planned:
