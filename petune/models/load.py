@@ -224,8 +224,9 @@ def _hub_errors(source: Source) -> Iterator[None]:
             raise MachineError("not enough memory to load the model", where=source.place, found=_first_line(error)) from None
         raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
     except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
-        if "trust_remote_code" in str(error):
-            raise code_refused(local_folder(source.place, source.revision), source.place) from None
+        folder = local_folder(source.place, source.revision)
+        if "trust_remote_code" in str(error) or (isinstance(error, ValueError) and folder is not None and wanted_code(folder)):
+            raise code_refused(folder, source.place, _first_line(error)) from None
         remedy = "a file in it is damaged, missing or not what its name says: use another copy"
         raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place, remedy=remedy) from error
 

@@ -40,11 +40,11 @@ def _file_of(reference: str) -> str:
     return f" in {module.rpartition('.')[0].replace('.', '/')}.py{f' of {repository}' if repository else ''}"
 
 
-def code_refused(folder: Path | None, place: str) -> FileError:
-    """The error for a model or tokenizer that only Python of its own could read."""
+def code_refused(folder: Path | None, place: str, reason: str) -> FileError:
+    """The error for a model or tokenizer that only Python of its own could read; `reason` is transformers'."""
     wanted = wanted_code(folder) if folder is not None else []
     remedy = "use a model whose class transformers has itself; one that you trust, load yourself and give to petune.train as an object"
-    problems = [Problem("asks to run Python of its own, which petune never does", place, remedy=remedy)]
+    problems = [Problem("asks to run Python of its own, which petune never does", place, found=reason[:200], remedy=remedy)]
     return FileError([*problems, *(Problem("is not run", line) for line in wanted[:10])])
 
 
