@@ -104,4 +104,11 @@ class Given:
 
 def is_setting(word: str) -> bool:
     """Whether `word` is `key.sub=value` and not the name of something that exists."""
-    return _SETTING.match(word) is not None and not Path(word).exists()
+    return _SETTING.match(word) is not None and not _exists(word)
+
+
+def _exists(word: str) -> bool:
+    try:
+        return Path(word).exists()
+    except OSError:  # longer than any name
+        return False
