@@ -24,7 +24,7 @@ Words = Annotated[
     typer.Argument(metavar="RECIPE|RUN KEY=VALUE", help="A recipe file or name, or a run folder; then settings.", show_default=False),
 ]
 
-VerifyBase = Annotated[bool, typer.Option("--verify-base", help="Hash the whole base and compare it with the one trained on.")]
+VerifyBase = Annotated[bool, typer.Option("--verify-base", help="Read the whole base again, not what was hashed before.")]
 
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
