@@ -22,7 +22,7 @@ from petune.methods import Tuning
 from petune.methods.configs import CONFIGS, MethodConfig, make_config
 from petune.models import family_of
 from petune.models.source import is_weights, model_files
-from petune.tensorfile import read_json, write_file
+from petune.tensorfile import read_json, reading, write_file
 
 FORMAT = 2  # format 1 had hashes of the tensor files alone, in itself, and no sizes of the base's
 
@@ -113,7 +113,7 @@ class Record:
             return  # hashes without sizes cannot tell a damaged file from another
         expected = {name: entry if isinstance(entry, str) else entry["sha256"] for name, entry in stored.items()}
         sizes = {name: entry["size"] for name, entry in stored.items() if not isinstance(entry, str) and is_weights(name)}
-        if not afresh and sizes != {name: path.stat().st_size for name, path in files.items() if is_weights(name)}:
+        if not afresh and sizes != {name: _size(path) for name, path in files.items() if is_weights(name)}:
             say(f"{self.file}: the base was saved anew since, in other files: compared by sampled values alone")
             return
         names = [name for name in expected if name in files and (weights or not is_weights(name))]
@@ -128,6 +128,11 @@ class Record:
                 sides = ["no such file" if value is None else f"sha256 {value[:16]}…" for value in (one, other)]
                 problems.append(Problem("has another content", where=str(files.get(name, name)), expected=sides[0], found=sides[1]))
             raise FileError(problems[:11])
+
+
+def _size(path: Path) -> int:
+    with reading(path):
+        return path.stat().st_size
 
 
 def family_name(model: nn.Module) -> str | None:

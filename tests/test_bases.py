@@ -17,7 +17,7 @@ from torch import Tensor
 import petune
 from petune import tuning_record
 from petune.errors import FileError
-from petune.models.load import load_model
+from petune.models.load import load_model, load_tokenizer
 from petune.models.source import model_files, resolve_model
 from petune.runs import Run, load_run
 from tests.small_runs import run, settings, write_model
@@ -173,6 +173,26 @@ def test_a_damaged_base_is_refused_with_the_first_ten_names(name: str, tmp_path:
     with pytest.raises(FileError, match=says) as caught:
         load_model(resolve_model(str(folder), tmp_path), "causal", None, torch.float32)
     assert len(caught.value.problems) == problems
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 10**12}, {"hidden_size": 10**40}, {"quantization_config": {"quant_method": "fp8"}}]
+)
+def test_a_config_of_no_possible_model_is_refused_before_it_is_built(change: dict[str, object], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "llama", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(FileError, match=rf"config\.json  {next(iter(change))}"):
+        load_model(resolve_model(str(folder), tmp_path), "causal", None, torch.float32)
+
+
+@pytest.mark.parametrize("limit", ["\x1b[31m", [[]], {"a": 1}, -1])
+def test_a_tokenizer_whose_limit_is_no_number_is_refused(limit: object, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "llama", "llama")
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"model_max_length": limit}))
+    with pytest.raises(FileError, match="model_max_length"):
+        load_tokenizer(resolve_model(str(folder), tmp_path))
 
 
 # ---------------------------------------------------------------- paths

@@ -6,7 +6,6 @@ that they are trained; anything else missing, surplus inside the blocks, or mis-
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from petune.models.damage import check_filled, check_finite, check_stored, check
 from petune.models.source import Source, check_weights, local_folder, model_files
 from petune.models.trust import code_refused, refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 from petune.sites import Family, Kind
+from petune.tensorfile import read_json
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -57,7 +57,7 @@ def read_config(source: Source) -> Any:
         raise FileError("the model was an object given from Python, which no file holds", where=source.spec, remedy=remedy)
     if source.kind == "config":
         try:
-            fields = json.loads(Path(source.place).read_text(encoding="utf-8"))
+            fields = read_json(Path(source.place), links=True)
             refuse_settings(fields, str(Path(source.place).parent))
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
@@ -103,6 +103,9 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
     """`tokenizer` with a padding token; `place` is where it comes from. Raises as `load_tokenizer`."""
+    limit = tokenizer.model_max_length
+    if not isinstance(limit, int | float) or limit < 1:
+        raise FileError("model_max_length is no length", where=place, expected="a number, at least 1", found=repr(limit)[:80])
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise FileError("the tokenizer has neither a padding nor an end token", where=place, remedy="set pad_token and eos_token in it")

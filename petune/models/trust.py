@@ -15,6 +15,7 @@ from petune.tensorfile import read_json
 
 _CODE = ("config.json", "tokenizer_config.json")
 ADAPTER = "adapter_config.json"
+_MOST_LAYERS = 10_000  # transformers would build as many as a config says, for ever
 _READ = (".json", ".jinja", ".txt", ".model", ".safetensors")  # what loaders of models and tokenizers read
 _VOCABULARIES = ("vocab_file", "merges_file", "tokenizer_file", "spm_file", "source_spm", "target_spm")  # of a tokenizer's config: paths
 
@@ -58,6 +59,8 @@ def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
         if key == "transformers_weights":
             remedy = "give a folder whose weights have their usual names; a tuning is read with petune.load"
             problems.append(Problem("names the file of the weights", where, found=repr(value)[:120], remedy=remedy))
+        if isinstance(value, int) and abs(value) > (_MOST_LAYERS if key.endswith("layers") else 2**40):
+            problems.append(Problem("is no size of a model", where, found=repr(value)[:40], remedy="use another copy"))
         if key == "quantization_config" and value:
             remedy = "use the model in float32 or bfloat16, as it was before it was quantised"
             problems.append(Problem("this model is quantised, which petune cannot tune", where, remedy=remedy))
