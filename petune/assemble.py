@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from petune import export
 from petune.errors import FileError, MachineError, UsageError
 from petune.evaluate import forward, real_rows
+from petune.file_hashes import FileHashes
 from petune.kernels.fuse import fuse, fuse_modules
 from petune.kernels.unmade import has_fused_head, head_loss
 from petune.log import phase, say, warn
@@ -37,7 +38,7 @@ from petune.models.load import (
     read_config,
     with_padding,
 )
-from petune.models.source import Source, resolve_model
+from petune.models.source import Source, model_files, resolve_model
 from petune.objects import NO_OBJECTS, Objects
 from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
 from petune.recipe import Recipe
@@ -55,7 +56,7 @@ from petune.tasks import (
     loss_sum,
     trained_positions,
 )
-from petune.tensorfile import read_json
+from petune.tuning_record import read_record
 
 
 @dataclass(frozen=True)
@@ -276,17 +277,21 @@ def rebuild(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device.
 
-    `given` is the base where it is in memory already; it is tuned in place. `verify_base` compares the SHA-256 of
-    the base's files, or of its tensors where it was in memory, with what was stored when the run ended. Raises FileError.
+    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
+    run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
     """
     source = resolve_model(recipe.model, recipe.folder)
+    record = read_record(folder)
     tokenizer = load_tokenizer(replace(source, kind="folder", place=str(folder), revision=None))
-    base: nn.Module = load_base(source, TASKS[task], labels_of(folder), recipe, tokenizer, given).model
-    model = export.load(base, folder, verify_base=verify_base)
+    files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
+    record.check_files(files, weights=False)  # before a config is read that could say anything
+    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
+        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
+        hashes.result()
+    model = export.load(base, folder, verify_base=verify_base, base_files=files)
     return model.to(choose_place(recipe).device).eval(), tokenizer
 
 
 def labels_of(folder: Path) -> tuple[str, ...] | None:
     """The labels a classifier was saved with, in the order of their ids."""
-    labels = read_json(folder / export.RECORD).get("id2label")
-    return None if labels is None else tuple(labels[str(index)] for index in range(len(labels)))
+    return read_record(folder).labels

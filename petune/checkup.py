@@ -131,9 +131,9 @@ def _refuse_other_id(path: Path, known: str | None) -> None:
 
 
 def _refuse_other_tuned(folder: RunFolder) -> None:
-    noted, own = read_json(folder.path / "summary.json").get("tuned_sha256"), export.identity(folder.tuned)
-    if noted not in (own, None):  # an earlier petune noted none
-        sides = {"expected": f"petune.json of sha256 {str(noted)[:16]}…", "found": f"{own[:16]}…"}
+    noted = read_json(folder.path / "summary.json").get("tuned_sha256")
+    if noted is not None and noted != (own := export.identity(folder.tuned)):  # an earlier petune noted none
+        sides = {"expected": f"a manifest of sha256 {str(noted)[:16]}…", "found": f"{own[:16]}…"}
         raise FileError("is not what this run wrote", where=str(folder.tuned), remedy="use another copy of the run", **sides)
 
 

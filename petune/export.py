@@ -7,12 +7,9 @@ as saving, loading and merging share the folder's layout and are read together.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,28 +20,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from petune import methods
-from petune.errors import FileError, MachineError, PetuneError, Problem, TrainingFault, UsageError
+from petune.errors import FileError, MachineError, PetuneError, TrainingFault, UsageError
 from petune.file_hashes import FileHashes
-from petune.fingerprint import bare, compare, fingerprint, full_hash, plain_name, refuse_merged
+from petune.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
+from petune.folder_manifest import MANIFEST, RECORD, check_folder
 from petune.folders import commit_folder
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
-from petune.methods.configs import FullConfig, LoraConfig, MethodConfig, make_config
+from petune.methods.configs import FullConfig, LoraConfig, MethodConfig
 from petune.methods.lora import LoraLayer
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
 from petune.methods.tuned import tuned_layers
-from petune.models import family_of
 from petune.models.load import quiet
-from petune.models.source import weight_files
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
-from petune.tensorfile import check_dtypes, is_finite, open_regular, read_json, read_tensors, write_file, write_json, write_tensors
+from petune.tensorfile import check_dtypes, is_finite, read_json, read_tensors, write_json, write_tensors
+from petune.tuning_record import Record, facts_of, family_name, origin, origin_files, read_record, write_record
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
 
-FORMAT = 1
-RECORD, TUNED = "petune.json", "tuned.safetensors"
-_OURS = (RECORD, CONFIG, "config.json")  # a folder with one of them may be overwritten
+TUNED = "tuned.safetensors"
+_OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -59,30 +55,26 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     base_name: str | None = None,
     base_sha256: str | None = None,
-    base_files: Mapping[str, str] | None = None,
+    base_files: Mapping[str, Mapping[str, Any]] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all. Returns its path.
 
         >>> folder = petune.save(model, "tuned", overwrite=True)
 
-    `base_name` (default: where the model was loaded from) is stored, and for `load(verify_base=True)` `base_files`, the SHA-256 of the
-    files of the base by name, or `base_sha256`, that of its tensors from `full_hash`.
+    `base_name` (default: where the model was loaded from) is stored, and for `load` to compare `base_files`, {name: {"size", "sha256"}} of
+    the base's files, or `base_sha256`, the SHA-256 of its tensors from `full_hash`, for `verify_base` alone.
     Raises UsageError for a model that is not wrapped, is inside merged_weights, or an occupied folder without `overwrite`; TrainingFault
     for a NaN or infinity; MachineError.
     """
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
-    name = base_name or _origin(model)
-    base = {"name": name, "fingerprint": fingerprint(model), "sha256": base_sha256, "files": dict(base_files or {}) or None}
-    facts = _facts(model, record) | {"base": base}
+    name = base_name or origin(model)
+    facts = facts_of(model, record, name, base_sha256, base_files)
 
     def fill(work: Path) -> None:
-        tensors = _write_model(model, record.config, name, work)
-        rows = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
-        hashes = {file.name: _sha256(file) for file in sorted(work.glob("*.safetensors"))}
-        _write_record(work / RECORD, facts | {"sha256": hashes, "tensors": rows})
+        write_record(work / RECORD, facts, _write_model(model, record.config, name, work))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
@@ -97,7 +89,10 @@ def write_peft(
     base_name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a lora tuning as peft's two files and nothing of petune's. Raises as `save`, and UsageError for another method."""
+    """Write a lora tuning as peft's two files, and the manifest of the folder beside them, which peft ignores.
+
+    Raises as `save`, and UsageError for another method.
+    """
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
@@ -105,46 +100,11 @@ def write_peft(
         raise UsageError(f"peft has no file for {record.method}", expected="lora", remedy="use petune.save, and petune.load to read it")
 
     def fill(work: Path) -> None:
-        _write_model(model, record.config, base_name or _origin(model), work)
+        _write_model(model, record.config, base_name or origin(model), work)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
     return commit_folder(Path(folder), fill, overwrite, _OURS)
-
-
-def _origin(model: nn.Module) -> str | None:
-    """Where transformers loaded the model from, if it did."""
-    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
-
-
-def _facts(model: nn.Module, record: Tuning) -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    labels = getattr(config, "id2label", None)
-    return {
-        "format": FORMAT,
-        "petune": _version(),
-        "method": record.method,
-        "config": asdict(record.config),
-        "family": record.family,
-        "also_train": [plain_name(name) for name in record.also_train],
-        "model": {"class": type(model).__name__, "type": getattr(config, "model_type", None)},
-        "id2label": {str(index): label for index, label in labels.items()} if labels else None,
-        "vocabulary": getattr(embeddings, "num_embeddings", None),
-    }
-
-
-def _write_record(path: Path, facts: Mapping[str, Any]) -> None:
-    """One line per fact: indenting the thousands of numbers of a fingerprint would take longer than saving the tensors."""
-    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in facts.items())
-    write_file(path, [b"{\n", ",\n".join(lines).encode(), b"\n}\n"])
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("petune")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return "unknown"
 
 
 def _write_model(model: nn.Module, config: MethodConfig, name: str | None, work: Path) -> Mapping[str, Tensor]:
@@ -190,35 +150,40 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
 # ---------------------------------------------------------------- loading
 
 
-def load(base_model: Model, folder: str | Path, *, verify_base: bool = False) -> Model:
+def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, base_files: Mapping[str, Path] | None = None) -> Model:
     """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA wrote.
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.load(base, "tuned")
 
     What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is
-    rounded on a bf16 base, with a warning, unless it is float32 there. `verify_base` compares the SHA-256 of the files the base was loaded
-    from with those stored by a run, or that of its tensors with the one given to `save`. Raises FileError for a tensor that is missing,
-    unexpected, mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a wrapped model.
+    rounded on a bf16 base, with a warning, unless it is float32 there.
+
+    Every file of the folder is compared with its hash, and so are `base_files`, those the base was loaded from (default: of the folder it
+    names), with the hashes a run stored; of large ones that have not changed the hash is remembered. `verify_base` reads them all, or
+    compares the SHA-256 of the base's tensors with the one given to `save`. Raises FileError for a file that differs, a tensor that is
+    missing, unexpected, mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a wrapped
+    model.
     """
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
     if is_wrapped(model):
         raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
-    record = _read_record(folder)
-    if record is None:
+    if not (folder / RECORD).is_file():
+        _explain(folder)
+        check_folder(folder)
         if verify_base:
             raise FileError("stores no hash of its base: peft's files do not", where=str(folder), remedy="load without verify_base")
         _load_lora(model, folder, None)
         return base_model
-    _check_base(model, record, folder, verify_base)
-    _check_files(record, folder)
+    record = read_record(folder)
+    record.check_base(model, origin_files(model, verify_base) if base_files is None else base_files, verify_base)
     if record.method == "lora":
         _load_lora(model, folder, record)
     elif record.method == "full":
         _load_full(model, folder, record)
     else:
         _load_tuned(model, folder, record)
-    labels = record.facts.get("id2label")
+    labels = record.facts["id2label"]
     if labels and record.also_train and hasattr(model, "config"):
         config = cast("Any", model.config)
         config.id2label = {int(index): label for index, label in labels.items()}
@@ -230,38 +195,6 @@ def _tuned_folder(folder: Path) -> Path:
     """`folder`, or the `tuned/` in it: a run and a checkpoint of the Trainer keep what was tuned there."""
     inside = folder / TUNED_FOLDER
     return inside if (inside / RECORD).is_file() and not (folder / RECORD).exists() else folder
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A petune.json: `shapes` by tensor name, `facts` all of it."""
-
-    method: str
-    config: MethodConfig
-    also_train: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    facts: Mapping[str, Any]
-
-
-def _read_record(folder: Path) -> _Record | None:
-    """The folder's petune.json, or None for peft's own. Raises FileError that explains any other folder."""
-    if not (folder / RECORD).is_file():
-        _explain(folder)
-        return None
-    file = folder / RECORD
-    facts = read_json(file)
-    if (version := facts.get("format")) != FORMAT:
-        sides = {"expected": str(FORMAT), "found": repr(version)[:40]}
-        raise FileError("another version of petune.json", where=str(file), remedy="use the petune that wrote it", **sides)
-    try:
-        config = make_config(facts["method"], facts["config"])
-        shapes = {str(name): tuple(shape) for name, (shape, _) in facts["tensors"].items()}
-        base = facts["base"]
-        if not isinstance(base["fingerprint"]["tensors"], dict) or "sha256" not in base:
-            raise KeyError("fingerprint")
-        return _Record(facts["method"], config, tuple(map(str, facts["also_train"])), shapes, facts)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"petune.json is damaged: {error}", where=str(file), remedy="use another copy") from error
 
 
 def _explain(folder: Path) -> None:
@@ -285,81 +218,24 @@ def _explain(folder: Path) -> None:
     raise FileError("holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path")
 
 
-def _sha256(file: Path) -> str:
-    with open_regular(file, links=True) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _check_files(record: _Record, folder: Path) -> None:
-    """Compare the tensor files with the hashes stored beside them: nothing else finds a flipped bit in a number."""
-    for name, expected in record.facts.get("sha256", {}).items():
-        file = folder / Path(name).name
-        if not file.is_file():
-            raise FileError("is missing", where=str(file), remedy="use another copy")
-        if (found := _sha256(file)) != expected:
-            sides = {"expected": f"sha256 {str(expected)[:16]}…", "found": f"{found[:16]}…"}
-            raise FileError("has been changed or damaged", where=str(file), remedy="use another copy", **sides)
-
-
 def identity(folder: Path) -> str:
-    """The SHA-256 of a tuned folder's petune.json, which holds those of its other files: what a run notes of the folder it wrote."""
-    return _sha256(folder / RECORD)
+    """The SHA-256 of the manifest of a tuned folder, which holds those of its files: what a run notes of the folder it wrote."""
+    with FileHashes({MANIFEST: folder / MANIFEST}) as hashes:
+        return hashes.result()[MANIFEST]
 
 
 def verify(folder: Path) -> str:
-    """Compare the files of a folder that `save`, a merge or an export wrote with the hashes stored in it; in words, what was compared.
+    """Compare the files of a folder that `save`, a merge or an export wrote with its manifest; in words, what was compared.
 
     Raises FileError for a file that is missing, changed or damaged.
     """
-    if not (folder / RECORD).exists():
-        return "not verified: it stores no hashes"
-    record = _read_record(folder)
-    if record is None or not (hashes := record.facts.get("sha256")):
-        raise FileError("stores no hashes", where=str(folder / RECORD), expected='the key "sha256"', remedy="use another copy")
-    _check_files(record, folder)
-    return f"whole, files compared with their hashes: {len(hashes)}"
+    if not (folder / MANIFEST).exists() and not (folder / RECORD).exists():
+        return "not verified: it has no manifest"
+    check_folder(folder)
+    return "whole, its files compared with their hashes"
 
 
-def _check_base(model: nn.Module, record: _Record, folder: Path, verify: bool) -> None:
-    file, made_on = str(folder / RECORD), record.facts.get("model") or {}
-    if (expected := made_on.get("class")) != (found := type(model).__name__) or record.facts.get("family") != _family(model):
-        sides = {"expected": f"{expected} (family {record.facts.get('family')})", "found": f"{found} (family {_family(model)})"}
-        raise FileError(f"this {record.method} tuning is of another kind of model", where=file, **sides)
-    names = {name for name, _ in model.named_modules()}
-    if lost := [head for head in record.also_train if head not in names]:
-        raise FileError(f"the model has no {lost[0]}, which was trained", where=file, remedy="load the base with the head of the same task")
-    base = record.facts["base"]
-    compare(base["fingerprint"], model, file, record.also_train)
-    if not verify:
-        return
-    if base.get("files"):
-        _check_base_files(model, base["files"], file)
-        return
-    if base["sha256"] is None:
-        raise FileError("stores no hash of its base", where=file, remedy="save with base_sha256=petune.export.full_hash(model)")
-    if (digest := full_hash(model, record.also_train)) != base["sha256"]:
-        remedy = "load the base it was made on, in the dtype it was hashed in"
-        raise FileError(
-            "the base's SHA-256 differs", where=file, expected=f"{base['sha256'][:16]}…", found=f"{digest[:16]}…", remedy=remedy
-        )
-
-
-def _check_base_files(model: nn.Module, expected: Mapping[str, str], where: str) -> None:
-    """Raise FileError naming the files that `model` was loaded from and that are not those with the hashes `expected`."""
-    files = weight_files(_origin(model) or "", getattr(model.config, "_commit_hash", None))
-    with FileHashes(files) as hashes:
-        found = hashes.result()
-    if found != expected:
-        remedy = "load the base with from_pretrained from the files it was made on"
-        problems = [Problem("the files of the base differ", where=where, remedy=remedy)]
-        for name in sorted({*expected, *found}):
-            if (one := expected.get(name)) != (other := found.get(name)):
-                sides = [f"sha256 {value[:16]}…" if value else "no such file" for value in (one, other)]
-                problems.append(Problem("has another content", where=str(files.get(name, name)), expected=sides[0], found=sides[1]))
-        raise FileError(problems[:11])
-
-
-def _load_lora(model: nn.Module, folder: Path, record: _Record | None) -> None:
+def _load_lora(model: nn.Module, folder: Path, record: Record | None) -> None:
     """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
     config = read_json(folder / CONFIG, links=True)
     check_config(config, folder / CONFIG)
@@ -377,7 +253,7 @@ def _load_lora(model: nn.Module, folder: Path, record: _Record | None) -> None:
     for name, own in adapter.layers.items():
         full, layer = plain[name]
         model.set_submodule(full, lora.tune(layer, own, (state[f"{name}.lora_A"], state[f"{name}.lora_B"])))
-    remember(model, Tuning("lora", record.config if record else adapter.config, _family(model), also_train))
+    remember(model, Tuning("lora", record.config if record else adapter.config, family_name(model), also_train))
     _fill(heads, state)
 
 
@@ -392,18 +268,13 @@ def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
     return {plain_name(f"{head}.{own}"): value for own, value in model.get_submodule(head).named_parameters()}
 
 
-def _family(model: nn.Module) -> str | None:
-    family = family_of(model)
-    return family.name if family else None
-
-
 def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(state[name])
 
 
-def _load_tuned(model: nn.Module, folder: Path, record: _Record) -> None:
+def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
     """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned tensor."""
     state = read_tensors(folder / TUNED)
     check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
@@ -427,7 +298,7 @@ def _read_whole(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in files for name, value in read_tensors(file, links=True).items()}
 
 
-def _load_full(model: nn.Module, folder: Path, record: _Record) -> None:
+def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
     alone = (folder / TUNED).is_file()
     state = read_tensors(folder / TUNED) if alone else _read_whole(folder)
     found = {name: tuple(value.shape) for name, value in state.items()}
@@ -438,7 +309,7 @@ def _load_full(model: nn.Module, folder: Path, record: _Record) -> None:
     check_tensors({name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder)
     _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
     _fill({name: own[name] for name in state}, state)
-    remember(model, Tuning("full", FullConfig(), _family(model), ()))
+    remember(model, Tuning("full", FullConfig(), family_name(model), ()))
 
 
 # ---------------------------------------------------------------- merging

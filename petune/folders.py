@@ -1,4 +1,4 @@
-"""A folder that appears whole, on disk, or not at all: written under another name, flushed, and renamed."""
+"""A folder that appears whole, on disk, or not at all: written under another name, put under a manifest, flushed, and renamed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from petune.errors import FileError, UsageError
+from petune.folder_manifest import seal_folder
 from petune.run_lock import lives
 from petune.tensorfile import open_regular, sync_folder, writing
 
@@ -39,6 +40,7 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
         try:
             work.mkdir()
             fill(work)
+            seal_folder(work)
             _flush(work)
             if occupied:
                 os.rename(folder, old)

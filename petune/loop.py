@@ -32,10 +32,10 @@ from petune.generators import rng_state, seed_others, set_rng_state
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters
 from petune.methods.configs import FullConfig
-from petune.models.source import weight_files
+from petune.models.source import model_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, local
-from petune.progress import Progress
+from petune.progress import Progress, read_progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
@@ -296,11 +296,9 @@ class Training:
         self.snapshots.drain()
         self.runner.barrier()
         path, manifest = self._saved_state()
+        saved, now = read_progress(manifest.facts, manifest.step, self.steps.total, self.metric, path), self.progress
         state.restore_parts(path, self.runner, self.optimizer, self.make_optimizer)
-        now = self.progress
-        self.progress = replace(
-            Progress(**manifest.facts["progress"]), step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes
-        )
+        self.progress = replace(saved, step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes)
         self.runner.barrier()  # nobody saves while another reads
         return manifest.step
 
@@ -434,11 +432,12 @@ class Training:
                 self._cut_metrics(-1)
             return
         path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
+        progress = read_progress(manifest.facts, manifest.step, None if allow_change else self.steps.total, self.metric, path)
         if main:
             self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)
         state.restore_parts(path, self.runner, self.optimizer, self.make_optimizer)
-        self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
+        self.progress, self.run_id = progress, manifest.run_id
         self.runner.barrier()
         self.trusted = manifest.step
         if main:
@@ -513,16 +512,16 @@ class Training:
         self.callbacks.on_end(summary)
 
     def _base_files(self) -> dict[str, Path]:
-        """The files whose hashes name the base, in the process that writes `tuned/`; of a full tuning and of random weights none."""
+        """The files whose hashes name the base, in the process that writes `tuned/`; of random weights and a model in memory none."""
         source = self.prepared.source
-        if not self.runner.mesh.main or isinstance(self.recipe.method, FullConfig) or source.kind in ("config", "object"):
+        if not self.runner.mesh.main or source.kind in ("config", "object"):
             return {}
-        return weight_files(source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision)
+        return model_files(source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision)
 
-    def _hashed_base(self) -> dict[str, str]:
-        """The hashes of the base's files; without them, which is said, `tuned/` is written all the same."""
+    def _hashed_base(self) -> dict[str, dict[str, Any]]:
+        """Sizes and hashes of the base's files; without them, which is said, `tuned/` is written all the same."""
         try:
-            return self.base_hashes.result()
+            return self.base_hashes.entries()
         except FileError as error:
             self.reporter.note(f"tuned/ STORES NO HASH OF ITS BASE: {error}")
             return {}

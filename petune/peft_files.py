@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.fingerprint import MOST, plain_name
+from petune.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Text, Truth, Whole, check_fields
 from petune.log import say
 from petune.methods import tuning
 from petune.methods.configs import LoraConfig
@@ -88,6 +89,32 @@ _READ: Mapping[str, Any] = {
     "task_type": None,
     "use_rslora": False,
 }
+_WORDS, _MAYBE_TEXT = ListOf(Text()), OneOf(Text(), None)
+_KINDS: Mapping[str, Kind] = {
+    "base_model_name_or_path": _MAYBE_TEXT,
+    "exclude_modules": OneOf(Text(), _WORDS, None),
+    "fan_in_fan_out": OneOf(Truth(), None),
+    "inference_mode": OneOf(Truth(), None),
+    "init_lora_weights": OneOf(Truth(), Text(), None),
+    "layers_pattern": OneOf(Text(), _WORDS, None),
+    "layers_to_transform": OneOf(Whole(), ListOf(Whole()), None),
+    "lora_alpha": Number(1e-6, 1e6),
+    "lora_dropout": OneOf(Number(0, 1), None),
+    "modules_to_save": OneOf(_WORDS, None),
+    "peft_version": _MAYBE_TEXT,
+    "r": Whole(1, 2**20),
+    "rank_pattern": OneOf(MapOf(Whole(1, 2**20)), None),
+    "alpha_pattern": OneOf(MapOf(Number(1e-6, 1e6)), None),
+    "revision": _MAYBE_TEXT,
+    "target_modules": OneOf(Text(), _WORDS, None),
+    "task_type": _MAYBE_TEXT,
+    "use_rslora": OneOf(Truth(), None),
+}
+# A peft that states its version writes every field: what decides the numbers is not left to a default.
+_WHOLE_FILE = (
+    *("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern"),
+)
 _INERT = {"runtime_config"}  # how it is run, not what it computes
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base's weights alone
 _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and save that"
@@ -219,10 +246,12 @@ def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raise FileError naming every field of an adapter_config.json that asks for what petune does not compute."""
+    """Raise FileError naming every field of an adapter_config.json that is of another kind or asks for what petune does not compute."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise FileError(f"peft_type is {kind!r}", where=str(file), expected="LORA", remedy="load this one with peft")
+    required = ("r", "lora_alpha", "target_modules") if config.get("peft_version") is None else _WHOLE_FILE
+    check_fields(config, Fields({name: _KINDS[name] for name in required}, _KINDS, others=True), file)
     problems = []
     for field, value in config.items():
         neutral = _NEUTRAL.get(field)
@@ -235,10 +264,6 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     if init not in _PLAIN_INITS:
         remedy = "convert it with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         problems.append(Problem(f"init_lora_weights = {init!r} changes the base's weights", str(file), "true", remedy=remedy))
-    for field, kinds in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict), ("alpha_pattern", dict)):
-        value = config.get(field, _READ[field])
-        if not isinstance(value, kinds) or isinstance(value, bool) or (not isinstance(value, dict) and value <= 0):
-            problems.append(Problem(f"{field} = {value!r} is not usable"[:200], str(file)))
     patterns = [config.get(field) for field in ("target_modules", "exclude_modules") if isinstance(config.get(field), str)]
     for pattern in [*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]:
         try:

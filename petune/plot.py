@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from petune.results import read_metrics
 
 Points = list[tuple[int, float]]
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 56, 28  # of the SVG, in pixels; the last two are the margins that hold the labels
@@ -19,7 +20,7 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+    records = read_metrics(metrics)
     steps, scores = _points(records, "loss"), _points(records, "eval_loss")
     if not steps:
         return False

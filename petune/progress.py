@@ -1,11 +1,15 @@
-"""What a run knows of itself beside its tensors: how far it has come, and its scores."""
+"""What a run knows of itself beside its tensors: how far it has come, and its scores; and the same read back from a checkpoint."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from petune.errors import FileError, Problem
+from petune.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Row, Text, Whole, check_fields
 
 
 @dataclass
@@ -62,3 +66,58 @@ class Progress:
             "seconds": round(self.seconds, 2),
             "tokens_per_s": round(self.tokens / max(self.seconds, 1e-9), 1),
         }
+
+
+_MAYBE = OneOf(Number(), None)
+_SCORES = MapOf(Number())
+_KINDS: Mapping[str, Kind] = {
+    "step": Whole(),
+    "tokens": Whole(),
+    "seconds": Number(0),
+    "before": _SCORES,
+    "head_only": _MAYBE,
+    "first_loss": _MAYBE,
+    "last_loss": _MAYBE,
+    "scores": _SCORES,
+    "scored_step": Whole(-1),
+    "best_step": OneOf(Whole(), None),
+    "best_value": _MAYBE,
+    "best_scores": _SCORES,
+    "worse": Whole(),
+}
+_LATER: Mapping[str, Kind] = {"recent": ListOf(Row(Number(), Number())), "spikes": Whole()}  # not in every checkpoint
+_FACTS: Mapping[str, Kind] = {"progress": Fields(_KINDS, _LATER), "rows": Text(), "frozen": Text(), "method": Text()}
+
+
+def read_progress(facts: Mapping[str, Any], step: int, planned: int | None, metric: str, checkpoint: Path) -> Progress:
+    """The progress in the `facts` of the manifest of a `checkpoint` of `step`; `planned`: the steps of the whole run, if they are the same.
+    `metric` is the one that says what is best.
+
+    A seal is no signature: whoever edits a manifest can seal it again. Raises FileError for a field that is missing or of another kind,
+    and for a progress that contradicts the manifest's step, the plan or itself.
+    """
+    file = checkpoint / "manifest.json"
+    check_fields(facts, Fields(_FACTS, others=True), file, "facts")
+    progress = Progress(**facts["progress"])
+    told = [name for name in ("before", "scores", "best_scores") if getattr(progress, name)]
+    names = {metric, "loss"}.union(*(getattr(progress, name) for name in told))  # each evaluation gives the same scores
+    evaluation = Fields(dict.fromkeys(sorted(names), Number()))
+    check_fields(facts["progress"], Fields(dict.fromkeys(told, evaluation), others=True), file, "facts.progress")
+    limits = {"step": step, "scored_step": progress.step, "best_step": progress.step, "worse": progress.step}
+    problems = [
+        Problem("is beyond the step", f"{file}  facts.progress.{name}", f"at most {limit}", str(getattr(progress, name)))
+        for name, limit in limits.items()
+        if (getattr(progress, name) or 0) > limit
+    ]
+    nothing = progress.best_step is None and progress.best_value is None and not progress.best_scores
+    if not nothing and (progress.best_step is None or progress.best_value not in progress.best_scores.values()):
+        problems.append(Problem("is none of the best scores", f"{file}  facts.progress.best_value", found=str(progress.best_value)))
+    if bool(progress.scores) != (progress.scored_step > 0):
+        problems.append(Problem("does not go with the scores", f"{file}  facts.progress.scored_step", found=str(progress.scored_step)))
+    if progress.step != step:
+        problems = [Problem("contradicts the manifest's step", f"{file}  facts.progress.step", str(step), str(progress.step))]
+    if planned is not None and step > planned:
+        problems.append(Problem("is beyond the end of the run", f"{file}  step", f"at most {planned}", str(step)))
+    if problems:
+        raise FileError([*problems, Problem("the manifest was edited", remedy="use another checkpoint")])
+    return progress

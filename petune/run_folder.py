@@ -24,6 +24,7 @@ from typing import Any, Literal
 from petune import checkpoint
 from petune.errors import FileError, MachineError
 from petune.folders import LEFTOVER, sweep
+from petune.json_fields import sealed
 from petune.plot import draw_loss
 from petune.readme import readme
 from petune.recipe import Recipe, load_recipe
@@ -205,7 +206,7 @@ class RunFolder:
         """Write loss.png (with the plot extra), README.md and, last, summary.json, which marks the run as finished."""
         draw_loss(self.metrics, self.picture)
         write_file(self.path / "README.md", [readme(self.recipe, self.path, summary).encode()])
-        checkpoint.write_json(self.path / _SUMMARY, dict(summary), sync=True)
+        checkpoint.write_json(self.path / _SUMMARY, sealed(summary), sync=True)
 
     def beside(self) -> RunFolder:
         """A new, empty folder next to this one, or where none can be made there in the working directory, under a name that says whose."""

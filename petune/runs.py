@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +18,14 @@ from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
-from petune.models.source import resolve_model
+from petune.models.source import model_files, resolve_model
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.plot import run_html
 from petune.recipe import load_recipe
-from petune.tasks import TASKS, pad_token_id
+from petune.results import read_metrics, read_summary
+from petune.tasks import METRICS, TASKS, pad_token_id
+from petune.tasks.configs import FORMATS
+from petune.tuning_record import read_record
 
 
 class Run:
@@ -50,7 +51,7 @@ class Run:
         """Scores before and after, losses, time, tokens, memory. Raises FileError for a run that has not finished."""
         if not (self.folder / "summary.json").is_file():
             raise FileError("this run has not finished", where=str(self.folder), remedy=f"petune train {self.folder} --resume")
-        return checkpoint.read_json(self.folder / "summary.json")
+        return read_summary(self.folder / "summary.json", METRICS, FORMATS)
 
     @property
     def model(self) -> nn.Module:
@@ -77,11 +78,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every record of metrics.jsonl: steps and evaluations apart."""
-        path, records = self.folder / "metrics.jsonl", []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            with suppress(ValueError):  # a last line that a crash cut off
-                records.append(json.loads(line))
-        return records
+        return read_metrics(self.folder / "metrics.jsonl")
 
     @cached_property
     def speaker(self) -> Speaker:
@@ -100,6 +97,8 @@ class Run:
         if not isinstance(self.recipe.method, FullConfig) or source.kind == "object":
             return None
         tuned = self.speaker
+        if source.kind != "config":
+            read_record(self.folder / "tuned").check_files(model_files(source.place, source.revision), afresh=self.verify_base)
         model: nn.Module = load_base(source, tuned.task, labels_of(self.folder / "tuned"), self.recipe, tuned.tokenizer).model
         return replace(tuned, model=model.to(tuned.place.device).eval())
 

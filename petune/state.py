@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from petune import checkpoint
 from petune.errors import FileError, Problem
 from petune.generators import rng_state, set_rng_state
+from petune.json_fields import Anything, Fields, Kind, ListOf, MapOf, Number, Text, Whole, check_fields
 from petune.parallel import Runner, is_sharded
 from petune.recipe import Recipe
 from petune.tensorfile import check_dtypes
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
-OWN = ("weight_decay", "betas", "fused")  # of an optimizer's options those of the recipe and the machine, not of the file
+_GROUP = Fields({"options": MapOf(Anything()), "tensors": ListOf(Text()), "params": ListOf(Text())})  # the recipe's options are used
+_MOMENTS = Fields({"shape": ListOf(Whole()), "tensors": ListOf(Text()), "values": MapOf(Number())})
+_STATE: Mapping[str, Kind] = {
+    "optimizer": Fields({"class": Text(), "groups": ListOf(_GROUP), "state": MapOf(_MOMENTS)}),
+    "rng": MapOf(MapOf(Anything())),  # `set_rng_state` checks the rest
+}
 
 
 def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
@@ -54,9 +60,10 @@ def write_packed(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
 def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Put a written state back, bit for bit. Raises FileError when it is of other tensors than these."""
     tensors, facts = checkpoint.read_tensors(folder / TENSORS), checkpoint.read_json(folder / FACTS)
+    check_fields(facts, _STATE, folder / FACTS)
     fill(tuned, _tuned(tensors), str(folder))
     for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
-        saved["options"] |= {key: group[key] for key in OWN if key in group}
+        saved["options"] = {key: value for key, value in group.items() if key != "params" and key not in saved["tensors"]}
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
     set_rng_state(tensors, facts["rng"], str(folder))
 

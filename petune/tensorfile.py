@@ -45,7 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_WEIGHTS = (
+WEIGHTS = (
     torch.float64,
     torch.float32,
     torch.float16,
@@ -321,7 +321,7 @@ def check_dtypes(found: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype],
     problems = [
         Problem(f"holds {_said(mine)}, not weights", f"{where}  {name}", expected=_said(theirs), remedy=remedy)
         for name, (mine, theirs) in pairs.items()
-        if mine not in _WEIGHTS or theirs not in _WEIGHTS
+        if mine not in WEIGHTS or theirs not in WEIGHTS
     ]
     if problems:
         raise FileError(problems[:10])

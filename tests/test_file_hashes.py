@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from petune import file_hashes
 from petune.errors import FileError
-from petune.file_hashes import FileHashes
+from petune.file_hashes import FileHashes, differing
 
 
 def test_they_are_those_of_the_whole_files_and_a_file_of_two_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,3 +56,60 @@ def test_a_file_that_changes_meanwhile_or_is_not_there_is_named(tmp_path: Path, 
     monkeypatch.setattr("petune.file_hashes.os.fstat", grown)
     with FileHashes({"a": tmp_path / "a"}) as hashes, pytest.raises(FileError, match="has changed while it was hashed"):
         hashes.result()
+
+
+def test_a_large_file_that_has_not_changed_is_not_read_again_not_even_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("petune.file_hashes.REMEMBERED", 100)
+    monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
+    large, small = tmp_path / "large", tmp_path / "small"
+    large.write_bytes(bytes(200))
+    small.write_bytes(bytes(50))
+    monkeypatch.setattr("petune.file_hashes.time.time_ns", lambda: max(large.stat().st_ctime_ns, large.stat().st_mtime_ns) + 3 * 10**9)
+    right = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
+    files = {path.name: path for path in (large, small)}
+    assert differing(files, right) == {}
+    read: list[str] = []
+
+    class Watched(FileIO):
+        def __init__(self, path: Path) -> None:
+            read.append(path.name)
+            super().__init__(path)
+
+    monkeypatch.setattr("petune.file_hashes.FileIO", Watched)
+    assert differing(files, right) == {}
+    assert read == ["small"]
+    monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())  # as another process starts
+    assert differing(files, right) == {}
+    assert read == ["small", "small"]
+    assert differing(files, right, afresh=True) == {}
+    assert sorted(read[2:]) == ["large", "small"]
+    read.clear()
+    times = large.stat()
+    content = bytearray(200)
+    content[77] = 1
+    large.write_bytes(content)
+    os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))  # the same size and time of modification: the system's own time tells
+    assert list(differing(files, right)) == ["large"]
+    (tmp_path / "cache" / "petune" / "file_hashes.json").write_text("damaged")
+    monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
+    assert list(differing(files, right)) == ["large"]
+
+
+def test_a_file_that_changed_just_now_is_not_remembered_and_a_wrong_memory_accuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("petune.file_hashes.REMEMBERED", 1)
+    monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
+    file = tmp_path / "a"
+    file.write_bytes(b"now")
+    right = {"a": hashlib.sha256(b"now").hexdigest()}
+    assert differing({"a": file}, right) == {}
+    assert not (tmp_path / "cache").exists()
+    seen = file_hashes._look(file.stat())
+    monkeypatch.setattr("petune.file_hashes.time.time_ns", lambda: max(seen) + 3 * 10**9)
+    file_hashes._cache.add(file, seen, "0" * 64)
+    assert differing({"a": file}, right) == {}

@@ -144,7 +144,7 @@ def test_task_types(tmp_path: Path) -> None:
 def test_write_peft_leaves_nothing_of_petunes(tmp_path: Path) -> None:
     model = tuned(bert)
     export.write_peft(model, tmp_path / "a")
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["adapter_config.json", FILE]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["adapter_config.json", FILE, "petune.manifest.json"]
     assert torch.equal(logits(export.load(bert(), tmp_path / "a").eval()), logits(model))
     with pytest.raises(UsageError, match="peft has no file for side"):
         export.write_peft(tuned(bert, "side"), tmp_path / "b")

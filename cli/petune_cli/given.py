@@ -24,7 +24,7 @@ Words = Annotated[
     typer.Argument(metavar="RECIPE|RUN KEY=VALUE", help="A recipe file or name, or a run folder; then settings.", show_default=False),
 ]
 
-VerifyBase = Annotated[bool, typer.Option("--verify-base", help="Hash the whole base and compare it with the one trained on.")]
+VerifyBase = Annotated[bool, typer.Option("--verify-base", help="Read the whole base again, not what was hashed before.")]
 
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
@@ -104,4 +104,11 @@ class Given:
 
 def is_setting(word: str) -> bool:
     """Whether `word` is `key.sub=value` and not the name of something that exists."""
-    return _SETTING.match(word) is not None and not Path(word).exists()
+    return _SETTING.match(word) is not None and not _exists(word)
+
+
+def _exists(word: str) -> bool:
+    try:
+        return Path(word).exists()
+    except OSError:  # longer than any name
+        return False

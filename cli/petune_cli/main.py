@@ -131,6 +131,15 @@ def _drop_output() -> None:
     os.dup2(nowhere, sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
+def _unusable_name(error: Exception) -> str | None:
+    """The name of a file, as far as it is known, that the system could not even look for: too long, with a NUL, or no text."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return repr(error.filename)[:80]
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return repr(error.object[max(0, error.start - 40) : error.end + 40])
+    return "a NUL" if isinstance(error, ValueError) and "null byte" in str(error) else None
+
+
 def _known(error: Exception) -> PetuneError | None:
     """`error` as one of petune's own, or None when nobody foresaw it."""
     if isinstance(error, PetuneError):
@@ -141,6 +150,8 @@ def _known(error: Exception) -> PetuneError | None:
         return MachineError("out of memory", found=found, remedy="use a smaller batch_size or data.max_length, or a smaller model")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return MachineError("too many open files", remedy="raise the limit: ulimit -n 4096")
+    if named := _unusable_name(error):
+        return UsageError("no file can have this name", found=named, remedy="give a shorter one, of UTF-8 without NUL")
     if isinstance(error, OSError) and error.errno in _REFUSED_BY_MACHINE:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
         return MachineError(str(error.strerror).lower(), where=where, remedy="free some space, or choose a place that may be written")

@@ -6,7 +6,6 @@ that they are trained; anything else missing, surplus inside the blocks, or mis-
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,15 +14,17 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from petune.errors import FileError, MachineError, Problem, UsageError
+from petune.errors import FileError, MachineError, UsageError
+from petune.folder_manifest import check_folder
 from petune.log import say
 from petune.models import FAMILIES
-from petune.models.source import Source
+from petune.models.damage import check_filled, check_finite, check_stored, check_ties
+from petune.models.source import Source, check_weights, local_folder, model_files
+from petune.models.trust import code_refused, refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 from petune.sites import Family, Kind
-from petune.tensorfile import is_finite
+from petune.tensorfile import read_json
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -56,12 +57,25 @@ def read_config(source: Source) -> Any:
         raise FileError("the model was an object given from Python, which no file holds", where=source.spec, remedy=remedy)
     if source.kind == "config":
         try:
-            fields = json.loads(Path(source.place).read_text(encoding="utf-8"))
+            fields = read_json(Path(source.place), links=True)
+            refuse_settings(fields, str(Path(source.place).parent))
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(f"not a model config: {_first_line(error)}", where=source.place, remedy='it needs a "model_type"') from None
+    _check_folder(source)
     with _hub_errors(source):
-        return AutoConfig.from_pretrained(source.place, revision=source.revision)
+        fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
+        refuse_settings(fields, source.place)
+        return AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+
+
+def _check_folder(source: Source) -> None:
+    """Raise FileError for a folder that petune wrote and somebody changed, and for one with an adapter in it."""
+    folder = local_folder(source.place, source.revision)
+    if folder is not None:
+        refuse_adapter(folder)
+        refuse_links_out(folder)
+        check_folder(folder)
 
 
 def kind_of(config: Any) -> Kind:
@@ -83,12 +97,15 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """
     place = str(Path(source.place).parent) if source.kind == "config" else source.place
     with _hub_errors(source):
-        tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision)
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision, trust_remote_code=False)
     return with_padding(tokenizer, place)
 
 
 def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
     """`tokenizer` with a padding token; `place` is where it comes from. Raises as `load_tokenizer`."""
+    limit = tokenizer.model_max_length
+    if not isinstance(limit, int | float) or limit < 1:
+        raise FileError("model_max_length is no length", where=place, expected="a number, at least 1", found=repr(limit)[:80])
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise FileError("the tokenizer has neither a padding nor an end token", where=place, remedy="set pad_token and eos_token in it")
@@ -112,9 +129,12 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     if source.kind == "config":
         say(source.note)
         with quiet():
-            model = AUTO[head].from_config(config, dtype=dtype)
+            model = AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False)
         heads = family.heads if family else ()
         return Loaded(model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), "")
+    check_weights(source)
+    if code := wanted_code(local_folder(source.place, source.revision) or Path(source.place)):
+        say(f"{code[0]}: not run; {config.model_type} is read with transformers' own classes")
     with _hub_errors(source), quiet():
         model, info = AUTO[head].from_pretrained(
             source.place,
@@ -124,9 +144,12 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
-    new, note = _check_filled(model, family, info, source)
-    _check_finite(model, source)
+    new, note = check_filled(model, family, info, source)
+    check_stored(model, model_files(source.place, source.revision))
+    check_ties(model, source)
+    check_finite(model, source)
     return Loaded(model.eval(), family, new, note)
 
 
@@ -154,50 +177,11 @@ def adopt_model(model: PreTrainedModel, source: Source, head: Head, labels: Sequ
         sides = {"expected": f"num_labels={len(labels)}: {', '.join(labels[:10])}", "found": f"num_labels={model.config.num_labels}"}
         raise UsageError("the model has another number of classes than the rows", where="model", **sides)
     _name_classes(model.config, labels)
-    _check_finite(model, source)
+    check_finite(model, source)
     family = FAMILIES.get(model.config.model_type)
     fresh = [name for name, _ in model.named_modules() if family and name.rpartition(".")[2] in family.fresh]
     note = f"{', '.join(fresh)} stays frozen: if it is new and not pretrained, name it in method.also_train" if fresh else ""
     return Loaded(cast("PreTrainedModel", model.to(dtype).cpu().eval()), family, (), note)
-
-
-def _check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:
-    mismatched = {str(key if isinstance(key, str) else key[0]) for key in info["mismatched_keys"]}
-    missing = {str(key) for key in info["missing_keys"]} | mismatched
-    backbone = getattr(model, "base_model_prefix", "")
-    outside = [name for name, _ in model.named_children() if name != backbone]  # of a model without a table, all but the backbone is head
-    heads = (*family.heads, *family.fresh) if family else (*outside, "pooler")
-    names = [name for name, _ in model.named_modules() if name]
-    new = tuple(name for name in names if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing))
-    lost = sorted(key for key in missing - _zero_biases(model, new) if not key.startswith(tuple(f"{name}." for name in new)))
-    blocks = tuple(rule.blocks + "." for rule in family.stacks.values()) if family else ()
-    surplus = sorted(str(key) for key in info["unexpected_keys"] if any(f".{block}" in f".{key}" for block in blocks))
-    faults = {True: "has another shape in the checkpoint", False: "is in the model but not in the checkpoint"}
-    problems = [Problem(faults[key in mismatched], where=key) for key in lost[:10]]
-    problems += [Problem("is in the checkpoint but not in the model", where=key) for key in surplus[:10]]
-    if problems:
-        summary = f"{len(lost)} missing or mis-shaped, {len(surplus)} surplus"
-        raise FileError([Problem("the checkpoint does not fill the model it describes", where=source.place, found=summary), *problems])
-    dropped = sorted({str(key).split(".")[0] for key in info["unexpected_keys"]} - {str(key).split(".")[0] for key in surplus})
-    parts = [f"{', '.join(new)} is new and will be trained"] if new else []
-    parts += [f"{', '.join(dropped)} of the checkpoint is not used by this task"] if dropped else []
-    return new, "; ".join(parts)
-
-
-def _zero_biases(model: nn.Module, new: Sequence[str]) -> set[str]:
-    """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random stays."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if new and callable(get) else None
-    bias = getattr(head, "bias", None)
-    if bias is None or bool(bias.any()):
-        return set()
-    return {name for name, value in model.named_parameters(remove_duplicate=False) if value is bias}
-
-
-def _check_finite(model: nn.Module, source: Source) -> None:
-    bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
-    if bad:
-        raise FileError([Problem("holds a value that is not finite", where=f"{source.place}: {name}") for name in bad[:10]])
 
 
 @contextmanager
@@ -243,6 +227,9 @@ def _hub_errors(source: Source) -> Iterator[None]:
             raise MachineError("not enough memory to load the model", where=source.place, found=_first_line(error)) from None
         raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
     except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
+        folder = local_folder(source.place, source.revision)
+        if "trust_remote_code" in str(error) or (isinstance(error, ValueError) and folder is not None and wanted_code(folder)):
+            raise code_refused(folder, source.place, _first_line(error)) from None
         remedy = "a file in it is damaged, missing or not what its name says: use another copy"
         raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place, remedy=remedy) from error
 

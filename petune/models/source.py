@@ -16,7 +16,11 @@ from transformers.utils.hub import cached_file
 
 from petune import demo
 from petune.errors import FileError
+from petune.folder_manifest import name_fault
+from petune.models.trust import refuse_outside
 from petune.tensorfile import read_json
+
+_CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ def resolve_model(spec: str, folder: Path) -> Source:
         place = _find(spec.removeprefix("config:"), folder)
         return Source(spec, "config", str(place), None, f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality")
     tried = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
+    if not spec.isprintable() or len(spec.encode()) > 4000 or any(len(part.encode()) > 255 for part in spec.split("/")):
+        raise FileError(
+            "no model has a name like this", found=repr(spec)[:200], remedy="give a folder, a hub id such as org/name, or demo:NAME"
+        )
     for place in tried:
         if place.is_dir():
             return Source(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
@@ -73,28 +81,62 @@ def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
     )
 
 
-def weight_files(place: str, revision: str | None = None) -> dict[str, Path]:
-    """The safetensors files that a folder, or a hub id in the local cache, is loaded from, by name; none where there are none."""
+def local_folder(place: str, revision: str | None = None) -> Path | None:
+    """The folder at `place`, or that of a hub id in the local cache; None where there is neither."""
     folder = Path(place)
-    if not folder.is_dir():
-        try:
-            folder = Path(cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
-        except OSError:
-            return {}
-    return {name: folder / name for name in _weight_names(folder)}
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
+    except (OSError, ValueError):
+        return None
+
+
+def model_files(place: str, revision: str | None = None) -> dict[str, Path]:
+    """The files that decide what a model in a folder, or of a hub id in the local cache, computes: configs, index, safetensors, by name.
+
+    Raises FileError for an index that leads out of the folder, and for links that do.
+    """
+    folder = local_folder(place, revision)
+    weights = [] if folder is None else _weight_names(folder)
+    if folder is None or not weights:
+        return {}
+    configs = [name for name in _CONFIGS if (folder / name).is_file()]
+    if weights != [SAFE_WEIGHTS_NAME]:
+        configs.append(SAFE_WEIGHTS_INDEX_NAME)
+    return {name: folder / name for name in (*configs, *weights)}
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of `model_files` holds weights."""
+    return name.endswith(".safetensors")
 
 
 def _weight_names(folder: Path) -> list[str]:
     """The names of the safetensors files that transformers reads in a folder, there or not: the one file, else the index's. Or none."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
-        return [SAFE_WEIGHTS_NAME]
-    if not index.is_file():
+        names = [SAFE_WEIGHTS_NAME]
+    elif index.is_file():
+        names = _names_in(index)
+    else:
         return []
-    try:
-        return sorted(set(read_json(index, links=True)["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError):
-        raise FileError("is not an index of weights", where=str(index), expected='JSON with a "weight_map"') from None
+    for name in names:
+        refuse_outside(folder, name)
+    return names
+
+
+def _names_in(index: Path) -> list[str]:
+    """The names of the weight files in an index, each once."""
+    found = read_json(index, links=True).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise FileError("is not an index of weights", where=str(index), expected='a "weight_map" from tensors to files')
+    for tensor, name in found.items():
+        fault = name_fault(name) or (None if is_weights(name) else "is no safetensors file")
+        if fault:
+            where = f"{index}  weight_map: {tensor!r}"[:300]
+            raise FileError(f"a file's name {fault}", where=where, found=repr(name)[:200], remedy="use a copy of the model you trust")
+    return sorted(set(found.values()))
 
 
 def check_weights(source: Source) -> None:

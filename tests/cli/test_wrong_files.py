@@ -48,3 +48,41 @@ def test_training_on_a_wrong_data_file_is_exit_3_with_its_place(
     assert all(part in shown.err for part in (file, *says)), shown.err
     assert "Traceback" not in shown.out + shown.err
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file, "r.yaml"])
+
+
+NAMES = {
+    "out of the folder": "../x",
+    "absolute": "/nonexistent/x",
+    "a NUL": "a\0b",
+    "300 characters": "x" * 300,
+    "a long path": "a/" * 3000,
+    "a line break": "a\nb",
+    "dots of Unicode": "․․/x",  # noqa: RUF001
+    "the folder itself": ".",
+}
+USES: dict[str, tuple[str, ...]] = {
+    "a run": ("eval", "{}"),
+    "a recipe": ("check", "{}"),
+    "a run to go on": ("train", "{}", "--resume"),
+    "data": ("data", "r.yaml", "data={}"),
+    "held-out data": ("data", "r.yaml", "data.eval={}"),
+    "an adapter": ("check", "r.yaml", "init_adapter={}"),
+    "a recipe to write": ("init", "model=demo:tiny-llama", "data=rows.jsonl", "{}"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("use", USES)
+def test_a_name_that_no_file_can_have_or_that_leads_out_is_an_error_of_the_user(type_: Type, tmp_path: Path, use: str, name: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "red sun"}\n' * 8)
+    (tmp_path / "r.yaml").write_text("model: demo:tiny-llama\ndata: rows.jsonl\ntask: causal\nmethod: lora\nout: runs/x\n")
+    shown = type_(*(word.format(NAMES[name]) for word in USES[use]))
+    assert shown.code in (2, 3, 4) or (use, name) == ("an adapter", "the folder itself"), shown.err
+    assert "Traceback" not in shown.err and "internal error" not in shown.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.yaml", "rows.jsonl"]
+
+
+def test_a_setting_may_be_longer_than_a_name(type_: Type, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("model: demo:tiny-llama\ndata: rows.jsonl\ntask: causal\nmethod: lora\nout: runs/x\n")
+    targets = ", ".join(["q_proj"] * 60)
+    assert type_("check", "r.yaml", f"method.targets=[{targets}]").code != 1
