@@ -19,7 +19,8 @@ from petune.tensorfile import check_dtypes
 
 TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
-_GROUP = Fields({"options": MapOf(Anything()), "tensors": ListOf(Text()), "params": ListOf(Text())})  # the recipe's options are used
+_OPTIONS = Fields({}, {"lr": Number(0)}, others=True)
+_GROUP = Fields({"options": _OPTIONS, "tensors": ListOf(Text()), "params": ListOf(Text())})  # the recipe's options are used
 _MOMENTS = Fields({"shape": ListOf(Whole()), "tensors": ListOf(Text()), "values": MapOf(Number())})
 _STATE: Mapping[str, Kind] = {
     "optimizer": Fields({"class": Text(), "groups": ListOf(_GROUP), "state": MapOf(_MOMENTS)}),
@@ -63,7 +64,8 @@ def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: to
     check_fields(facts, _STATE, folder / FACTS)
     fill(tuned, _tuned(tensors), str(folder))
     for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
-        saved["options"] = {key: value for key, value in group.items() if key != "params" and key not in saved["tensors"]}
+        recent = {key: value for key, value in saved["options"].items() if key == "lr"}  # of the step that was saved
+        saved["options"] = {key: value for key, value in group.items() if key != "params" and key not in saved["tensors"]} | recent
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
     set_rng_state(tensors, facts["rng"], str(folder))
 

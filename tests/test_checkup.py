@@ -13,6 +13,7 @@ import pytest
 from petune import checkpoint
 from petune.checkup import check_up
 from petune.errors import FileError, Stopped
+from petune.folder_manifest import seal_folder
 from petune.run_lock import RunLock
 from petune.runs import load_run
 from tests.small_runs import going_wrong, run, settings, terminate_at
@@ -46,7 +47,7 @@ def test_a_finished_run_is_whole_and_nothing_in_it_changes(finished: Path) -> No
     facts = dict(found.facts)
     assert found.problems == [] and facts["state"] == "finished" and facts["verdict"] == "whole" and facts["leftovers"] == "none"
     assert facts["id"] == load_run(finished).summary["run_id"] and facts["best"] == "checkpoints/step-2"
-    assert facts["tuned"].startswith("whole") and "no hashes" in facts["merged"] and "finished" in facts["--resume"]
+    assert facts["tuned"].startswith("whole") and facts["merged"].startswith("whole") and "finished" in facts["--resume"]
     assert sum(name == "checkpoint" for name, _ in found.facts) == len(checkpoint.candidates(finished / "checkpoints")) == 3
     assert len(found.facts) < 24, "more than a screen"
     assert snapshot(finished) == before
@@ -71,6 +72,16 @@ def flip(name: str) -> Callable[[Path], None]:
     return damage
 
 
+def seal_anew(name: str, **changes: object) -> Callable[[Path], None]:
+    """Edit a file of `tuned/` and make its manifest fit."""
+
+    def damage(folder: Path) -> None:
+        edit(f"tuned/{name}", **changes)(folder)
+        seal_folder(folder / "tuned")
+
+    return damage
+
+
 def edit(name: str, **changes: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
@@ -84,7 +95,7 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
         ("step-6/state.safetensors", flip("checkpoints/step-6/state.safetensors")),
         ("tuned/model.safetensors", flip("tuned/model.safetensors")),
         ("tuned/petune.json", edit("tuned/petune.json", sha256={})),
-        ("tuned  is not what this run wrote", edit("tuned/petune.json", petune="0.0.9")),
+        ("tuned  is not what this run wrote", seal_anew("petune.json", petune="0.0.9")),
         ("tuned  is missing", lambda folder: shutil.rmtree(folder / "tuned")),
         ("summary.json  is of another run", edit("summary.json", run_id="0" * 32)),
         ("env.json  is of another run", edit("env.json", run_id="0" * 32)),

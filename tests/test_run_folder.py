@@ -18,9 +18,10 @@ from petune import checkpoint
 from petune.checkup import check_up
 from petune.entrance import entered
 from petune.errors import FileError, MachineError, PetuneError
+from petune.folder_manifest import MANIFEST, check_folder
 from petune.folders import commit_folder, sweep
 from petune.recipe import load_recipe
-from petune.run_folder import RunFolder, State
+from petune.run_folder import RunFolder, State, names
 from petune.run_lock import RunLock
 from tests.kills import killed_at
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
@@ -235,7 +236,8 @@ def refuse_half_made(folder: RunFolder, state: State) -> None:
         assert not problems and manifest.run_id == OLD == folder.run_id() and path.parent == folder.checkpoints
     for shipped in (folder.tuned, folder.path / "merged"):
         if state != "replaced" and shipped.exists():
-            assert len({file.read_text() for file in shipped.iterdir()}) == 1 and len(list(shipped.iterdir())) == 2
+            check_folder(shipped)
+            assert len({file.read_text() for file in shipped.iterdir() if file.name != MANIFEST}) == 1 and len(names(shipped)) == 3
     assert state != "finished" or folder.tuned.exists() or any(name.startswith(".tuned.old-") for name in folder.leftovers())
 
 

@@ -16,7 +16,7 @@ HUB_TIMEOUT_S = 2.0
 def doctor(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder; without one, this machine.", show_default=False)] = None,
 ) -> None:
-    """Look at this machine and run a self-test, or say whether a run folder is whole."""
+    """Test this machine; of a RUN, say whether it is whole."""
     from petune.errors import MachineError
 
     if run is not None:

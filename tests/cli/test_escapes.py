@@ -55,7 +55,7 @@ def test_labels_columns_paths_and_answers_are_written_out_by_every_verb(type_: T
     rows = [{"text": text, "label": labels[number % 2], "more\x1b[5m\u202e": 1} for number, text in enumerate(texts)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shape = base | {"data": {"path": str(folder / "rows.jsonl")}, "out": "run\x1b[7m", "max_steps": 2, "warmup": 0}
-    model = write_model(tmp_path / "model\x1b[1m", "bert")
+    model = write_model(tmp_path / "model", "bert")
     recipe = as_yaml(tmp_path / "r.yaml", shape | {"model": str(model)})
     for words in (["check", str(recipe)], ["data", str(recipe)], ["train", str(recipe)], ["eval", shape["out"]], ["plan", str(recipe)]):
         shown = type_(*words)
