@@ -57,10 +57,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.tuned.values(), lr=1e-4, fused=self.device.type == "cuda")
         self.ids = torch.randint(4, config.vocab_size, (given.batch, given.length), device=self.device)
         self.steps = 0
+        self.packer = checkpoint.OptimizerPacker()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As `petune.state.pack_state`, which needs the rest of the toolkit."""
-        moments, facts = checkpoint.pack_optimizer(self.optimizer, self.tuned)
+        moments, facts = self.packer(self.optimizer, self.tuned)
         rng, rng_facts = rng_state()
         return {f"tuned/{name}": value.detach() for name, value in self.tuned.items()} | moments | rng, {
             "optimizer": facts,
@@ -71,6 +72,8 @@ class Trainer:
         """One step; its loss."""
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
+        if snapshots is not None:
+            snapshots.begin()
         found = float(loss)
         float(nn.utils.clip_grad_norm_(self.tuned.values(), 1.0))
         if snapshots is not None:

@@ -47,6 +47,7 @@ from petune.tensorfile import (
 
 __all__ = [
     "Manifest",
+    "OptimizerPacker",
     "candidates",
     "commit",
     "newest_good",
@@ -458,6 +459,37 @@ def pack_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
     facts = {"class": type(optimizer).__name__, "groups": groups, "state": state}
     json.dumps(facts, allow_nan=False)  # raises here, at the save, and not at the resume that needs it
     return tensors, facts
+
+
+class OptimizerPacker:
+    """`pack_optimizer` after every step: tensors that are still the same objects are not looked for again, nor described."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._packed: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
+
+    def __call__(self, optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As `pack_optimizer`; nothing of the result may be changed."""
+        if not self._same(optimizer, names):
+            self._packed = pack_optimizer(optimizer, names)
+            self._held = [(value, dict(optimizer.state.get(value, {}))) for value in names.values()]
+            return self._packed
+        tensors, facts = self._packed
+        groups = [
+            {**saved, "options": {key: value for key, value in group.items() if key != "params"}}
+            for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True)
+        ]
+        return tensors, {**facts, "groups": groups}
+
+    def _same(self, optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> bool:
+        """Whether the parameters and all that is held of them are the tensors packed last, and the groups' options are no tensors."""
+        if len(names) != len(self._held) or any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
+            return False
+        for value, (before, held) in zip(names.values(), self._held, strict=True):
+            now = optimizer.state.get(value, {})
+            if value is not before or len(now) != len(held) or any(now.get(key) is not one for key, one in held.items()):
+                return False
+        return all(isinstance(one, Tensor) for _, held in self._held for one in held.values())
 
 
 def restore_optimizer(

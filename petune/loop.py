@@ -90,6 +90,7 @@ class Training:
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
         self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
+        self.packer = checkpoint.OptimizerPacker()
         self.snapshots = Snapshots(folder.checkpoints, mesh.device, state.write_packed, lambda: self.progress.step)
         self.came_from: list[str] = []  # what the header says of a run that was resumed
         if mesh.main:
@@ -245,7 +246,7 @@ class Training:
         for module in runner.modules:
             module.train()
         with self._explain_memory("forward and backward pass"):
-            loss = runner.backward(micro, total, self._dropout_key(number))
+            loss = runner.backward(micro, total, self._dropout_key(number), self.snapshots.begin)
         norm = runner.clip(self.recipe.clip)
         refuse_non_finite(loss, norm, number + 1, lambda: self._places(number), made=runner.streamed is not None)
         found = self.spikes.judge(loss, norm, self.progress, runner.any)
@@ -403,7 +404,7 @@ class Training:
         """Begin to copy the state of this step; the main process writes it while all go on."""
         tuned, optimizer = state.whole_state(self.runner, self.optimizer, self.make_optimizer)
         if self.runner.mesh.main and not self._has_lost_folder():
-            tensors, facts = state.pack_state(tuned, optimizer)
+            tensors, facts = state.pack_state(tuned, optimizer, self.packer)
             own = not self.runner.uncut
             self.snapshots.take(self.progress.step, tensors, facts, run_id=self.run_id, facts=self._facts(), own=own)
 

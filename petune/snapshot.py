@@ -1,11 +1,12 @@
 """Snapshots: what a step changes, copied to host memory beside the next step's compute and written to disk by a thread.
 
     device   update N | forward and backward N + 1 ........... | update N + 1, which waits for the copy of N
-    copies            | N to the host |                        |              | N + 1 to the host |
+    copies              | N to the host |                      |                | N + 1 to the host |
     disk     N - 3, committed as every checkpoint is, then the newest whole copy; those between are skipped
 
-Two copies in host memory take turns: one is written, the other takes the newest step. So nothing is allocated per step, a step never
-waits for the disk, and what is written cannot change meanwhile.
+What the host does for a copy, it does while the device computes: `take` notes what is to be copied, and `begin`, called when the next step
+is on its way, sends it off on another stream. Of two copies in host memory one is written while the other takes the newest step: nothing is
+allocated per step, a step never waits for the disk, and what is written cannot change.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Layout:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.seen = dict(tensors)
         self.kinds = {name: (value.shape, value.dtype) for name, value in tensors.items()}
         self.small = [name for name, value in tensors.items() if value.is_cuda and value.nbytes <= _SMALL]
         self.large = [name for name, value in tensors.items() if not value.is_cuda or value.nbytes > _SMALL]
@@ -70,7 +72,7 @@ class Layout:
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are tensors of the same names, shapes and dtypes."""
         return tensors.keys() == self.kinds.keys() and all(
-            (value.shape, value.dtype) == self.kinds[name] for name, value in tensors.items()
+            value is self.seen[name] or (value.shape, value.dtype) == self.kinds[name] for name, value in tensors.items()
         )
 
     def views(self, buffer: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
@@ -100,8 +102,8 @@ class HostCopy:
         self.facts: Mapping[str, Any] = {}
 
     @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
-        """Begin to copy; on a GPU this returns at once, and `tensors` must stay as they are until `copied` has happened."""
+    def fill(self, tensors: Mapping[str, Tensor], layout: Layout, ready: torch.cuda.Event | None) -> None:
+        """Begin to copy; on a GPU this returns at once, and `tensors`, which are `ready` then, stay until `copied` has happened."""
         if layout is not self.layout:
             self._make_room(layout)
         large = [self.room[name] for name in layout.large], [tensors[name] for name in layout.large]
@@ -109,9 +111,10 @@ class HostCopy:
         if self.stream is None:
             torch._foreach_copy_(*large)
             return
-        layout.gather(tensors)
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        assert ready is not None
+        self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
+            layout.gather(tensors)
             self.buffer[: layout.small_end].copy_(layout.packed, non_blocking=True)
             if layout.large:
                 torch._foreach_copy_(*large, non_blocking=True)
@@ -147,6 +150,7 @@ class Snapshots:
         self.device, self.write, self.run_step = device, write, run_step
         self.taken, self.written, self.oldest = 0, 0, 0  # `oldest`: the most steps that a snapshot was behind when it was committed
         self._layout: Layout | None = None
+        self._noted: tuple[HostCopy, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
         self._turns: tuple[HostCopy, ...] = ()
         self._waiting: HostCopy | None = None
         self._writing: HostCopy | None = None
@@ -167,10 +171,11 @@ class Snapshots:
         facts: Mapping[str, Any],
         own: bool = False,
     ) -> None:
-        """Begin to copy `tensors`, which must not change before `settle`, and have them written with `state` (JSON) when their turn comes.
+        """Note `tensors`, which must not change before `settle`, to be copied by `begin` and written with `state` (JSON) in their turn.
 
         facts: of the manifest. own: the tensors are on the CPU and nobody else's, so they need no copy.
         """
+        self.begin()
         if not self._turns:
             stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self._turns = HostCopy(stream), HostCopy(stream)
@@ -179,25 +184,37 @@ class Snapshots:
             self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
             self._thread.start()
         with self._changed:
-            turn = next((turn for turn in self._turns if turn is not self._writing and turn is not self._waiting), None)
+            turn = next((turn for turn in self._turns if turn not in (self._writing, self._waiting)), None)
             if turn is None:  # one is being written, and the other has waited in vain
                 assert self._waiting is not None
                 turn, self._waiting = self._waiting, None
         turn.step, turn.state, turn.facts, turn.run_id = step, state, facts, run_id
+        self.taken += 1
         if own:
             turn.adopt(tensors)
+            self._hand_over(turn)
         else:
-            self.settle()  # what is gathered on the device may still be on its way to the other copy
+            ready = None if turn.stream is None else torch.cuda.current_stream(self.device).record_event()
+            self._noted = turn, tensors, ready
+
+    def begin(self) -> None:
+        """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some milliseconds."""
+        if self._noted is not None:
+            (turn, tensors, ready), self._noted = self._noted, None
             if self._layout is None or not self._layout.fits(tensors):
                 self._layout = Layout(tensors, self.device)
-            turn.fill(tensors, self._layout)
+            turn.fill(tensors, self._layout, ready)
+            self._hand_over(turn)
+
+    def _hand_over(self, turn: HostCopy) -> None:
+        """Let the writing thread have a copy; it waits until that is whole."""
         with self._changed:
             self._waiting = turn
-            self.taken += 1
             self._changed.notify_all()
 
     def settle(self) -> None:
         """Let the device wait, before it changes the state, until that is copied."""
+        self.begin()
         for turn in self._turns:
             if turn.copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(turn.copied)
@@ -212,6 +229,7 @@ class Snapshots:
 
     def drain(self) -> None:
         """Wait until the newest copy is on disk. Raises what the writing thread has met."""
+        self.begin()
         with self._changed:
             self._changed.wait_for(lambda: self._fault is not None or (self._waiting is None and self._writing is None))
         self.check()
@@ -225,9 +243,7 @@ class Snapshots:
         """How many were taken and written, for a person; None where none was."""
         if not self.taken:
             return None
-        return (
-            f"snapshots: {self.taken:,} taken, {self.written:,} of them written, at most {self.oldest} steps old when they were committed"
-        )
+        return f"snapshots: {self.taken:,} taken, {self.written:,} of them written, at most {self.oldest} steps old when committed"
 
     def __enter__(self) -> Snapshots:
         return self
@@ -238,6 +254,9 @@ class Snapshots:
             self.check()
 
     def _end(self, *, write: bool) -> None:
+        if write:
+            self.begin()
+        self._noted = None
         with self._changed:
             self._ending = True
             self._waiting = self._waiting if write else None

@@ -44,11 +44,16 @@ def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.o
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned))
 
 
-def pack_state(tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are the live ones, and JSON."""
-    moments, optimizer_facts = checkpoint.pack_optimizer(optimizer, tuned)
+def pack_state(
+    tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, packer: checkpoint.OptimizerPacker | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are the live ones, and JSON.
+
+    packer: remembers what stays the same from one call to the next.
+    """
+    moments, optimizer_facts = (packer or checkpoint.pack_optimizer)(optimizer, tuned)
     rng, rng_facts = rng_state()
-    tensors = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
+    tensors: dict[str, Tensor] = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
     return tensors | moments | rng, {"optimizer": optimizer_facts, "rng": rng_facts}
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from petune import checkpoint
 from petune.checkpoint import (
     MANIFEST,
+    OptimizerPacker,
     candidates,
     commit,
     newest_good,
@@ -712,6 +713,32 @@ def test_an_optimizer_comes_back_bit_identical_with_its_options(tmp_path: Path) 
     kept = {key: tensor.clone() for key, tensor in pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0].items()}
     run(net, optimizer, scheduler, 1)
     assert equal(pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0], kept), "the copy is not its own"
+
+
+def test_a_packer_gives_what_packing_anew_gives_whatever_has_changed() -> None:
+    net, optimizer, scheduler = make()
+    names_of, packer = dict(net.named_parameters()), OptimizerPacker()
+
+    def step() -> None:
+        run(net, optimizer, scheduler, 1)
+
+    def come_back() -> None:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    def forget() -> None:
+        optimizer.state.pop(net.last.weight)
+
+    def add() -> None:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+
+    before: dict[str, Any] | None = None
+    for change in (lambda: None, step, step, come_back, step, forget, step, add, step):
+        change()
+        (tensors, facts), (expected, told) = packer(optimizer, names_of), pack_optimizer(optimizer, names_of)
+        assert facts == told and tensors.keys() == expected.keys()
+        assert all(value is expected[name] for name, value in tensors.items())
+        assert facts is not before, "a snapshot that is still to be written must not change"
+        before = facts
 
 
 def test_state_follows_names_and_not_positions() -> None:

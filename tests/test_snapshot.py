@@ -67,6 +67,7 @@ def test_what_is_written_is_the_state_of_its_step_however_late_and_the_newest_co
                 value.add_(1)  # in place, as an optimizer does
             snapshots.settle()
             snapshots.take(step, live, {"of": step}, run_id="run", facts={"x": 1})
+            snapshots.begin()
             places.add(frozenset(value.data_ptr() for turn in snapshots._turns for value in turn.tensors.values()))
             assert begun.wait(20)
         now["step"] = 7
@@ -304,6 +305,7 @@ def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(t
             with torch.no_grad():
                 next(iter(self.audit.frozen.values())).add_(1)
         if self.progress.step == 3:
+            self.snapshots.begin()
             wait_for(lambda: "step-3" in snapshots_of(tmp_path / "run"))
         return step(self)
 

@@ -9,7 +9,7 @@ over 300 lines long because a step, and what it asks of other ranks, read the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -157,11 +157,14 @@ class Runner:
 
     # ------------------------------------------------------------ a step
 
-    def backward(self, batches: Sequence[Batch], total: float, key: int | None = None) -> float:
+    def backward(
+        self, batches: Sequence[Batch], total: float, key: int | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> float:
         """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on every rank.
 
         `batches` are this replica's, as many on each where dp is sharded, as all gather weights together; `total` counts the trained tokens
-        of all replicas; `key` is what dropout is drawn from. Afterwards every gradient is complete, or, where the model is streamed, used
+        of all replicas; `key` is what dropout is drawn from; `meanwhile` is called when all of it is on its way to the device and before
+        anything waits for it. Afterwards every gradient is complete, or, where the model is streamed, used
         up; a loss that is not finite is returned without a backward pass then, as no update can be taken back.
         """
         if self.pipeline is not None:
@@ -169,6 +172,8 @@ class Runner:
         else:
             loss = sum(self._forward_backward(batch, total, key) for batch in batches)
         self._complete()
+        if meanwhile is not None:
+            meanwhile()
         if self.plan.dp == 1:
             return float(loss)
         whole = torch.tensor([float(loss)], dtype=torch.float64, device=self.mesh.device)
