@@ -16,7 +16,7 @@ NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`(?: \((\w+)\))?")
 
 
 @cache
-def tests_of(file: str) -> dict[str, str]:
+def functions_of(file: str) -> dict[str, str]:
     """The tests of a file, each with its decorators as source."""
     path = TESTS / file
     if not path.is_file():
@@ -40,9 +40,9 @@ def complaints(document: str) -> list[str]:
         if not named or len(named) != cells[3].count("::"):
             wrong.append(f"case {number} has no test, or one that cannot be read")
         for file, name, mark in named:
-            if name not in tests_of(file):
+            if name not in functions_of(file):
                 wrong.append(f"case {number}: tests/{file} has no {name}")
-            elif mark and f"mark.{mark}" not in tests_of(file)[name]:
+            elif mark and f"mark.{mark}" not in functions_of(file)[name]:
                 wrong.append(f"case {number}: {name} is not marked {mark}")
         if all(mark == "long" for *_, mark in named):
             wrong.append(f"case {number} has no test in the short suite")
