@@ -16,9 +16,36 @@ if not os.path.exists("/dev/nvidia0"):
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+
+PETUNE = str(Path(__file__).parent.parent / "petune")
+COMPILERS = ("/torch/_inductor/", "/torch/_dynamo/", "/torch/_functorch/")  # they read caches of their own
+_unpickled: list[str] = []
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what is unpickled by petune or by a library that it has called."""
+    frame: FrameType | None = sys._getframe(1) if event == "pickle.find_class" else None
+    while frame is not None and not any(place in frame.f_code.co_filename for place in COMPILERS):
+        if frame.f_code.co_filename.startswith(PETUNE):
+            _unpickled.append(f"{arguments} beneath {frame.f_code.co_filename}:{frame.f_lineno}")
+            return
+        frame = frame.f_back
+
+
+sys.addaudithook(_hear)  # there is no way to take one away
+
+
+@pytest.fixture(autouse=True)
+def unpickled() -> Iterator[list[str]]:
+    """What is unpickled beneath petune in a test, which fails for it."""
+    _unpickled.clear()
+    yield _unpickled
+    assert _unpickled == []
 
 
 @pytest.fixture(autouse=True)

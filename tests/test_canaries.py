@@ -17,12 +17,14 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from petune_cli.main import app
 
+from petune.folders import commit_folder
 from tests.small_runs import as_yaml, run, settings, write_model, write_rows
 
 FORK = multiprocessing.get_context("fork")
@@ -126,6 +128,15 @@ def test_the_guard_sees_what_it_is_for(tmp_path: Path) -> None:
     hook("open", (str(tmp_path / "x"), "r", os.O_RDONLY))
     hook("open", (str(tmp_path / "out" / "x"), "w", os.O_WRONLY))
     hook("exec", (compile("x = 1", "<string>", "exec"),))
+
+
+def test_unpickling_beneath_petune_is_noticed_in_every_test(unpickled: list[str], tmp_path: Path) -> None:
+    pickled = ForkingPickler.dumps(Path)
+    ForkingPickler.loads(pickled)
+    assert unpickled == []
+    commit_folder(tmp_path / "new", lambda work: ForkingPickler.loads(pickled), False, ())
+    assert len(unpickled) == 1 and "pathlib" in unpickled[0] and "folders.py" in unpickled[0]
+    unpickled.clear()
 
 
 # ---------------------------------------------------------------- the folders

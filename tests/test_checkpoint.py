@@ -242,7 +242,7 @@ def test_a_kill_at_every_call_leaves_the_last_commit_whole(fast: Path) -> None:
     assert k > 60 and seen == {2, 3, 33}
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
 def test_a_refusal_at_every_call_is_told_and_leaves_no_torso(fast: Path, code: int) -> None:
     start, root = fast / "start", fast / "root"
     save(start, 1)
@@ -289,10 +289,12 @@ def save_until_killed(root: Path, report: int) -> None:
         rotate(root, 2, protect=[root / "step-1"])
 
 
-def test_sixty_kills_in_save_and_rotation_lose_nothing(fast: Path) -> None:
-    chance = random.Random(0)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [60, pytest.param(2000, marks=pytest.mark.long)])
+def test_kills_at_random_moments_of_save_and_rotation_lose_nothing(kills: int, fast: Path) -> None:
+    chance = random.Random(kills)
     last = 0
-    for _ in range(60):
+    for _ in range(kills):
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -318,14 +320,15 @@ def test_sixty_kills_in_save_and_rotation_lose_nothing(fast: Path) -> None:
 # ---------------------------------------------------------------- damage
 
 
-def test_every_flipped_bit_is_found(fast: Path) -> None:
+@pytest.mark.parametrize("count", [700, pytest.param(3000, marks=pytest.mark.long)])
+def test_every_flipped_bit_is_found(count: int, fast: Path) -> None:
     path = save(fast, 1)
     files = [file for file in path.rglob("*") if file.is_file()]
     chance = random.Random(1)
     for file in files:
         raw = file.read_bytes()
         places = [(at, bit) for at in range(len(raw)) for bit in range(8)]
-        for at, bit in places if file.name == MANIFEST and len(places) < 2000 else chance.sample(places, min(700, len(places))):
+        for at, bit in places if file.name == MANIFEST and len(places) < 2000 else chance.sample(places, min(count, len(places))):
             flipped = bytearray(raw)
             flipped[at] ^= 1 << bit
             file.write_bytes(flipped)

@@ -15,7 +15,9 @@ import torch
 
 from petune import checkpoint
 from petune.parallel import group
-from tests.small_runs import assert_same_run, state_of
+from tests.group_pool import ends
+from tests.kills import arm
+from tests.small_runs import assert_same_run, run, state_of
 from tests.small_runs import no_picture as no_picture
 from tests.test_parallel_runs import PLANS, killed, small, trained
 
@@ -29,6 +31,36 @@ def assert_same_bits(found: Path, expected: Path) -> None:
     assert tensors.keys() == others.keys() and facts["optimizer"] == other_facts["optimizer"]
     for name, value in tensors.items():
         assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_rank_killed_at_a_call_of_its_save_leaves_the_one_before_and_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "BEAT_S", 0.02)
+    monkeypatch.setattr(group, "SILENT_S", 0.1)
+    shape: dict[str, Any] = {"save_every": 1, "eval_every": 50, "max_steps": 4, "timeout": 2, "parallel": PLANS["dp"]}
+    straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))
+    recipe = small(tmp_path, "llama", "lora", **shape)
+
+    def train(recipe: dict[str, Any], step: int, call: int, resume: bool) -> None:
+        commit = checkpoint.commit
+
+        def armed(root: Path, at: int, *arguments: Any, **named: Any) -> Path:
+            if at == step:
+                arm(call)
+            return commit(root, at, *arguments, **named)
+
+        checkpoint.commit = armed
+        run(recipe, resume=resume)
+
+    for step, call in ((2, 5), (3, 11)):  # in the midst of a file, once its files are there
+        found = ends(2, train, recipe, step, call, step > 2, timeout=30)
+        assert [end.code for end in found] == [-signal.SIGKILL, 6], (step, call, found)
+        assert found[1].seconds - found[0].seconds < 5, (step, call, found)
+        path, _, damaged = checkpoint.newest_good(tmp_path / "run" / "checkpoints")
+        assert path.name == f"step-{step - 1}" and not damaged, (step, call)
+        assert_same_bits(path, straight / "checkpoints" / path.name)
+    trained(recipe, resume=True)
+    assert_same_run(tmp_path / "run", straight)
 
 
 @pytest.mark.usefixtures("no_picture")

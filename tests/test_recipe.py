@@ -482,12 +482,13 @@ NASTY = [
 ]
 
 
-def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [300, pytest.param(4000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(count: int, tmp_path: Path) -> None:
     whole = [file.read_bytes() for file in shipped_recipes()] + [
         GOOD.encode() + text.encode() for text, *_ in WRONG.values() if isinstance(text, str)
     ]
-    rng = random.Random(0)
-    for _ in range(300):
+    rng = random.Random(count)
+    for _ in range(count):
         data = bytearray(rng.choice(whole)[:2000])
         for _ in range(rng.randint(1, 6)):
             place = rng.randrange(len(data) + 1)

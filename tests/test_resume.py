@@ -265,11 +265,12 @@ def test_an_explicit_path_goes_back_and_sets_the_later_steps_aside(tmp_path: Pat
     assert_same_run(tmp_path / "run", straight.folder)
 
 
-@pytest.mark.parametrize("place", ["nowhere", "run/tuned", "llama"])
-def test_an_explicit_path_that_is_no_checkpoint_is_refused(place: str, tmp_path: Path):
+@pytest.mark.parametrize(("place", "says"), [("nowhere", "nowhere"), ("run/tuned", "init_adapter=.*tuned"), ("llama", "llama")])
+def test_an_explicit_path_that_is_no_checkpoint_is_refused(place: str, says: str, tmp_path: Path):
     stopped_at(settings(tmp_path), 2)
     (tmp_path / "run" / "tuned").mkdir()
-    with pytest.raises(FileError) as caught:
+    (tmp_path / "run" / "tuned" / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileError, match=says) as caught:
         run(settings(tmp_path), resume=tmp_path / place)
     assert caught.value.code == 4
 

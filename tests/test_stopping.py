@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 import petune.assemble
+import petune.folders
 from petune import checkpoint
 from petune.errors import Stopped
+from petune.folder_manifest import check_folder
 from petune.parallel import group
+from petune.runs import load_run
 from petune.stopping import StopNow, StopRequest
 from tests.group_pool import ends
 from tests.small_runs import assert_same_run, newest, run, settings
@@ -121,6 +124,22 @@ def test_a_signal_in_training_is_heeded_at_the_next_safe_place_and_nothing_is_lo
     checkpoint.verify(newest(tmp_path / "run"))
     run(settings(tmp_path, **shape), resume=True)
     assert_same_run(tmp_path / "run", straight.folder)
+
+
+@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(number: int, left: int, tmp_path: Path):
+    run(settings(tmp_path, max_steps=1, warmup=0))
+
+    def merge(folder: Path) -> None:
+        seal = petune.folders.seal_folder
+        petune.folders.seal_folder = lambda work: [os.kill(os.getpid(), number), seal(work)]  # all is written, nothing has its name
+        load_run(folder).merge()
+
+    folder = tmp_path / "run"
+    assert ends(1, merge, folder)[0].code != 0
+    assert not (folder / "merged").exists() and len(list(folder.glob(".merged.*"))) == left
+    check_folder(load_run(folder).merge())
+    assert list(folder.glob(".merged.*")) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -36,7 +36,7 @@ for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         commands.command("eval" if _verb is checking.evaluate else None, rich_help_panel=_panel)(_verb)
 
-_REFUSED_BY_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+_REFUSED_BY_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def _show_version(wanted: bool) -> None:

@@ -134,7 +134,7 @@ def test_out_of_memory_and_a_full_disk_are_the_machines_fault(type_: Type, monke
     for error in (
         torch.OutOfMemoryError("no room"),
         MemoryError(),
-        OSError(errno.ENOSPC, "No space left", "runs/x"),
+        *(OSError(code, "no", "runs/x") for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)),
         PermissionError(13, "no", "x"),
     ):
         raising(monkeypatch, error)

@@ -59,6 +59,7 @@ NAMES = {
     "a line break": "a\nb",
     "dots of Unicode": "․․/x",  # noqa: RUF001
     "the folder itself": ".",
+    "a device of another system": "CON",
 }
 USES: dict[str, tuple[str, ...]] = {
     "a run": ("eval", "{}"),

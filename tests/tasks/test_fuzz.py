@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petune.errors import PetuneError
@@ -24,7 +26,12 @@ VALUES = st.recursive(
 )
 ROWS = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4) | VALUES, max_size=6)
 TASKS = st.sampled_from(["classify", "seq2seq", "causal", "chat"])
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+COUNTS = pytest.mark.parametrize("count", [60, pytest.param(800, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+
+
+def fuzz(count: int, check: Callable[..., None], **drawn: st.SearchStrategy[Any]) -> None:
+    """Call `check` with `count` drawn examples."""
+    settings(max_examples=count, deadline=None, database=None)(given(**drawn)(check))()
 
 
 def read(path: Path, task: str, skip: bool) -> None:
@@ -36,20 +43,26 @@ def read(path: Path, task: str, skip: bool) -> None:
         assert rows.train and rows.eval
 
 
+@COUNTS
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "txt", "parquet"])
-@FUZZ
-@given(raw=st.binary(max_size=200), task=TASKS, skip=st.booleans())
-def test_any_bytes(suffix: str, raw: bytes, task: str, skip: bool, tmp_path: Path) -> None:
+def test_any_bytes(suffix: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / f"d.{suffix}"
-    path.write_bytes(raw)
-    read(path, task, skip)
+
+    def check(raw: bytes, task: str, skip: bool) -> None:
+        path.write_bytes(raw)
+        read(path, task, skip)
+
+    fuzz(count, check, raw=st.binary(max_size=200), task=TASKS, skip=st.booleans())
 
 
+@COUNTS
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-@FUZZ
-@given(rows=ROWS, task=TASKS, skip=st.booleans(), cut=st.integers(0, 20))
-def test_any_rows_whole_or_cut(suffix: str, rows: list, task: str, skip: bool, cut: int, tmp_path: Path) -> None:
+def test_any_rows_whole_or_cut(suffix: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / f"d.{suffix}"
-    text = json.dumps(rows) if suffix == "json" else "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(text[: max(0, len(text) - cut)])
-    read(path, task, skip)
+
+    def check(rows: list[Any], task: str, skip: bool, cut: int) -> None:
+        text = json.dumps(rows) if suffix == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(text[: max(0, len(text) - cut)])
+        read(path, task, skip)
+
+    fuzz(count, check, rows=ROWS, task=TASKS, skip=st.booleans(), cut=st.integers(0, 20))
