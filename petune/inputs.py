@@ -43,31 +43,37 @@ class _Looking:
         raise (kinds.pop() if len(kinds) == 1 else RecipeError)(problems)
 
 
-def check_inputs(recipe: Recipe) -> tuple[str, ...]:
-    """Look at all that needs no weights; what was left alone because it lies on the hub.
+@dataclass(frozen=True)
+class Inputs:
+    """What a recipe means: its task, None where the model and the data that show it are on the hub; the columns of its rows that play no
+    role; and what was left alone because it lies on the hub."""
 
-    Raises a PetuneError with every problem found.
-    """
+    task: str | None
+    unused: tuple[str, ...]
+    distant: tuple[str, ...]
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    """Look at all that needs no weights. Raises a PetuneError with every problem found."""
     looking = _Looking()
     source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
     kind = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
     distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
     local = not looking.errors_of(DataError) and recipe.data.path not in distant
-    format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local else None
     task: str | None = recipe.task
-    if format_ and kind and not task:
+    format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local and not task else None
+    if format_ and kind:
         task = looking.at(lambda: infer_task(format_, kind))
     if task and kind:
         looking.at(lambda: check_fit(task, kind, recipe.data.packing))
-    if task and format_:
-        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder))
+    unused = looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))
     if not looking.errors and kind:
         looking.at(lambda: plan_of(recipe))
     looking.settle()
     on_hub = source is not None and source.kind == "hub"
-    return (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant))
+    return Inputs(task, unused or (), (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant)))
 
 
 def _model(source: Source) -> str:

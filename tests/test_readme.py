@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from petune_cli.given import Given
 
-from petune.assemble import plan_of
+from petune.assemble import plan_of, prepare
 from petune.draft import draft
 from petune.inputs import check_inputs
 from petune.recipe import Recipe, load_recipe
@@ -34,7 +34,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for words in lines_with("init"):
         given = Given.of(words)
         file = Path(given.target or "recipe.yaml")
-        file.write_text(draft(load_recipe(None, given.overrides), file))
+        file.write_text(draft(prepare(load_recipe(None, given.overrides)), file))
     return tmp_path
 
 

@@ -116,6 +116,15 @@ def test_init_refuses_before_it_writes(words: tuple[str, ...], said: str, type_:
 # ------------------------------------------------------------------ Check
 
 
+def test_init_and_check_say_the_task_and_the_columns_that_are_not_used(type_: Type, tmp_path: Path) -> None:
+    rows = "".join(f"{at},red sun {at},{'good' if at % 2 else 'bad'}\n" for at in range(20))
+    (tmp_path / "rows.csv").write_text(f"id,Text,Label\n{rows}")
+    drafted, checked = type_("init", "model=demo:tiny-llama", "data=rows.csv"), type_("check", "model=demo:tiny-llama", "data=rows.csv")
+    assert drafted.code == checked.code == 0
+    for shown in (drafted.out, checked.out):
+        assert "for task classify" in shown and "columns not used: id\n" in shown
+
+
 def test_check_of_a_good_recipe_is_one_line(type_: Type) -> None:
     shown = type_("check", "llama_lora")
     assert (shown.code, shown.out.count("\n")) == (0, 1)
