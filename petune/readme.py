@@ -35,7 +35,8 @@ def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)
-    warned = "".join(f"\n**Warning:** {line}.\n" for line in summary["warnings"])
+    warned = "".join(f"\n**Note:** {line}.\n" for line in summary.get("notes", ()))
+    warned += "".join(f"\n**Warning:** {line}.\n" for line in summary["warnings"])
     return f"""# {recipe.name}: {recipe.model} tuned with {method}
 
 {metric}: {before:.4f} on the untouched base, {after:.4f} tuned ({summary["steps"]} steps, {summary["seconds"]} s).

@@ -131,13 +131,17 @@ def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, m
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_the_readme_of_a_run_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
+def test_the_readme_of_a_run_says_what_few_rows_show_and_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
     asked = load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2})
     (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
     from petune.training import train
 
     finished = train("own.yaml", max_steps=1, head_only=False)
-    assert (finished.folder / "README.md").read_text().startswith("# own: ")
+    (few,) = finished.summary["notes"]
+    assert few.startswith("2 rows held out cannot show a difference") and finished.summary["warnings"] == []
+    assert f"note     {few}\n" in (finished.folder / "run.log").read_text()
+    readme = (finished.folder / "README.md").read_text()
+    assert readme.startswith("# own: ") and f"**Note:** {few}.\n" in readme and finished.eval()["notes"] == [few]
     train(finished.folder, resume=True, max_steps=2, allow_change=("max_steps",))
     assert (finished.folder / "README.md").read_text().startswith("# own: ")
 

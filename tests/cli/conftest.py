@@ -71,7 +71,8 @@ class FakeRun:
     merge_report: str | None = None
 
     def eval(self) -> Mapping[str, Any]:
-        return {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8, "warnings": ["too good"]}
+        scores = {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8}
+        return scores | {"warnings": ["too good"], "notes": ["too few"]}
 
     def generate(self, prompt: str, **options: Any) -> str:
         self.calls.append((prompt, options))

@@ -161,7 +161,7 @@ def test_data_marks_what_is_trained_in_the_real_rows(type_: Type) -> None:
 def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> None:
     lines = type_("eval", "runs/mine").out.splitlines()
     assert [line.split() for line in lines[:2]] == [["metric", "base", "tuned"], ["accuracy", "0.5000", "0.8750"]]
-    assert lines[-2:] == ["rows: 8", "WARNING  too good"]
+    assert lines[-2:] == ["note     too few", "WARNING  too good"]
 
 
 # ------------------------------------------------------------------ Ship
