@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from petune.assemble import plan_of, prepare
+from transformers import PreTrainedTokenizerBase
+
+from petune.assemble import plan_of, positions_of, prepare
 from petune.errors import DataError, FileError, PetuneError, RecipeError
+from petune.forecast import sketch
 from petune.models.load import kind_of, load_tokenizer, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
-from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, render
+from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
 
 _Found = TypeVar("_Found")
 
@@ -57,7 +60,10 @@ def check_inputs(recipe: Recipe) -> Inputs:
     """Look at all that needs no weights. Raises a PetuneError with every problem found."""
     looking = _Looking()
     source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
-    kind = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
+    model = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
+    kind = kind_of(model[0]) if model else None
+    if model:
+        looking.at(lambda: make_coder(model[1], recipe.data, max_positions=positions_of(model[0])))
     distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
     local = not looking.errors_of(DataError) and recipe.data.path not in distant
     task: str | None = recipe.task
@@ -69,6 +75,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
     unused = looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))
+    if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
+        looking.at(lambda: sketch(recipe), recipe.where("method"))
     if not looking.errors and kind:
         looking.at(lambda: plan_of(recipe))
     looking.settle()
@@ -76,14 +84,15 @@ def check_inputs(recipe: Recipe) -> Inputs:
     return Inputs(task, unused or (), (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant)))
 
 
-def _model(source: Source) -> str:
-    """The kind of a model on this machine. Raises FileError for what its folder lacks."""
+def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Config and tokenizer of a model on this machine. Raises FileError for what its folder lacks."""
     looking = _Looking()
-    kind = looking.at(lambda: kind_of(read_config(source)))
-    looking.at(lambda: load_tokenizer(source))
+    config = looking.at(lambda: read_config(source))
+    tokenizer = looking.at(lambda: load_tokenizer(source))
     looking.at(lambda: check_weights(source))
     looking.settle()
-    return str(kind)
+    assert tokenizer is not None
+    return config, tokenizer
 
 
 def _adapter(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from petune.assemble import prepare
 from petune.draft import draft
-from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError
+from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError, UsageError
 from petune.inputs import check_inputs
 from petune.models.load import read_config
 from petune.models.source import resolve_model
@@ -55,6 +55,10 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> 
         ({"task": "seq2seq"}, PetuneError, "seq2seq"),
         ({"init_adapter": "nix"}, FileError, "init_adapter is not there"),
         ({"parallel": "tp:5"}, PetuneError, "parallel.tp"),
+        ({"method.targets": ["quary"]}, UsageError, "targets: 'quary' matches no module"),
+        ({"method.targets": ["query"], "method.also_train": "nix"}, UsageError, "'nix' matches no module"),
+        ({"data.max_length": 9000}, UsageError, "data.max_length is more than the model's positions"),
+        ({"data.max_length": 9000, "method.exclude": ["nix"]}, UsageError, "'nix' matches no module"),
     ],
 )
 def test_what_a_recipe_names_wrongly_is_found(changes: dict[str, Any], kind: type[PetuneError], said: str, mine: Path) -> None:
