@@ -268,6 +268,22 @@ def test_a_bad_file_of_prompts_names_its_first_ten_lines(tmp_path: Path) -> None
         read_prompts(file)
 
 
+@pytest.mark.parametrize("name", ["ask.csv", "ask.TSV", "ask.parquet"])
+def test_a_table_is_no_file_of_prompts(name: str, type_: Type, run_folder: FakeRun, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('text,label\n"good, or not",a\n')
+    shown = type_("generate", "runs/mine", "--file", name)
+    assert shown.code == 2 and "one prompt a line, or JSONL" in shown.err and run_folder.calls == []
+
+
+def test_an_empty_prompt_is_refused(type_: Type, run_folder: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type_("generate", "runs/mine", "").code == type_("generate", "runs/mine", " \n").code == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert "the prompt is empty" in type_("generate", "runs/mine").err and run_folder.calls == []
+    (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n{"prompt": ""}\n')
+    with pytest.raises(DataError, match=r"in.jsonl:2  has an empty prompt"):
+        read_prompts(tmp_path / "in.jsonl")
+
+
 def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
     assert read_prompts(tmp_path / "in.txt") == ["one", "two"]
