@@ -53,7 +53,7 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> 
         ({"model": "bert-base-uncased"}, FileError, "on the hub it is google-bert/bert-base-uncased"),
         ({"model": "t5-small"}, FileError, "on the hub it is google-t5/t5-small"),
         ({"model": "my-model"}, FileError, "a hub id, which has the form org/name"),
-        ({"data.eval": "nope.csv"}, DataError, "no data at 'nope.csv'"),
+        ({"data.eval": "nope.csv"}, DataError, "no data at 'nope.csv'\n   found no such file or folder in "),
         ({"data.columns": {"text": "body"}}, DataError, "body"),
         ({"task": "seq2seq"}, PetuneError, "seq2seq"),
         ({"init_adapter": "nix"}, FileError, "init_adapter is not there"),

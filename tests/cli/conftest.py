@@ -69,6 +69,7 @@ class FakeRun:
     session: FakeChat = field(default_factory=FakeChat)
     verify_base: bool = False
     merge_report: str | None = None
+    summary: Mapping[str, Any] = field(default_factory=lambda: {"task": "causal"})
 
     def eval(self) -> Mapping[str, Any]:
         scores = {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8}

@@ -170,6 +170,7 @@ def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> 
 def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun) -> None:
     assert type_("merge", "runs/mine").out.startswith(str(run_folder.folder / "merged"))
     assert type_("merge", "runs/mine", "--out", "there").out.startswith("there\n")
+    assert "load it with transformers.AutoModelForCausalLM.from_pretrained('there')" in type_("merge", "runs/mine", "--out", "there").out
     assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
     assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
 
