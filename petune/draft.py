@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from petune.assemble import Prepared, prepare
+from petune.assemble import Prepared
 from petune.recipe import METHOD_LR, Recipe
 from petune.recipe.yaml_lines import write_scalar
 
@@ -14,12 +14,9 @@ _FULL = f"{METHOD_LR['full']:g}"
 _WIDTH = 40  # column of the comments
 
 
-def draft(recipe: Recipe, file: Path) -> str:
-    """The text of a recipe `file` that means what `recipe` says, with the task, lengths and usual rate found written out.
-
-    Raises as `petune.assemble.prepare` does, for a model or data that cannot be used.
-    """
-    prepared = prepare(recipe)
+def draft(prepared: Prepared, file: Path) -> str:
+    """The text of a recipe `file` that means what the prepared one says, with the task, lengths and usual rate found written out."""
+    recipe = prepared.recipe
     values = recipe.resolved()
     given = {path[0] for path in recipe.given}
     lines = [

@@ -101,11 +101,38 @@ def scoring(*models: nn.Module) -> Iterator[None]:
             model.train(training)
 
 
+FEW_ROWS = 20  # of fewer held-out rows, a score that counts rows can differ by one or two by chance
+
+
+def undecided(summary: Mapping[str, Any]) -> list[str]:
+    """Why the held-out rows of a summary cannot show a difference to the untouched base, in one line; nothing where they can."""
+    metric, rows = str(summary["metric"]), summary.get("held_out")
+    before, after = summary["before"][metric], summary["after"][metric]
+    number = "" if rows is None else f"{rows:,} row{'s' * (rows != 1)} "
+    if _by_chance(summary, before, after):
+        return [f"{number}held out cannot show a difference ({metric} {before:.4f} -> {after:.4f}); some hundreds are wanted"]
+    if before == after == 1 and _counts(summary):
+        return [f"the untouched base is right already ({metric} 1.0000): the {number}held out cannot show a difference; take harder ones"]
+    return []
+
+
+def _counts(summary: Mapping[str, Any]) -> bool:
+    """Whether the score of a summary counts what is right, and is no mean over tokens like the loss."""
+    return summary["metric"] not in ("loss", "perplexity")
+
+
+def _by_chance(summary: Mapping[str, Any], one: float, other: float) -> bool:
+    """Whether two scores that count differ by less than two of the few held-out rows there are."""
+    rows = summary.get("held_out") or FEW_ROWS
+    return _counts(summary) and rows < FEW_ROWS and abs(one - other) * rows < 1.5
+
+
 def shortcomings(summary: Mapping[str, Any]) -> list[str]:
     """Why the run of a summary is no success, one line each with the numbers and what to do; nothing where it is one.
 
     It diverged where the training loss ended above its start and the held-out loss above the untouched base's: the first alone may be the
-    noise of one batch, the second overfitting. A score equal to the base's is no better; the control must be better to be named.
+    noise of one batch, the second overfitting. A score equal to the base's is no better, unless the rows are `undecided`; the control must
+    be better to be named.
     """
     metric, before, after = str(summary["metric"]), summary["before"], summary["after"]
     (first, last), at_end, rate = summary["loss"], summary.get("last") or after, summary.get("lr")
@@ -118,11 +145,12 @@ def shortcomings(summary: Mapping[str, Any]) -> list[str]:
             f"training diverged: loss {first:.4f} -> {last:.4f}, held out {before['loss']:.4f} -> {at_end['loss']:.4f}; "
             f"{lower} or raise warmup"
         )
-    if after[metric] <= before[metric] if direction == "max" else after[metric] >= before[metric]:
+    worse = after[metric] <= before[metric] if direction == "max" else after[metric] >= before[metric]
+    if worse and not undecided(summary):
         remedy = lower if diverged else "try another lr, more epochs or more data, and look at the rows with petune data"
         lines.append(f"no better than the untouched base: {metric} {before[metric]:.4f} -> {after[metric]:.4f}, held out; {remedy}")
     control = summary.get("head_only")
-    if control is not None and control > after["accuracy"]:
+    if control is not None and control > after["accuracy"] and not _by_chance(summary, control, after["accuracy"]):
         remedy = "try another lr, more epochs or more data"
         lines.append(f"a head alone on the frozen base does better: accuracy {control:.4f}, tuned {after['accuracy']:.4f}; {remedy}")
     return lines

@@ -25,7 +25,7 @@ from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import FullConfig, SideConfig
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
-from petune.models.load import AUTO, kind_of, quiet, read_config
+from petune.models.load import Head, kind_of, outline, quiet, read_config
 from petune.models.source import resolve_model
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
 from petune.parallel import describe as describe_plan
@@ -140,8 +140,8 @@ def sketch(recipe: Recipe) -> Sketch:
     refuse_unstreamable(recipe, torch.bfloat16 if bf16 else torch.float32)
     whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
     dtype = torch.bfloat16 if bf16 and not whole else torch.float32
+    model: nn.Module = outline(source, config, cast("Head", task.head), dtype)
     with torch.device("meta"), quiet():
-        model: nn.Module = AUTO[cast("Any", task.head)].from_config(config, dtype=dtype)
         for name in head_modules(model, family, "auto"):
             model.get_submodule(name).float()
         tune(model, recipe.method)

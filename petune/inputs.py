@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from petune.assemble import plan_of, prepare
+from transformers import PreTrainedTokenizerBase
+
+from petune.assemble import plan_of, positions_of, prepare
 from petune.errors import DataError, FileError, PetuneError, RecipeError
+from petune.forecast import sketch
 from petune.models.load import kind_of, load_tokenizer, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
-from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, render
+from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
 
 _Found = TypeVar("_Found")
 
@@ -43,41 +46,53 @@ class _Looking:
         raise (kinds.pop() if len(kinds) == 1 else RecipeError)(problems)
 
 
-def check_inputs(recipe: Recipe) -> tuple[str, ...]:
-    """Look at all that needs no weights; what was left alone because it lies on the hub.
+@dataclass(frozen=True)
+class Inputs:
+    """What a recipe means: its task, None where the model and the data that show it are on the hub; the columns of its rows that play no
+    role; and what was left alone because it lies on the hub."""
 
-    Raises a PetuneError with every problem found.
-    """
+    task: str | None
+    unused: tuple[str, ...]
+    distant: tuple[str, ...]
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    """Look at all that needs no weights. Raises a PetuneError with every problem found."""
     looking = _Looking()
     source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
-    kind = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
+    model = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
+    kind = kind_of(model[0]) if model else None
+    if model:
+        looking.at(lambda: make_coder(model[1], recipe.data, max_positions=positions_of(model[0])))
     distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
     local = not looking.errors_of(DataError) and recipe.data.path not in distant
-    format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local else None
     task: str | None = recipe.task
-    if format_ and kind and not task:
+    format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local and not task else None
+    if format_ and kind:
         task = looking.at(lambda: infer_task(format_, kind))
     if task and kind:
         looking.at(lambda: check_fit(task, kind, recipe.data.packing))
-    if task and format_:
-        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder))
+    unused = looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))
+    if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
+        looking.at(lambda: sketch(recipe), recipe.where("method"))
     if not looking.errors and kind:
         looking.at(lambda: plan_of(recipe))
     looking.settle()
     on_hub = source is not None and source.kind == "hub"
-    return (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant))
+    return Inputs(task, unused or (), (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant)))
 
 
-def _model(source: Source) -> str:
-    """The kind of a model on this machine. Raises FileError for what its folder lacks."""
+def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Config and tokenizer of a model on this machine. Raises FileError for what its folder lacks."""
     looking = _Looking()
-    kind = looking.at(lambda: kind_of(read_config(source)))
-    looking.at(lambda: load_tokenizer(source))
+    config = looking.at(lambda: read_config(source))
+    tokenizer = looking.at(lambda: load_tokenizer(source))
     looking.at(lambda: check_weights(source))
     looking.settle()
-    return str(kind)
+    assert tokenizer is not None
+    return config, tokenizer
 
 
 def _adapter(recipe: Recipe) -> None:

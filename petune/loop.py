@@ -26,7 +26,7 @@ from petune.callbacks import Callbacks
 from petune.control import head_only_control, untouched_base
 from petune.dropout import step_key
 from petune.errors import FileError, RecipeError, Stopped, TrainingFault
-from petune.evaluate import Batch, evaluate, scoring, shortcomings
+from petune.evaluate import Batch, evaluate, scoring, shortcomings, undecided
 from petune.file_hashes import FileHashes
 from petune.generators import rng_state, seed_others, set_rng_state
 from petune.log import phase
@@ -567,6 +567,7 @@ class Training:
             "task": self.task.name,
             "format": self.prepared.rows.format,
             "rows": self.prepared.rows.sha256,
+            "held_out": len(self.prepared.encoded.eval),
             "num_labels": len(self.prepared.rows.labels or ()),
             "metric": self.metric,
             "direction": "max" if self.larger_is_better else "min",
@@ -574,7 +575,7 @@ class Training:
             "lr": self.recipe.learning_rate,
             "peak_memory_bytes": peak,
         }
-        return facts | {"warnings": shortcomings(facts)}
+        return facts | {"warnings": shortcomings(facts), "notes": undecided(facts)}
 
 
 def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

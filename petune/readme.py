@@ -28,14 +28,15 @@ def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     options = {"revision": source.revision, "dtype": str(choose_place(recipe).dtype).removeprefix("torch.")}
     options |= {"num_labels": summary.get("num_labels")}
     base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
-    auto = f"transformers.{AUTO[cast(Head, TASKS[str(summary['task'])].head)].__name__}"
+    auto = auto_class(str(summary["task"]))
     form = (
         {"config": "random", "object": "object"}.get(source.kind, method if method == "lora" else "other") if method != "full" else "full"
     )
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)
-    warned = "".join(f"\n**Warning:** {line}.\n" for line in summary["warnings"])
+    warned = "".join(f"\n**Note:** {line}.\n" for line in summary.get("notes", ()))
+    warned += "".join(f"\n**Warning:** {line}.\n" for line in summary["warnings"])
     return f"""# {recipe.name}: {recipe.model} tuned with {method}
 
 {metric}: {before:.4f} on the untouched base, {after:.4f} tuned ({summary["steps"]} steps, {summary["seconds"]} s).
@@ -54,6 +55,11 @@ import petune, transformers
 | checkpoints/step-N/, best | resumable states, whole or absent; which is the best |
 | summary.json | scores before and after, warnings, time, tokens, memory |
 """
+
+
+def auto_class(task: str) -> str:
+    """The class of transformers that reads a model of this task, as it is written in a line of Python."""
+    return f"transformers.{AUTO[cast(Head, TASKS[task].head)].__name__}"
 
 
 def _layout(method: str) -> str:

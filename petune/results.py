@@ -33,6 +33,8 @@ _ADDED: Mapping[str, Kind] = {
     "last": MapOf(_SCORE),
     "direction": Text(("max", "min")),
     "lr": OneOf(Number(0, 1e9), None),
+    "held_out": Whole(),
+    "notes": ListOf(Text()),
 }  # not in every release's
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from petune import checkpoint, export
 from petune.assemble import Prepared, choose_place, labels_of, load_base, prepare, rebuild
 from petune.errors import FileError, UsageError
-from petune.evaluate import asking, batches, evaluate, scoring, shortcomings
+from petune.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
 from petune.methods.configs import FullConfig
@@ -130,7 +130,8 @@ class Run:
     def eval(self) -> dict[str, Any]:
         """Score the tuned model and the untouched base on the recipe's held-out rows; also written to eval.json.
 
-        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says why the run is no success.
+        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says why the run is no success,
+        "notes" why the rows cannot show it.
         Raises DataError for a label the model does not know.
         """
         summary = self.summary
@@ -145,9 +146,10 @@ class Run:
         else:
             with without_tuning(self.speaker.model):
                 before = self._score(self.speaker.model, prepared)
-        here = {"before": before, "after": after} | ({} if same else {"last": after, "head_only": None})
-        warnings = shortcomings(summary | here)
-        scores = {"base": before, "tuned": after, "rows": len(prepared.encoded.eval), "warnings": warnings}
+        rows = len(prepared.encoded.eval)
+        found = summary | {"before": before, "after": after, "held_out": rows} | ({} if same else {"last": after, "head_only": None})
+        said = {"warnings": shortcomings(found), "notes": undecided(found)}
+        scores = {"base": before, "tuned": after, "rows": rows, **said}
         checkpoint.write_json(self.folder / "eval.json", scores)
         return scores
 

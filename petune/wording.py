@@ -66,6 +66,7 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
         f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
         f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
         f"next     {next_}",
+        *(f"note     {line}" for line in summary["notes"]),
         *(f"WARNING  {line}" for line in summary["warnings"]),
     ]
 

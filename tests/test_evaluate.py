@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from petune.errors import TrainingFault
-from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings
+from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings, undecided
 from petune.loop import Training
 from petune.methods import without_tuning
 from petune.methods.targets import head_modules
@@ -172,6 +172,22 @@ WORSE = {"accuracy": 0.3, "loss": 4.0}
 def test_a_run_that_is_no_success_is_said_with_its_numbers(changes: dict[str, Any], said: list[str]):
     lines = shortcomings(GOOD | changes)
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+
+
+def test_rows_that_cannot_show_a_difference_are_said_and_no_failure():
+    def accuracy(value: float) -> dict[str, float]:
+        return {"accuracy": value, "loss": 0.6}
+
+    perfect = GOOD | {"before": accuracy(1.0), "after": accuracy(1.0), "head_only": 1.0}
+    for rows, said in ((1, "1 row held out cannot show a difference"), (450, "base is right already (accuracy 1.0000): the 450 rows")):
+        (line,) = undecided(perfect | {"held_out": rows})
+        assert said in line and shortcomings(perfect | {"held_out": rows}) == []
+    few = GOOD | {"held_out": 10, "before": accuracy(0.5), "after": accuracy(0.4), "head_only": 0.5}
+    assert "some hundreds are wanted" in undecided(few)[0] and shortcomings(few) == []
+    assert len(shortcomings(few | {"held_out": 100})) == 2 and undecided(few | {"held_out": 100}) == []
+    assert len(shortcomings(few | {"before": accuracy(0.9), "head_only": 0.9})) == 2  # five rows of ten are no chance
+    assert shortcomings(perfect | {"held_out": 450, "after": accuracy(0.9)}) and undecided(GOOD | {"held_out": 450}) == []
+    assert undecided(GOOD | {"metric": "loss", "direction": "min", "held_out": 1}) == []  # a loss is no count
 
 
 def test_the_summary_of_an_earlier_release_is_judged_too():

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from petune.assemble import prepare
 from petune.draft import draft
-from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError
+from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError, UsageError
 from petune.inputs import check_inputs
 from petune.models.load import read_config
 from petune.models.source import resolve_model
@@ -35,7 +36,7 @@ def refused(**changes: Any) -> PetuneError:
 
 def test_what_is_there_is_accepted_and_no_weight_is_read(mine: Path) -> None:
     (mine / "model" / "model.safetensors").write_bytes(b"no weights at all")
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv", "data.eval": "rows.csv"})) == ()
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv", "data.eval": "rows.csv"})).distant == ()
 
 
 def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> None:
@@ -49,11 +50,18 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> 
     ("changes", "kind", "said"),
     [
         ({"model": "config:nix.json"}, FileError, "no model at 'nix.json'"),
-        ({"data.eval": "nope.csv"}, DataError, "no data at 'nope.csv'"),
+        ({"model": "bert-base-uncased"}, FileError, "on the hub it is google-bert/bert-base-uncased"),
+        ({"model": "t5-small"}, FileError, "on the hub it is google-t5/t5-small"),
+        ({"model": "my-model"}, FileError, "a hub id, which has the form org/name"),
+        ({"data.eval": "nope.csv"}, DataError, "no data at 'nope.csv'\n   found no such file or folder in "),
         ({"data.columns": {"text": "body"}}, DataError, "body"),
         ({"task": "seq2seq"}, PetuneError, "seq2seq"),
         ({"init_adapter": "nix"}, FileError, "init_adapter is not there"),
         ({"parallel": "tp:5"}, PetuneError, "parallel.tp"),
+        ({"method.targets": ["quary"]}, UsageError, "targets: 'quary' matches no module"),
+        ({"method.targets": ["query"], "method.also_train": "nix"}, UsageError, "'nix' matches no module"),
+        ({"data.max_length": 9000}, UsageError, "data.max_length is more than the model's positions"),
+        ({"data.max_length": 9000, "method.exclude": ["nix"]}, UsageError, "'nix' matches no module"),
     ],
 )
 def test_what_a_recipe_names_wrongly_is_found(changes: dict[str, Any], kind: type[PetuneError], said: str, mine: Path) -> None:
@@ -75,7 +83,7 @@ def test_a_shard_that_its_index_names_is_missed(mine: Path) -> None:
 
 def test_a_whole_file_is_read_and_not_the_index_beside_it(mine: Path) -> None:
     (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"})) == ()
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"})).distant == ()
 
 
 def test_bad_first_rows_are_named_by_line(mine: Path) -> None:
@@ -92,14 +100,14 @@ def test_a_placeholder_is_no_value(key: str, text: str) -> None:
 
 
 def test_a_pattern_that_is_no_regular_expression_is_found() -> None:
-    with pytest.raises(RecipeError, match=r"method.targets: .* this is none\n   .* \[q, v\]"):
+    with pytest.raises(RecipeError, match=r"method.targets: .* this is none.*\n   .* \[q, v\]"):
         load_recipe("llama_lora", ["method.targets=*_proj"])
     assert load_recipe("llama_lora", [r"method.targets=.*\.q_proj"])
 
 
 def test_what_is_on_the_hub_is_left_alone_and_said(mine: Path, no_network: None) -> None:
-    assert check_inputs(load_recipe(None, {"model": "org/name", "data": "rows.csv"})) == ("model org/name",)
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "org/rows"})) == ("data org/rows",)
+    assert check_inputs(load_recipe(None, {"model": "org/name", "data": "rows.csv"})).distant == ("model org/name",)
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "org/rows"})).distant == ("data org/rows",)
 
 
 def test_a_model_on_a_hub_that_cannot_be_reached_is_the_environments_fault(tmp_path: Path, no_network: None) -> None:
@@ -112,9 +120,9 @@ def test_a_model_on_a_hub_that_cannot_be_reached_is_the_environments_fault(tmp_p
 
 def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) -> None:
     asked = load_recipe(None, {"model": "model", "data": "rows.csv", "seed": 3, "method.dropout": 0.1, "data.split": 0.2})
-    (mine / "own.yaml").write_text(draft(asked, Path("own.yaml")))
+    (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
     written = load_recipe("own.yaml")
-    assert check_inputs(written) == () and written.notes == ()
+    assert check_inputs(written).distant == () and written.notes == ()
     different = {key for key, value in written.resolved().items() if value != asked.resolved()[key]}
     assert different == {"name", "task", "data", "out"}
     assert (written.task, written.lr, written.out) == ("classify", METHOD_LR["lora"], "runs/own")
@@ -124,18 +132,23 @@ def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) 
 def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (mine / "there").mkdir()
     file = mine / "there" / "own.yaml"
-    file.write_text(draft(load_recipe(None, {"model": "model", "data": "rows.csv"}), file))
+    file.write_text(draft(prepare(load_recipe(None, {"model": "model", "data": "rows.csv"})), file))
     monkeypatch.chdir("/")
-    assert check_inputs(load_recipe(file)) == ()
+    assert check_inputs(load_recipe(file)).distant == ()
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_the_readme_of_a_run_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
-    (mine / "own.yaml").write_text(draft(load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2}), Path("own.yaml")))
+def test_the_readme_of_a_run_says_what_few_rows_show_and_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
+    asked = load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2})
+    (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
     from petune.training import train
 
     finished = train("own.yaml", max_steps=1, head_only=False)
-    assert (finished.folder / "README.md").read_text().startswith("# own: ")
+    (few,) = finished.summary["notes"]
+    assert few.startswith("2 rows held out cannot show a difference") and finished.summary["warnings"] == []
+    assert f"note     {few}\n" in (finished.folder / "run.log").read_text()
+    readme = (finished.folder / "README.md").read_text()
+    assert readme.startswith("# own: ") and f"**Note:** {few}.\n" in readme and finished.eval()["notes"] == [few]
     train(finished.folder, resume=True, max_steps=2, allow_change=("max_steps",))
     assert (finished.folder / "README.md").read_text().startswith("# own: ")
 
@@ -156,7 +169,7 @@ def test_the_held_out_rows_of_a_saved_data_set_are_looked_at(mine: Path) -> None
     for name, held_out in (("good", rows[:2]), ("bad", [{"body": "red sun"}])):
         splits = {"train": datasets.Dataset.from_list(rows), "validation": datasets.Dataset.from_list(held_out)}
         datasets.DatasetDict(splits).save_to_disk(mine / name)
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "good"})) == ()
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "good"})).distant == ()
     assert "bad/validation:1  there is no column 'text'" in str(refused(data="bad"))
 
 
@@ -165,4 +178,4 @@ def test_the_own_held_out_rows_of_a_folder_are_left_alone_where_others_are_named
     (mine / "folder" / "train.csv").write_text((mine / "rows.csv").read_text())
     (mine / "folder" / "validation.csv").write_text("body\nred sun\n")
     assert "validation.csv:2  there is no column 'text'" in str(refused(data="folder"))
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "folder", "data.eval": "rows.csv"})) == ()
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "folder", "data.eval": "rows.csv"})).distant == ()

@@ -37,7 +37,7 @@ def generate(
     _check_out(file, out, overwrite)
     options = _options(max_new_tokens, temperature)
     if file is None:
-        prompt = _read_standard_input() if prompt is None else prompt
+        prompt = _not_empty(_read_standard_input() if prompt is None else prompt)
         echo_answer(Given.of([target, *settings]).run(verify_base=verify_base).generate(prompt, **options))
         return
     prompts = read_prompts(file)
@@ -81,15 +81,26 @@ def _read_standard_input() -> str:
     return sys.stdin.read().rstrip("\n")
 
 
+def _not_empty(prompt: str) -> str:
+    from petune.errors import UsageError
+
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", where="command line", remedy='petune generate RUN "a prompt"')
+    return prompt
+
+
 def read_prompts(file: Path) -> list[str]:
     """The prompts of a file: of .jsonl the first of PROMPT_KEYS in each object (or the string itself), of others each line.
 
-    Raises DataError naming file and line, the first ten at once.
+    Raises UsageError for a table, DataError naming file and line, the first ten at once.
     """
     import json
 
-    from petune.errors import DataError, Problem
+    from petune.errors import DataError, Problem, UsageError
 
+    if file.suffix.lower() in (".csv", ".tsv", ".parquet"):
+        remedy = f"write the column of the prompts into a file of its own: {file.with_suffix('.txt')}"
+        raise UsageError("a table is no file of prompts", where=str(file), expected="one prompt a line, or JSONL", remedy=remedy)
     try:
         lines = [(number, line) for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -106,10 +117,11 @@ def read_prompts(file: Path) -> list[str]:
             problems.append(Problem(f"is not JSON: {error}", where=f"{file}:{number}"))
             continue
         found = [row] if isinstance(row, str) else [row[key] for key in PROMPT_KEYS if key in row] if isinstance(row, dict) else []
-        if found and isinstance(found[0], str):
+        if found and isinstance(found[0], str) and found[0].strip():
             prompts.append(found[0])
         else:
-            problems.append(Problem("has no prompt", where=f"{file}:{number}", expected="one of the keys " + ", ".join(PROMPT_KEYS)))
+            what = "has an empty prompt" if found and isinstance(found[0], str) else "has no prompt"
+            problems.append(Problem(what, where=f"{file}:{number}", expected="one of the keys " + ", ".join(PROMPT_KEYS)))
     if problems:
         rest = [Problem(f"and {len(problems) - 10} more lines", where=str(file))] if len(problems) > 10 else []
         raise DataError([*problems[:10], *rest])

@@ -29,15 +29,17 @@ def check(
         return
     from petune.inputs import check_inputs
 
-    distant = check_inputs(recipe)
-    task = recipe.task or "the task its data shows"
+    inputs = check_inputs(recipe)
     over = f", parallel {recipe.parallel}" if recipe.parallel.axes else ""
     name = recipe.source or "command line"
+    task = f"task {inputs.task or 'by its data'}"
     echo(f"{name}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
     for note in recipe.notes:
         echo(f"   {note}")
-    if distant:
-        echo(f"   not looked at, for it is on the hub: {', '.join(distant)}")
+    if inputs.unused:
+        echo(f"   columns not used: {', '.join(inputs.unused)}")
+    if inputs.distant:
+        echo(f"   not looked at, for it is on the hub: {', '.join(inputs.distant)}")
 
 
 def data(
@@ -59,6 +61,6 @@ def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
     from petune_cli.display import score_table
 
     scores = run.eval()
-    warnings = scores.pop("warnings")
-    for line in [*score_table(scores), *(f"WARNING  {line}" for line in warnings)]:
+    said = [("note     ", line) for line in scores.pop("notes")] + [("WARNING  ", line) for line in scores.pop("warnings")]
+    for line in [*score_table(scores), *(start + line for start, line in said)]:
         echo(line)

@@ -29,10 +29,14 @@ def init(
         example = "petune init model=/path/to/model data=rows.csv"
         raise UsageError(f"{' and '.join(missing)} must be given", where="command line", remedy=f"for example  {example}")
     recipe = load_recipe(None, given.overrides)
+    from petune.assemble import prepare
     from petune.draft import draft
 
-    file.write_text(draft(recipe, file), encoding="utf-8")
-    echo(f"{file}: {recipe.method_name} on {recipe.model}, data {recipe.data.path}\n   train it with: petune train {file}")
+    prepared = prepare(recipe)
+    file.write_text(draft(prepared, file), encoding="utf-8")
+    echo(f"{file}: {recipe.method_name} on {recipe.model} for task {prepared.task.name}, data {recipe.data.path}")
+    for line in (*prepared.rows.notes, f"train it with: petune train {file}"):
+        echo(f"   {line}")
 
 
 def _refuse_place(file: Path) -> None:

@@ -36,6 +36,12 @@ for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         commands.command("eval" if _verb is checking.evaluate else None, rich_help_panel=_panel)(_verb)
 
+_OTHER_VERBS = {  # what other tools call it
+    **dict.fromkeys(("predict", "infer", "inference", "ask"), "generate"),
+    **dict.fromkeys(("fit", "tune", "finetune", "sft"), "train"),
+    **dict.fromkeys(("evaluate", "test", "score"), "eval"),
+    **{"validate": "check", "new": "init", "create": "init", "list": "ls", "copy": "cp", "save": "export"},
+}
 _REFUSED_BY_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -77,6 +83,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     words = [word for word in words[:end] if word != "--debug"] + words[end:]
     try:
         command = command_line()
+        _refuse_other_verbs(command, words[:end])
         _refuse_settings_as_options(command, words[:end])
         command(words, prog_name="petune")
     except SystemExit as ended:
@@ -95,6 +102,13 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
         echo(str(known), err=True)
         sys.exit(known.code)
     sys.exit(0)
+
+
+def _refuse_other_verbs(command: Any, words: Sequence[str]) -> None:
+    """Raise UsageError for a verb of other tools, with petune's."""
+    verb = next((word for word in words if not word.startswith("-")), "")
+    if verb not in command.commands and (meant := _OTHER_VERBS.get(verb)):
+        raise UsageError(f"there is no command {verb}", where="command line", remedy=f"did you mean: petune {meant}")
 
 
 def _refuse_settings_as_options(command: Any, words: Sequence[str]) -> None:

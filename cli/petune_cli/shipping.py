@@ -29,7 +29,7 @@ def merge(words: Words = None, out: Out = None, overwrite: Overwrite = False, ve
     """Write a run as a plain Hugging Face model (lora, full)."""
     run = Given.of(words).run(verify_base=verify_base)
     place = run.merge(out, overwrite=overwrite)
-    _tell(run, place, "transformers.Auto...from_pretrained(")
+    _tell(run, place)
 
 
 def export(
@@ -42,10 +42,13 @@ def export(
     """Write a run for peft or for transformers."""
     run = Given.of(words).run(verify_base=verify_base)
     place = run.export(to.value, out, overwrite=overwrite)
-    _tell(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else "transformers.Auto...from_pretrained(")
+    _tell(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else None)
 
 
-def _tell(run: Run, place: Path, reader: str) -> None:
-    """Where the files are, what merging cost in precision if it was done, and how they are read."""
+def _tell(run: Run, place: Path, reader: str | None = None) -> None:
+    """Where the files are, what merging cost in precision if it was done, and how they are read: by transformers, or by `reader`."""
+    from petune.readme import auto_class
+
+    reader = reader or f"{auto_class(run.summary['task'])}.from_pretrained("
     report = [f"   {run.merge_report}"] if run.merge_report else []
     echo("\n".join([str(place), *report, f"   load it with {reader}{str(place)!r})"]))

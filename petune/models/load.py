@@ -121,9 +121,7 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory runs out.
     """
     config = read_config(source)
-    if type(config) not in AUTO[head]._model_mapping:
-        what = f"transformers has no {AUTO[head].__name__} for models of type {config.model_type}"
-        raise UsageError(what, where="task", remedy="choose another model or another task")
+    _refuse_headless(config, head)
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
@@ -151,6 +149,19 @@ def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: 
     check_ties(model, source)
     check_finite(model, source)
     return Loaded(model.eval(), family, new, note)
+
+
+def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config with the task's head on the meta device: its modules and shapes without a weight. Raises as `load_model`."""
+    _refuse_headless(config, head)
+    with _hub_errors(source), torch.device("meta"), quiet():
+        return cast("PreTrainedModel", AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False))
+
+
+def _refuse_headless(config: Any, head: Head) -> None:
+    if type(config) not in AUTO[head]._model_mapping:
+        what = f"transformers has no {AUTO[head].__name__} for models of type {config.model_type}"
+        raise UsageError(what, where="task", remedy="choose another model or another task")
 
 
 def _name_classes(config: Any, labels: Sequence[str] | None) -> None:

@@ -20,6 +20,11 @@ from petune.folder_manifest import name_fault
 from petune.models.trust import refuse_outside
 from petune.tensorfile import read_json
 
+# How well-known names of the hub begin that once were whole ids, and the organisation they have now.
+_ORGS = {
+    **{"bert-base-": "google-bert", "bert-large-": "google-bert", "t5-": "google-t5", "flan-t5-": "google", "bart-": "facebook"},
+    **{"distilbert-": "distilbert", "roberta-": "FacebookAI", "xlm-roberta-": "FacebookAI", "gpt2": "openai-community"},
+}
 _CONFIGS = ("config.json", "generation_config.json")
 
 
@@ -76,9 +81,9 @@ def _find(text: str, folder: Path) -> Path:
 def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
     places = ", ".join(dict.fromkeys(str(place) for place in tried))
     names = ", ".join(f"demo:{name}" for name in demo.MODELS)
-    return FileError(
-        f"no model at {spec!r}", found=f"nothing at {places}", remedy=f"give a folder, a hub id such as org/name, or one of {names}"
-    )
+    org = next((org for start, org in _ORGS.items() if spec.startswith(start) and "/" not in spec), None)
+    remedy = f"on the hub it is {org}/{spec}" if org else f"give a folder, a hub id, which has the form org/name, or one of {names}"
+    return FileError(f"no model at {spec!r}", found=f"nothing at {places}", remedy=remedy)
 
 
 def local_folder(place: str, revision: str | None = None) -> Path | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from petune.tasks.configs import MAX_BAD_SHARE
 from petune.tasks.read import DECODER, kind_of
+
+FILL = f"fill it, delete the row, or data.on_bad_line=skip (at most {MAX_BAD_SHARE:.0%})"
 
 
 class Bad(Exception):
@@ -17,7 +20,7 @@ def clean(value: object, name: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise Bad(f"{name} is {kind_of(value)}", "a string", kind_of(value))
     if not value.strip() and not may_be_empty:
-        raise Bad(f"{name} is empty")
+        raise Bad(f"{name} is empty", None, None, FILL)
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -37,5 +37,6 @@ class Faults:
             problems.append(Problem(f"... and {self.count - TOLD} more bad rows"))
         if self.skip and not self.fatal:
             what = f"{self.count} of {self.count + good} rows are bad: too many to skip"
-            problems.append(Problem(what, expected=f"at most {MAX_BAD_SHARE:.0%}", found=f"{share:.1%}"))
+            remedy = "mend or delete these rows, or name other columns: data.columns"
+            problems.append(Problem(what, None, f"at most {MAX_BAD_SHARE:.0%}", f"{share:.1%}", remedy))
         raise DataError(problems)

@@ -1,4 +1,4 @@
-"""Formats: which columns play which role, found from their names.
+"""Formats: which columns play which role, found from their names, whose case does not matter.
 
 Detection takes the most telling format that the task can use and says what it chose; where two readings are possible it is an error, never
 a guess.
@@ -125,8 +125,12 @@ def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool
 
 
 def column_of(role: str, record: Record, given: Mapping[str, str]) -> str | None:
-    """The column of `record` that plays `role`: the one given, or one of a usual name that is given no other role."""
-    return given.get(role) or next((usual for usual in USUAL[role] if usual in record.columns and usual not in given.values()), None)
+    """The column of `record` that plays `role`: the one given, or one of a usual name, in any case, that is given no other role."""
+    if role in given:
+        return given[role]
+    free = [name for name in record.columns if name not in given.values()]
+    known = {name.casefold(): name for name in free} | {name: name for name in free}
+    return next((known[usual] for usual in USUAL[role] if usual in known), None)
 
 
 def _turn_style(turns: object) -> str | None:
@@ -145,16 +149,41 @@ def missing(record: Record, name: str, why: str) -> Problem:
 
 def _preference(record: Record, given: Mapping[str, str]) -> Problem | None:
     """Refuse what says which answer is better: learning it as if it were one answer would turn its meaning round."""
-    columns = record.columns
-    if {"chosen", "rejected"} <= columns.keys() and not {"chosen", "rejected"} & set(given.values()) and "messages" not in columns:
+    columns, used = {name.casefold(): value for name, value in record.columns.items()}, {name.casefold() for name in given.values()}
+    if {"chosen", "rejected"} <= columns.keys() and not {"chosen", "rejected"} & used and "messages" not in columns:
         role = "messages" if isinstance(columns["chosen"], list) else "target"
-        remedy = f"to learn the preferred answers alone: data.columns.{role}=chosen"
+        chosen = next(name for name in record.columns if name.casefold() == "chosen")
+        remedy = f"to learn the preferred answers alone: data.columns.{role}={chosen}"
     elif {"prompt", "completion"} <= columns.keys() and str(columns.get("label")).lower() in ("true", "false") and not given:
         remedy = "to learn the good answers alone: keep the rows whose label is true, without that column"
     else:
         return None
     what = "these rows are preferences between answers, which petune does not train on"
-    return Problem(what, record.where, found="columns " + ", ".join(columns), remedy=remedy)
+    return Problem(what, record.where, found="columns " + ", ".join(record.columns), remedy=remedy)
+
+
+def refuse_left_label(layout: Layout, records: Sequence[Record]) -> None:
+    """Raise DataError for rows read as text alone that have another column with few distinct short values, which looks like their label."""
+    text = layout.columns["text"]
+    names = dict.fromkeys(name for record in records for name in record.columns if name != text)
+    values = {name: [cell for record in records if (cell := record.columns.get(name)) not in (None, "")] for name in names}
+    labels = [name for name in names if _few_and_short(values[name])]
+    if not labels:
+        return
+    label = next((found[0] for usual in USUAL["label"] if (found := nearest(usual, labels, 1))), labels[0])
+    raise DataError(
+        f"the rows can be read as texts with a label or as texts alone: column {label!r} looks like a label",
+        where=records[0].where,
+        found=f"{len(set(values[label]))} different values in {len(records)} rows",
+        remedy=f"for the label: data.columns.text={text} data.columns.label={label}; for texts alone: task=mlm, or causal with a decoder",
+    )
+
+
+def _few_and_short(values: Sequence[object]) -> bool:
+    if not all(isinstance(one, int) or (isinstance(one, str) and len(one) <= 40 and "\n" not in one) for one in values):
+        return False
+    number = len(set(values))
+    return number < len(values) and (number <= 20 or 2 * number <= len(values))
 
 
 def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task: str | None) -> Problem:

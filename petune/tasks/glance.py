@@ -20,11 +20,12 @@ def hub_specs(config: DataConfig, folder: Path) -> tuple[str, ...]:
     return tuple(spec for spec in (config.path, config.eval) if spec and find_source(spec, folder).hub)
 
 
-def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS) -> None:
-    """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first. Data of the hub is left alone.
+def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS) -> tuple[str, ...]:
+    """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the columns that play no role.
 
-    Raises DataError for rows that cannot be read, UsageError where format and task do not fit.
+    Data of the hub is left alone. Raises DataError for rows that cannot be read, UsageError where format and task do not fit.
     """
+    unused: dict[str, None] = {}
     layout, source, distant = None, find_source(config.path, folder), hub_specs(config, folder)
     train = None if source.hub else (source, "train")
     held_out = None if (config.eval or config.path) in distant else held_out_of(source, config.eval, folder)
@@ -40,5 +41,7 @@ def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = F
         layout = layout or detect(first, config.format, config.columns, task)
         make = RowMaker(layout, task, faults)
         good = sum(make(record) is not None for record in (first, *records))
+        unused |= dict.fromkeys(make.unused)
         if not faults.skip:  # of all rows few may be bad; the first say little of that
             faults.settle(good)
+    return tuple(unused)

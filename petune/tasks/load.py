@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError, nearest
 from petune.tasks.configs import DataConfig
 from petune.tasks.faults import Faults
-from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect
+from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect, refuse_left_label
 from petune.tasks.lines import Record
 from petune.tasks.objects import DataObject
 from petune.tasks.row_maker import RowMaker
@@ -21,6 +21,7 @@ from petune.tasks.splits import Split, keep_apart, sample, split_documents, spli
 
 WITH_LABELS = ("classify", "tokens")
 CLASSES_TOLD = 12  # in the header; the most frequent
+LABEL_ROWS = 1000  # that are looked at for a label beside the text
 INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
     **{("text-label", kind): "classify" for kind in ("encoder", "encoder-decoder", "decoder")},
     **{(format_, "encoder-decoder"): "seq2seq" for format_ in ("pairs", "alpaca", "docstrings")},
@@ -46,13 +47,20 @@ def infer_task(format_: str, model_kind: str) -> str:
 
 
 def detect_format(config: DataConfig, folder: Path, objects: Mapping[str, DataObject] = {}) -> str:
-    """The format of the first row, without a task to help: for `infer_task`. "docstrings" for the demo corpus. Raises DataError."""
+    """The format of the first row, without a task to help: for `infer_task`. "docstrings" for the demo corpus.
+
+    Raises DataError, also for text beside a column that looks like its label.
+    """
     source = find_source(config.path, folder, objects)
     if source.demo and config.format == "auto" and not config.columns:
         return source.demo
     faults = Faults(skip=config.on_bad_line == "skip")
-    first = _first(source.records("train", faults, whole=config.chunk), source.name, faults)
-    return detect(first, config.format, config.columns, None).format
+    records = source.records("train", faults, whole=config.chunk)
+    first = _first(records, source.name, faults)
+    layout = detect(first, config.format, config.columns, None)
+    if layout.format == "text" and config.format == "auto" and not config.chunk:
+        refuse_left_label(layout, [first, *itertools.islice(records, LABEL_ROWS)])
+    return layout.format
 
 
 def load_rows(
@@ -97,7 +105,7 @@ def load_rows(
         sizes = f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
         notes.append(f"max_rows: {sizes}, chosen by content hash")
     if task in WITH_LABELS:
-        notes.append(_per_class(kept, held))
+        notes += [_per_class(kept, held), *_doubtful_classes(kept, held)]
     return Rows(kept, held, labels if task in WITH_LABELS else None, layout.format, tuple(notes), fingerprint(kept, held))
 
 
@@ -142,10 +150,26 @@ def _per_class(train: list[Row], held_out: list[Row]) -> str:
     """How many rows each class has on either side, or how many words each tag, the most frequent first."""
     sides = [Counter(label for row in side for label in _labels_of(row)) for side in (train, held_out)]
     order = [label for label, _ in (sides[0] + sides[1]).most_common()]
-    told = [f"{label} {sides[0][label]} + {sides[1][label]}" for label in order[:CLASSES_TOLD]]
-    more = [f"and {len(order) - CLASSES_TOLD} more"] if len(order) > CLASSES_TOLD else []
+    told = [f"{label} {sides[0][label]} + {sides[1][label]}" for label in order]
     what = "words per tag" if isinstance(train[0], Tagged) else "rows per class"
-    return f"{what}, to train on + held out: {', '.join([*told, *more])}"
+    return f"{what}, to train on + held out: {_abridged(told)}"
+
+
+def _doubtful_classes(train: list[Row], held_out: list[Row]) -> Iterator[str]:
+    """Lines about classes that no held-out row has, and about those that differ in case alone."""
+    trained, held = ({label for row in side for label in _labels_of(row)} for side in (train, held_out))
+    if missed := _in_order(trained - held):
+        yield f"warning: labels without a held-out row, of which no score tells: {_abridged(missed)}; use more rows or a larger data.split"
+    folded: dict[str, list[str]] = {}
+    for label in _in_order(trained | held):
+        folded.setdefault(label.casefold(), []).append(label)
+    if alike := [" and ".join(labels) for labels in folded.values() if len(labels) > 1]:
+        yield f"warning: labels that differ in case alone are different classes: {_abridged(alike)}"
+
+
+def _abridged(names: Sequence[str]) -> str:
+    more = f" and {len(names) - CLASSES_TOLD} more" if len(names) > CLASSES_TOLD else ""
+    return ", ".join(names[:CLASSES_TOLD]) + more
 
 
 def _labels_of(row: Row) -> tuple[str, ...]:

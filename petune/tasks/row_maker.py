@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from petune.errors import Problem
-from petune.tasks.cells import Bad, clean
+from petune.tasks.cells import FILL, Bad, clean
 from petune.tasks.faults import Faults
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
@@ -79,9 +79,9 @@ class RowMaker:
         name = self.columns[role]
         value = record.columns[name]
         if value is None:
-            raise Bad(f"column {name!r} is null or empty")
+            raise Bad(f"column {name!r} is null or empty", None, None, FILL)
         if isinstance(value, float) and math.isnan(value):
-            raise Bad(f"column {name!r} is nan", None, None, "a missing value? drop the row")
+            raise Bad(f"column {name!r} is nan", None, None, FILL)
         kind, where = self.began.setdefault(name, (type(value), record.where))
         if type(value) is not kind:
             raise Bad(f"column {name!r} changes its type", f"{kind_of(kind())} as at {where}", kind_of(value))
@@ -105,9 +105,9 @@ class RowMaker:
             raise Bad(f"column {name!r} is {kind_of(value)}", "the name or number of a class", kind_of(value))
         label = str(value).lower() if isinstance(value, bool) else str(int(value)) if isinstance(value, float) else str(value).strip()
         if not label:
-            raise Bad(f"column {name!r} is empty", "the name of a class")
+            raise Bad(f"column {name!r} is empty", "the name of a class", None, FILL)
         if label.lower() == "nan":
-            raise Bad(f"column {name!r} is nan", "the name of a class", None, "a missing value? drop the row")
+            raise Bad(f"column {name!r} is nan", "the name of a class", None, FILL)
         return Labelled(record.where, self._text(record, "text"), self._optional(record, "text_pair"), label)
 
     def _tagged(self, record: Record) -> Row:

@@ -89,7 +89,8 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
             return Source(spec, train=tuple(found), notes=(f"{len(found)} files match {spec}",))
     if hub and not glob.has_magic(hub["id"]):
         return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
-    raise DataError(f"no data at {spec!r}", expected="one of " + ", ".join(shown(path) for path in tried), remedy=_near(tried))
+    places = " or ".join(dict.fromkeys(str(path.parent) for path in tried))
+    raise DataError(f"no data at {spec!r}", found=f"no such file or folder in {places}", remedy=_near(tried))
 
 
 def held_out_of(source: Source, spec: str | None, folder: Path, objects: Mapping[str, DataObject] = {}) -> tuple[Source, str] | None:

@@ -69,9 +69,11 @@ class FakeRun:
     session: FakeChat = field(default_factory=FakeChat)
     verify_base: bool = False
     merge_report: str | None = None
+    summary: Mapping[str, Any] = field(default_factory=lambda: {"task": "causal"})
 
     def eval(self) -> Mapping[str, Any]:
-        return {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8, "warnings": ["too good"]}
+        scores = {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8}
+        return scores | {"warnings": ["too good"], "notes": ["too few"]}
 
     def generate(self, prompt: str, **options: Any) -> str:
         self.calls.append((prompt, options))

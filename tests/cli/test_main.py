@@ -163,6 +163,12 @@ def test_a_setting_written_as_an_option_is_told_how_settings_are_written(words: 
     assert shown.code == 2 and shown.err.rstrip().endswith(remedy)
 
 
+@pytest.mark.parametrize(("verb", "meant"), [("predict", "generate"), ("finetune", "train"), ("evaluate", "eval")])
+def test_a_verb_of_other_tools_is_told_what_it_is_called_here(verb: str, meant: str, type_: Type) -> None:
+    shown = type_(verb, "runs/mine", "words")
+    assert shown.code == 2 and f"did you mean: petune {meant}\n" in shown.err
+
+
 def test_options_of_a_verb_and_options_of_none_are_left_to_it(type_: Type) -> None:
     assert "No such option" in type_("train", "--banana").err
     assert type_("train", "--help").code == 0

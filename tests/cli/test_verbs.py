@@ -116,6 +116,15 @@ def test_init_refuses_before_it_writes(words: tuple[str, ...], said: str, type_:
 # ------------------------------------------------------------------ Check
 
 
+def test_init_and_check_say_the_task_and_the_columns_that_are_not_used(type_: Type, tmp_path: Path) -> None:
+    rows = "".join(f"{at},red sun {at},{'good' if at % 2 else 'bad'}\n" for at in range(20))
+    (tmp_path / "rows.csv").write_text(f"id,Text,Label\n{rows}")
+    drafted, checked = type_("init", "model=demo:tiny-llama", "data=rows.csv"), type_("check", "model=demo:tiny-llama", "data=rows.csv")
+    assert drafted.code == checked.code == 0
+    for shown in (drafted.out, checked.out):
+        assert "for task classify" in shown and "columns not used: id\n" in shown
+
+
 def test_check_of_a_good_recipe_is_one_line(type_: Type) -> None:
     shown = type_("check", "llama_lora")
     assert (shown.code, shown.out.count("\n")) == (0, 1)
@@ -152,7 +161,7 @@ def test_data_marks_what_is_trained_in_the_real_rows(type_: Type) -> None:
 def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> None:
     lines = type_("eval", "runs/mine").out.splitlines()
     assert [line.split() for line in lines[:2]] == [["metric", "base", "tuned"], ["accuracy", "0.5000", "0.8750"]]
-    assert lines[-2:] == ["rows: 8", "WARNING  too good"]
+    assert lines[-2:] == ["note     too few", "WARNING  too good"]
 
 
 # ------------------------------------------------------------------ Ship
@@ -161,6 +170,7 @@ def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> 
 def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun) -> None:
     assert type_("merge", "runs/mine").out.startswith(str(run_folder.folder / "merged"))
     assert type_("merge", "runs/mine", "--out", "there").out.startswith("there\n")
+    assert "load it with transformers.AutoModelForCausalLM.from_pretrained('there')" in type_("merge", "runs/mine", "--out", "there").out
     assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
     assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
 
@@ -257,6 +267,22 @@ def test_a_bad_file_of_prompts_names_its_first_ten_lines(tmp_path: Path) -> None
     file.write_text("\n \n")
     with pytest.raises(DataError, match="holds no prompt"):
         read_prompts(file)
+
+
+@pytest.mark.parametrize("name", ["ask.csv", "ask.TSV", "ask.parquet"])
+def test_a_table_is_no_file_of_prompts(name: str, type_: Type, run_folder: FakeRun, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('text,label\n"good, or not",a\n')
+    shown = type_("generate", "runs/mine", "--file", name)
+    assert shown.code == 2 and "one prompt a line, or JSONL" in shown.err and run_folder.calls == []
+
+
+def test_an_empty_prompt_is_refused(type_: Type, run_folder: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type_("generate", "runs/mine", "").code == type_("generate", "runs/mine", " \n").code == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert "the prompt is empty" in type_("generate", "runs/mine").err and run_folder.calls == []
+    (tmp_path / "in.jsonl").write_text('{"prompt": "fine"}\n{"prompt": ""}\n')
+    with pytest.raises(DataError, match=r"in.jsonl:2  has an empty prompt"):
+        read_prompts(tmp_path / "in.jsonl")
 
 
 def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:

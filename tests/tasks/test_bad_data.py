@@ -14,6 +14,9 @@ from petune.tasks.configs import MAX_LINE_BYTES
 GOOD = b'{"text": "good", "label": "a"}\n{"text": "bad", "label": "b"}\n{"text": "fine", "label": "a"}\n{"text": "poor", "label": "b"}\n'
 
 
+FILL = ("fill it, delete the row, or data.on_bad_line=skip (at most 5%)",)
+
+
 def with_line(line: bytes) -> bytes:
     return GOOD + line + b"\n" + GOOD.replace(b"good", b"well")
 
@@ -78,8 +81,8 @@ WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
     ("only blank lines", "d.jsonl", b"\n\n \n", "classify", ["d.jsonl", "3 blank lines"]),
     ("one row", "d.jsonl", b'{"text": "x", "label": "a"}\n', "classify", ["d.jsonl:1", "too few rows", "1 row"]),
     ("one row, repeated", "d.jsonl", b'{"text": "x"}\n' * 9, "causal", ["d.jsonl:1", "9 rows, 1 distinct"]),
-    ("an empty label", "d.jsonl", with_line(b'{"text": "x", "label": " "}'), "classify", ["d.jsonl:5", "'label' is empty"]),
-    ("a null label", "d.jsonl", with_line(b'{"text": "x", "label": null}'), "classify", ["d.jsonl:5", "null"]),
+    ("an empty label", "d.jsonl", with_line(b'{"text": "x", "label": " "}'), "classify", ["d.jsonl:5", "'label' is empty", *FILL]),
+    ("a null label", "d.jsonl", with_line(b'{"text": "x", "label": null}'), "classify", ["d.jsonl:5", "null", *FILL]),
     ("one class only", "d.jsonl", GOOD.replace(b'"b"', b'"a"'), "classify", ["d.jsonl:", "same label", "at least 2 classes"]),
     (
         "a class per row",
@@ -89,8 +92,8 @@ WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
         ["label of its own"],
     ),
     ("NaN", "d.jsonl", with_line(b'{"text": "x", "label": NaN}'), "classify", ["d.jsonl:5", "NaN is not a JSON value"]),
-    ("a label called nan", "d.csv", b"text,label\ngood,a\nbad,nan\n", "classify", ["d.csv:3", "is nan"]),
-    ("an empty text", "d.jsonl", with_line(b'{"text": "", "label": "a"}'), "classify", ["d.jsonl:5", "'text' is empty"]),
+    ("a label called nan", "d.csv", b"text,label\ngood,a\nbad,nan\n", "classify", ["d.csv:3", "is nan", *FILL]),
+    ("an empty text", "d.jsonl", with_line(b'{"text": "", "label": "a"}'), "classify", ["d.jsonl:5", "'text' is empty", *FILL]),
     ("half of a surrogate pair", "d.jsonl", with_line(b'{"text": "\\ud83d", "label": "a"}'), "classify", ["d.jsonl:5", "surrogate"]),
     ("nesting without end", "d.jsonl", with_line(b"[" * 100_000), "classify", ["d.jsonl:5", "nested too deeply"]),
     ("a label with a fraction", "d.jsonl", b'{"text": "x", "label": 0.5}\n', "classify", ["d.jsonl:1", "fraction"]),
@@ -180,7 +183,7 @@ def test_skipping_counts_the_bad_rows(tmp_path: Path) -> None:
 
 def test_skipping_has_a_limit(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(many(6))
-    with pytest.raises(DataError, match="too many to skip"):
+    with pytest.raises(DataError, match=r"too many to skip[\s\S]* mend or delete these rows"):
         load_rows(DataConfig("d.jsonl", on_bad_line="skip"), "classify", tmp_path)
 
 

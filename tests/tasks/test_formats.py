@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,74 @@ def test_the_preferred_answers_alone_may_be_asked_for() -> None:
 def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(columns: dict, task: str | None, remedy: str) -> None:
     with pytest.raises(DataError, match=remedy):
         detect(Record("d:1", columns), "auto", {}, task)
+
+
+# ------------------------------------------------------------------ a label must not be lost without a word
+
+
+def table(path: Path, header: str, rows: int = 20) -> DataConfig:
+    cells = {"text": "seen {at} times", "few": "{few}", "own": "row {at}", "long": "a note of more than forty characters, as nobody labels"}
+    roles = dict(part.split("=") for part in header.split(","))
+    lines = [",".join(f'"{cells[role]}"'.format(at=at, few=at % 5) for role in roles.values()) for at in range(rows)]
+    path.write_text("\n".join([",".join(roles), *lines]) + "\n")
+    return DataConfig(str(path))
+
+
+@pytest.mark.parametrize("names", [{"Text": "x", "Label": "a"}, {"TEXT": "x", "Class": 1}, {"Review": "x", "Sentiment": "a", "text_": "y"}])
+def test_column_names_are_found_in_any_case(names: dict) -> None:
+    text, label, *_ = names
+    layout = detect(Record("d:1", names), "auto", {}, None)
+    assert (layout.format, layout.columns) == ("text-label", {"text": text, "label": label})
+
+
+def test_the_usual_case_wins_over_another() -> None:
+    assert detect(Record("d:1", {"Text": "x", "text": "y", "Label": 1}), "auto", {}, None).columns["text"] == "text"
+
+
+def test_preferences_are_refused_in_any_case() -> None:
+    with pytest.raises(DataError, match="preferences"):
+        detect(Record("d:1", {"Prompt": "x", "Completion": "y", "Label": "True"}), "auto", {}, None)
+    with pytest.raises(DataError, match=r"data\.columns\.target=Chosen"):
+        detect(Record("d:1", {"Prompt": "x", "Chosen": "y", "Rejected": "z"}), "auto", {}, None)
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "named"),
+    [
+        ("review=text,stars=few", {}, "data.columns.text=review data.columns.label=stars"),
+        ("id=own,review=text,stars=few", {}, "data.columns.text=review data.columns.label=stars"),
+        ("Comment=text,Labl=few", {"text": "Comment"}, "data.columns.text=Comment data.columns.label=Labl"),
+        ("text=text,rating=few,lables=few", {}, "data.columns.text=text data.columns.label=lables"),
+    ],
+)
+def test_text_beside_what_looks_like_a_label_is_a_question_not_a_guess(header: str, columns: dict, named: str, tmp_path: Path) -> None:
+    config = replace(table(tmp_path / "d.csv", header), columns=columns)
+    with pytest.raises(DataError) as caught:
+        detect_format(config, tmp_path)
+    said = str(caught.value)
+    assert named in said and "task=mlm" in said and "5 different values in 20 rows" in said
+    named_columns = dict(part.removeprefix("data.columns.").split("=") for part in named.split())
+    assert detect_format(replace(config, columns=named_columns), tmp_path) == "text-label"
+    assert load_rows(config, "mlm", tmp_path).format == "text"  # which a recipe asks for by its task
+
+
+@pytest.mark.parametrize("header", ["text=text", "text=text,id=own", "text=text,note=long", "id=own,text=text,note=long"])
+def test_text_beside_what_is_no_label_is_text(header: str, tmp_path: Path) -> None:
+    assert detect_format(table(tmp_path / "d.csv", header), tmp_path) == "text"
+
+
+def test_text_that_is_asked_for_is_text_whatever_is_beside_it(tmp_path: Path) -> None:
+    config = table(tmp_path / "d.csv", "text=text,stars=few")
+    assert detect_format(replace(config, format="text"), tmp_path) == detect_format(replace(config, chunk=True), tmp_path) == "text"
+
+
+def test_classes_alike_but_for_case_or_never_held_out_are_warned_of(tmp_path: Path) -> None:
+    rows = [f"seen {at} times,{'good' if at % 2 else 'bad'}" for at in range(20)]
+    (tmp_path / "held.csv").write_text("text,label\n" + "\n".join(rows[:10]) + "\n")
+    config = DataConfig(str(tmp_path / "d.csv"), eval=str(tmp_path / "held.csv"))
+    (tmp_path / "d.csv").write_text("text,label\n" + "\n".join(rows[10:]) + "\n")
+    assert not [note for note in load_rows(config, "classify", tmp_path).notes if "warning" in note]
+    (tmp_path / "d.csv").write_text("text,label\n" + "\n".join([*rows[10:], "never seen, Good "]) + "\n")
+    case, unseen = [note for note in load_rows(config, "classify", tmp_path).notes if "warning" in note][::-1]
+    assert "differ in case alone" in case and "Good and good" in case
+    assert "without a held-out row" in unseen and ": Good;" in unseen
