@@ -78,8 +78,9 @@ class Training:
             self.described = describe(model), count_parameters(model)
             if group.inside():
                 ranks.agree_on_model(model)
-            with phase("taking checksums of the whole model"):
-                self.frozen = digest(frozen_checksums(model)) if mesh.plan.world > 1 and mesh.main else None
+            whole = mesh.plan.world > 1 and mesh.main
+            with phase("taking checksums of the whole model") if whole else nullcontext():
+                self.frozen = digest(frozen_checksums(model)) if whole else None
             if group.inside():
                 group.barrier()  # the main process had more to do
             self.runner = run_on(model, prepared, mesh, self.weights)

@@ -49,7 +49,7 @@ def read_summary(file: Path, tasks: Mapping[str, Mapping[str, str]], formats: Se
     scores = Fields(dict.fromkeys(sorted(needed & metrics.keys()), _SCORE), others=True)
     at_end = {"last": scores} if found.get("last") else {}
     check_fields(found, Fields({"metric": Text(tuple(metrics)), "before": scores, "after": scores, **at_end}, others=True), file)
-    return found
+    return {name: value for name, value in found.items() if name != "seal"}
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -137,7 +137,7 @@ def test_a_recipes_pattern_is_exit_2_and_an_adapters_exit_4(tmp_path: Path):
         load_recipe({"model": "demo:tiny-llama", "data": "demo:docstrings", "method": {"name": "lora", "targets": bad}})
     assert caught.value.code == 2
     for field in ({"target_modules": bad}, {"exclude_modules": bad}, {"rank_pattern": {bad: 3}}, {"alpha_pattern": {bad: 3}}):
-        config = {"peft_type": "LORA", "r": 8, "target_modules": ["q"], **field}
+        config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q"], **field}
         with pytest.raises(FileError, match="flags") as refused:
             check_config(config, tmp_path / "adapter_config.json")
         assert refused.value.code == 4 and "adapter_config.json" in str(refused.value)

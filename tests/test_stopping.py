@@ -35,7 +35,7 @@ PREPARING = {  # what is called in each phase before training
     "loading the tokenizer": "petune.models.load.AutoTokenizer.from_pretrained",
     "tokenizing": "petune.tasks.examples.Coder._all_ids",
     "rendering a template": "petune.tasks.chat.render",
-    "reading the weights": "petune.models.load._check_finite",
+    "reading the weights": "petune.models.load.check_finite",
     "adding the method": "petune.assemble.tune",
     "placing the model": "petune.loop.run_on",
 }
@@ -96,7 +96,7 @@ TRAINING: dict[str, tuple[str, int]] = {  # what is called in each phase of trai
     "the checksums": ("petune.loop.Training._audit", 0),
     "the score of the base": ("petune.loop.Training.evaluate", 0),
     "the first batch": ("petune.loop.Training.micro_batches", 1),
-    "a save": ("petune.loop.write_state", 1),
+    "a save": ("petune.state.write_packed", 1),
     "an evaluation": ("petune.loop.Training._evaluate_and_compare", 2),
 }
 
