@@ -124,8 +124,15 @@ def test_an_adapter_of_another_method_is_no_start(tmp_path: Path):
     assert "expected lora" in str(caught.value)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", TASK)
+# Every family and every method once, the rest in the long suite.
+REBUILT = [
+    pytest.param(family, method, marks=() if at % 4 == turn % 4 else pytest.mark.long)
+    for turn, family in enumerate(TASK)
+    for at, method in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("family", "method"), REBUILT)
 def test_a_rebuilt_model_computes_what_was_trained(family: str, method: str, tmp_path: Path):
     finished = run(settings(tmp_path, family, method, max_steps=3, lr=0.01))
     model, tokenizer = rebuild(finished.recipe, finished.folder / "tuned", finished.summary["task"])

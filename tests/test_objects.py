@@ -53,7 +53,14 @@ def objects(place: Path, family: str = "llama", **options: Any) -> dict[str, Any
     return {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(place / family), "data": data}
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "lora"), ("llama", "full"), ("t5", "adapter"), ("bart", "side")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("llama", "lora"),
+        ("llama", "full"),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("t5", "adapter"), ("bart", "side"))),
+    ],
+)
 def test_a_run_in_memory_is_bit_by_bit_that_from_files(family: str, method: str, tmp_path: Path):
     from_files = run(settings(tmp_path, family, method, out="files"))
     found = run(settings(tmp_path, family, method), **objects(tmp_path, family))

@@ -115,8 +115,8 @@ def train_in_group(recipe: Path, overrides: list[str]) -> None:
     run(recipe, overrides=overrides)
 
 
-# tests/test_matrix.py has every method and family under every backend; here is Llama under each, and every other family under one.
-QUICK = {name for name in PARALLEL if name.startswith("llama_lora")} | {"bert_lora_galaxy", "bart_side_pp", "t5_adapter_dp"}
+# tests/test_matrix.py has every method and family under every backend; here is every family under one, Llama under all three.
+QUICK = {"llama_lora_dp_tp_pp", "bert_lora_galaxy", "bart_side_pp", "t5_adapter_dp"}
 
 
 MARKS = {name: pytest.mark.slow if plan.world > 4 else () for name, plan in PLANS.items()}

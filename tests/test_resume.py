@@ -55,7 +55,7 @@ def stopped_at(recipe: Any, *steps: int, **options: Any) -> Stopped:
 # ---------------------------------------------------------------- the same end
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(name, marks=pytest.mark.long if name in ("side", "adapter") else ()) for name in METHODS])
 def test_a_run_stopped_after_any_step_ends_bit_by_bit_as_one_that_was_not(method: str, tmp_path: Path):
     shape = {"family": "llama", "method": method, "eval_every": 4, "keep": 10}
     straight = run(settings(tmp_path, **shape, out="straight"))

@@ -36,7 +36,7 @@ class Remembering(Rehearsal):
         ("llama", "lora", {}),
         ("llama", "full", {"gradient_checkpointing": True}),
         ("bert", "adapter", {"class_weights": "balanced"}),
-        ("bart", "lora", {"accumulate": 1}),
+        pytest.param("bart", "lora", {"accumulate": 1}, marks=pytest.mark.long),
         ("t5", "side", {"accumulate": 1}),
     ],
 )
