@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         from petune import ranks
+        from petune.log import printable
         from petune.parallel import group
         from petune.run_folder import RunFolder
         from petune.training import settle, train
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if group.joined():
             group.quit_process(group.report(error))
         if isinstance(error, PetuneError):
-            print(error, file=sys.stderr)
+            print(printable(str(error)), file=sys.stderr)
             return error.code
         if isinstance(error, KeyboardInterrupt):
             return 130

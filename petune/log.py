@@ -11,6 +11,10 @@ from threading import Timer
 from typing import TextIO
 
 PATIENCE = 2.0  # seconds that a phase may last in silence
+# What a terminal obeys or hides: the control characters but line end and tab, marks and overrides of direction, other line ends, halves of
+# surrogate pairs (a file name that is not UTF-8 has some, and cannot be printed).
+_OBEYED = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*_OBEYED, *range(0xD800, 0xE000), 0xFEFF)}
 
 _logger = logging.getLogger("petune")
 _phases = logging.getLogger("petune.phases")
@@ -33,16 +37,21 @@ def _prepare() -> None:
         _logger.propagate = False
 
 
+def printable(text: str) -> str:
+    """`text` with everything a terminal would obey written out (`\\x1b`): labels, names and errors of libraries come from anywhere."""
+    return text.translate(_ESCAPED)
+
+
 def say(line: str) -> None:
     """Tell the user one fact."""
     _prepare()
-    _logger.info(line)
+    _logger.info("%s", printable(line))
 
 
 def warn(line: str) -> None:
     """Tell the user of something that is allowed but probably not meant."""
     _prepare()
-    _logger.warning("warning: %s", line)
+    _logger.warning("warning: %s", printable(line))
 
 
 @contextmanager

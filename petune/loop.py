@@ -90,6 +90,7 @@ class Training:
         self.run_id = uuid.uuid4().hex
         if mesh.main:
             self._check_disk()
+        stop.save_first()
 
     # ------------------------------------------------------------ set up
 

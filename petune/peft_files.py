@@ -9,7 +9,6 @@ because what is written and what is read are two sides of one table.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from petune.methods.configs import LoraConfig
 from petune.methods.lora import LAYERS, LoraEmbedding, LoraLayer
 from petune.methods.targets import within
 from petune.methods.tuned import tuned_layers
+from petune.patterns import Pattern, compile_pattern
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -242,9 +242,9 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     patterns = [config.get(field) for field in ("target_modules", "exclude_modules") if isinstance(config.get(field), str)]
     for pattern in [*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            problems.append(Problem(f"{pattern!r} is not a regular expression: {error}"[:200], str(file)))
+            _pattern(pattern)
+        except FileError as error:
+            problems += [replace(problem, where=str(file)) for problem in error.problems]
     if not config.get("target_modules"):
         problems.append(Problem("target_modules is empty", str(file), remedy="name the modules the adapter tunes, as peft writes them"))
     if problems:
@@ -311,14 +311,15 @@ def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> 
         return True
     patterns = config.get("layers_pattern") or r".*?\.[^.]*"
     for pattern in [patterns] if isinstance(patterns, str) else [rf"(?:^|.*?\.){pattern}" for pattern in patterns]:
-        if match := re.match(rf"{pattern}\.(\d+)\.", name):
-            return int(match[1]) in ([only] if isinstance(only, int) else only)
+        if groups := _pattern(rf"{pattern}\.(\d+)\.").match(name):
+            number = groups[0]
+            return number is not None and number.isdecimal() and int(number) in ([only] if isinstance(only, int) else only)
     return False
 
 
 def _is_named(name: str, entries: Any) -> bool:
     if isinstance(entries, str):
-        return re.fullmatch(entries, name) is not None
+        return _pattern(entries).fullmatch(name)
     return any(name == entry or name.endswith("." + entry) for entry in entries or ())
 
 
@@ -331,7 +332,12 @@ def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
 
 
 def _by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
+    return next((value for pattern, value in patterns.items() if _pattern(rf"(.*\.)?({pattern})").fullmatch(name)), default)
+
+
+def _pattern(text: str) -> Pattern:
+    """A pattern of somebody's config. Raises FileError for one that cannot be matched in bounded work."""
+    return compile_pattern(text, FileError, CONFIG)
 
 
 def _keys(name: str, layer: nn.Module, own: LoraConfig, folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

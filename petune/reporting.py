@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from petune.errors import MachineError
-from petune.log import say
+from petune.log import printable, say
 from petune.tensorfile import writing
 
 
@@ -44,7 +44,11 @@ class PlainReporter:
     """Plain lines through `write`, petune's logger by default: about twenty step lines a run, every evaluation and note."""
 
     def __init__(self, write: Callable[[str], None] = say) -> None:
-        self.write = write
+        self._write = write
+
+    def write(self, line: str) -> None:
+        """Show a line, with nothing in it that a terminal would obey."""
+        self._write(printable(line))
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Show the header as it is."""
@@ -86,7 +90,7 @@ class Logged:
 
     def write(self, line: str) -> None:
         """A line for the log alone, with the time."""
-        self._append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        self._append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(line)}\n")
 
     def write_error(self, error: BaseException) -> None:
         """The whole traceback, for the log alone."""

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask a run to stop at the next safe place, where it saves; a second Ctrl-C interrupts as ever."""
+"""SIGTERM and Ctrl-C stop a run: at once while it is prepared, then at the next safe place, where it saves. A second Ctrl-C interrupts."""
 
 from __future__ import annotations
 
@@ -9,36 +9,53 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from petune.errors import Stopped
+
 
 class StopAsked(Exception):
     """Unwinds to the loop, which saves and ends the run."""
 
 
+class StopNow(BaseException):
+    """Unwinds a preparation that leaves nothing behind. No Exception: libraries catch those, and a stop is none of their errors."""
+
+
 class StopRequest:
-    """Whether a stop has been asked for, and by which signal."""
+    """Whether a stop has been asked for, and by which signal. `saves`: whether there is a run by now, which is saved first."""
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.saves = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        if not self.saves:
+            raise StopNow
         with suppress(OSError):  # not print: a handler may have interrupted one
             os.write(2, b"stopping after this step, then saving; Ctrl-C again aborts at once\n")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch both signals inside the block, where a process can (its main thread)."""
+        """Catch both signals inside the block, where a process can (its main thread). Raises Stopped for one that came in time."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
+        except StopNow:
+            raise Stopped(f"stopped by {self.name} before training began; nothing was written", remedy="start it again") from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def save_first(self) -> None:
+        """From here on a signal is heeded at the next `check`, whose caller saves. Raises StopNow for one that a library has swallowed."""
+        self.saves = True
+        if self.name is not None:
+            raise StopNow
 
     def check(self, anyone: Callable[[Sequence[bool]], list[bool]] = list) -> None:
         """Raise StopAsked if a stop has been asked for, here or in any process: `anyone` says so, and each of them must call this."""

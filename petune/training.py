@@ -25,7 +25,7 @@ from petune.recipe import Recipe, differences, load_recipe, settings_text
 from petune.reporting import Logged, Reporter, Silent
 from petune.run_folder import RunFolder
 from petune.runs import Run, load_run
-from petune.stopping import StopRequest
+from petune.stopping import StopNow, StopRequest
 from petune.tasks import Table
 
 __all__ = ["Run", "load_run", "settle", "train"]
@@ -151,7 +151,7 @@ def _train_here(job: _Job, plan: ParallelPlan) -> Run:
                 folder.begin(training.run_id, overwrite=job.overwrite)
             training.run(job.resume, job.allow_change)
         except BaseException as error:
-            if folder.has_resolved() and not isinstance(error, Stopped):
+            if folder.has_resolved() and not isinstance(error, Stopped | StopNow):
                 logged.write_error(group.explain(error))
             raise
     return Run(folder.path, objects=objects, tuned=None if objects.model is None else (training.model.eval(), training.tokenizer))

@@ -117,7 +117,7 @@ def _rank(rank: int, world: int, port: int, pipes: list[tuple[Connection, Connec
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM", "PETUNE"))]:
         del os.environ[name]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "FATAL", "PETUNE_SECRET": "of a test"}
     torch.set_num_threads(1)
     torch.manual_seed(1000 + rank)  # what should be equal on all ranks must not be so by the accident of a fork
     value, error, code = None, None, 0

@@ -50,7 +50,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("folders",),
     ("file_hashes", "generators", "host_memory", "plot", "progress", "run_lock"),
-    ("tensorfile",),
+    ("patterns", "tensorfile"),
     ("errors", "log"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

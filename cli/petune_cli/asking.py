@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from petune_cli.echo import echo, echo_answer
 from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def generate(
     options = _options(max_new_tokens, temperature)
     if file is None:
         prompt = _read_standard_input() if prompt is None else prompt
-        typer.echo(Given.of([target, *settings]).run(verify_base=verify_base).generate(prompt, **options))
+        echo_answer(Given.of([target, *settings]).run(verify_base=verify_base).generate(prompt, **options))
         return
     prompts = read_prompts(file)
     _answer_all(Given.of([target, *settings]).run(verify_base=verify_base), prompts, options, out)
@@ -122,12 +123,12 @@ def _answer_all(run: Run, prompts: Sequence[str], options: dict[str, Any], out: 
     for at, prompt in enumerate(prompts):
         line = json.dumps({"prompt": prompt, "output": run.generate(prompt, **options)}, ensure_ascii=False)
         if out is None:
-            typer.echo(line)
+            echo_answer(line)
         else:
             with out.open("a" if at else "w", encoding="utf-8") as stream:
                 stream.write(f"{line}\n")
     if out is not None:
-        typer.echo(f"{out}: {len(prompts)} answers")
+        echo(f"{out}: {len(prompts)} answers")
 
 
 def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temperature = None, verify_base: VerifyBase = False) -> None:
@@ -135,11 +136,11 @@ def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temper
     session = Given.of(words).run(verify_base=verify_base).chat(**_options(max_new_tokens, temperature))
     by_hand = sys.stdin.isatty()
     if by_hand:
-        typer.echo("/base: the untouched model and back   /reset: forget   /quit: end")
+        echo("/base: the untouched model and back   /reset: forget   /quit: end")
     for line in _said(by_hand):
         if line == "/quit":
             return
-        _answer(session, line, lambda piece: typer.echo(piece, nl=False))
+        _answer(session, line, lambda piece: echo_answer(piece, nl=False))
 
 
 def _said(by_hand: bool) -> Iterator[str]:

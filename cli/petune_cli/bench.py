@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from petune_cli.echo import echo
 from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ def bench(
     rate = room.probe(recipe)
     found = []
     for case in wanted:
-        typer.echo(f"measuring {' '.join(filter(None, (case.method, case.memory)))}", err=True)
+        echo(f"measuring {' '.join(filter(None, (case.method, case.memory)))}", err=True)
         found.append(room.measure(case, steps, warm))
     show_table(HEADS, [_row(one, rate) for one in found])
-    typer.echo(_BELOW.format(rate / 1e12))
+    echo(_BELOW.format(rate / 1e12))
     if plot is not None:
         room.draw(found, rate, plot)
-        typer.echo(f"drawn    {plot}")
+        echo(f"drawn    {plot}")
 
 
 def _listed(text: str | None) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.echo import echo
 from petune_cli.given import Given, VerifyBase, Words
 
 
@@ -20,11 +21,11 @@ def check(
 
         from petune.recipe import json_schema
 
-        typer.echo(json.dumps(json_schema(), indent=2))
+        echo(json.dumps(json_schema(), indent=2))
         return
     recipe = Given.of(words).recipe()
     if full:
-        typer.echo(recipe.to_yaml(), nl=False)
+        echo(recipe.to_yaml(), nl=False)
         return
     from petune.inputs import check_inputs
 
@@ -32,11 +33,11 @@ def check(
     task = recipe.task or "the task its data shows"
     over = f", parallel {recipe.parallel}" if recipe.parallel.axes else ""
     name = recipe.source or "command line"
-    typer.echo(f"{name}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
+    echo(f"{name}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
     for note in recipe.notes:
-        typer.echo(f"   {note}")
+        echo(f"   {note}")
     if distant:
-        typer.echo(f"   not looked at, for it is on the hub: {', '.join(distant)}")
+        echo(f"   not looked at, for it is on the hub: {', '.join(distant)}")
 
 
 def data(
@@ -49,7 +50,7 @@ def data(
 
     seen = preview(recipe, count)
     for line in (*seen.facts, *(f"\n{example}" for example in seen.examples)):
-        typer.echo(line)
+        echo(line)
 
 
 def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
@@ -60,4 +61,4 @@ def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
     scores = run.eval()
     warnings = scores.pop("warnings")
     for line in [*score_table(scores), *(f"WARNING  {line}" for line in warnings)]:
-        typer.echo(line)
+        echo(line)

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from petune.log import printable
 from petune.reporting import PlainReporter, Reporter, score_line
+from petune_cli.echo import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,21 +73,22 @@ class Live:
 
     def _print(self, lines: Sequence[str], first: str | None = None) -> None:
         for at, line in enumerate(lines):
-            self.bar.console.print(line, style=first if at == 0 else None, markup=False, highlight=False, soft_wrap=True)
+            self.bar.console.print(printable(line), style=first if at == 0 else None, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: drawn on a terminal, columns of plain text elsewhere."""
     if not sys.stdout.isatty():
-        print("\n".join(columns([heads, *rows])))
+        echo("\n".join(columns([heads, *rows])))
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(*heads, box=SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))  # not as markup, which a name may hold
     Console().print(table)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from petune_cli.echo import echo
 
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic", "typer", "matplotlib", "peft")
 HUB_TIMEOUT_S = 2.0
@@ -21,9 +22,9 @@ def doctor(
         return _check_up(run)
 
     for name, state in (*versions(), *devices(), disk(), *demo_models(), hub()):
-        typer.echo(f"{name:14}{state}")
+        echo(f"{name:14}{state}")
     problem = self_test()
-    typer.echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
+    echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
     if problem:
         raise MachineError(f"the self-test failed: {problem}", remedy="install petune anew in a clean environment")
 

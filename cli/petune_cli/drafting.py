@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.echo import echo
 from petune_cli.given import Given
 
 
@@ -31,7 +32,7 @@ def init(
     from petune.draft import draft
 
     file.write_text(draft(recipe, file), encoding="utf-8")
-    typer.echo(f"{file}: {recipe.method_name} on {recipe.model}, data {recipe.data.path}\n   train it with: petune train {file}")
+    echo(f"{file}: {recipe.method_name} on {recipe.model}, data {recipe.data.path}\n   train it with: petune train {file}")
 
 
 def _refuse_place(file: Path) -> None:

@@ -17,6 +17,7 @@ import typer
 from petune import __version__
 from petune.errors import MachineError, PetuneError, UsageError
 from petune_cli import asking, bench, checking, doctor, drafting, plan, profile, shelf, shipping, training
+from petune_cli.echo import echo
 
 commands = typer.Typer(
     name="petune",
@@ -40,7 +41,7 @@ _REFUSED_BY_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, err
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"petune {__version__}")
+        echo(f"petune {__version__}")
         raise typer.Exit
 
 
@@ -85,13 +86,13 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
         raise
     except Exception as error:
         if debug:
-            traceback.print_exception(error)
+            echo("".join(traceback.format_exception(error)), err=True, nl=False)
         known = _known(error)
         if known is None:
             first = (str(error).splitlines() or [""])[0]
-            typer.echo(f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see where", err=True)
+            echo(f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see where", err=True)
             sys.exit(1)
-        typer.echo(str(known), err=True)
+        echo(str(known), err=True)
         sys.exit(known.code)
     sys.exit(0)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from petune.errors import UsageError
+from petune_cli.echo import echo
 from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def plan(
         seen = outlook(advice.forecast, device)
         _show(seen)
         for line in _advice(advice):
-            typer.echo(line)
+            echo(line)
     seen.forecast.check()
 
 
@@ -77,22 +78,22 @@ def _show(seen: Outlook) -> None:
 
     found = seen.forecast
     for line in (*found.facts, *seen.lines):
-        typer.echo(line)
-    typer.echo("")
+        echo(line)
+    echo("")
     gathers = any(rank.memory.gathered for rank in found.ranks)
     show_table([*_SHARES, *(head for head in _BYTES if gathers or head != "gathered")], [_row(rank, gathers) for rank in found.ranks])
     if found.transitions:
         from petune.log import human
 
-        typer.echo("")
+        echo("")
         rows = [
             (one.where, one.operations, str(one.times), *(human(size) if size else "-" for size in (one.forward, one.backward)))
             for one in found.transitions
         ]
         show_table(("sent by a rank", "forward / backward", "times", "forward", "backward"), rows)
-    typer.echo("")
+    echo("")
     for line in _closing(found, fused=bool(seen.policies)):
-        typer.echo(line)
+        echo(line)
 
 
 _SHARES = ("rank", "blocks", "heads", "columns", "tokens", "rows")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from petune_cli.echo import echo
 from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def profile(
     else:
         _show(found, depth)
     if trace is not None and format_ is Format.text:
-        typer.echo(f"\ntrace    {trace}: open it in chrome://tracing or ui.perfetto.dev")
+        echo(f"\ntrace    {trace}: open it in chrome://tracing or ui.perfetto.dev")
 
 
 # ---------------------------------------------------------------- JSON
@@ -61,7 +62,7 @@ def _show_json(found: Profile) -> None:
     written["outside"] = _plain(found.outside)
     written["flop"] = {phase: found.flop(phase) for phase in ("forward", "backward", "recompute")}
     del written["models"]
-    typer.echo(json.dumps(written, indent=2))
+    echo(json.dumps(written, indent=2))
 
 
 def _plain(part: Part) -> dict[str, Any]:
@@ -76,21 +77,21 @@ def _show(found: Profile, depth: int) -> None:
     from petune_cli.display import show_table
 
     for line in (*found.facts, f"step     the first: {found.rows} rows, {found.tokens:,} tokens with padding, loss {found.loss:.4f}"):
-        typer.echo(line)
-    typer.echo("")
+        echo(line)
+    echo("")
     again = found.flop("recompute") > 0
     heads = ("module", "kind", "parameters", "trained", "MACs", "forward FLOP", "backward FLOP", "recomputed", "forward", "backward")
     rows = [_cells(part, level) for model in found.models for part, level in _down_to(model, depth)]
     rows += [_cells(found.outside, 0), _sums(found)]
     show_table(*_without("recomputed", heads, rows) if not again else (heads, rows))
-    typer.echo("")
+    echo("")
     for line in _closing(found):
-        typer.echo(line)
-    typer.echo("")
+        echo(line)
+    echo("")
     show_table(("memory", "at the peak"), _memory(found.memory))
-    typer.echo("")
+    echo("")
     show_table(("operations by self time", "calls", "time", "share"), [_timed(one) for one in found.groups])
-    typer.echo("")
+    echo("")
     show_table((f"the longest {SHOWN}", "calls", "time", "share"), [_timed(one) for one in found.operations[:SHOWN]])
 
 

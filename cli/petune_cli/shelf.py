@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.echo import echo
+
 
 def ls() -> None:
     """List the recipes that ship."""
@@ -22,7 +24,7 @@ def ls() -> None:
         state = "with requirements/demo.txt" if missing else "yes" if offline else "no"
         rows.append((file.stem, recipe.model, recipe.method_name, str(recipe.parallel), recipe.task or "by the data", state))
     show_table(("recipe", "model", "method", "parallel", "task", "offline"), rows)
-    typer.echo("train one with: petune train NAME    copy one with: petune cp NAME")
+    echo("train one with: petune train NAME    copy one with: petune cp NAME")
 
 
 def cp(
@@ -43,4 +45,4 @@ def cp(
     if not place.parent.is_dir():
         raise UsageError("there is no such folder", where=str(place.parent))
     shutil.copyfile(source, place)
-    typer.echo(f"{place}\n   train it with: petune train {place}")
+    echo(f"{place}\n   train it with: petune train {place}")

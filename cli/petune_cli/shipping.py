@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from petune_cli.echo import echo
 from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
@@ -47,4 +48,4 @@ def export(
 def _tell(run: Run, place: Path, reader: str) -> None:
     """Where the files are, what merging cost in precision if it was done, and how they are read."""
     report = [f"   {run.merge_report}"] if run.merge_report else []
-    typer.echo("\n".join([str(place), *report, f"   load it with {reader}{str(place)!r})"]))
+    echo("\n".join([str(place), *report, f"   load it with {reader}{str(place)!r})"]))

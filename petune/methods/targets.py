@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import Problem, UsageError, nearest
+from petune.patterns import compile_pattern
 from petune.sites import Family, find_sites
 
 LINEAR = (nn.Linear, Conv1D)
@@ -68,10 +69,7 @@ def _by_word(
     if word in ("auto", "all-linear"):
         outputs = {id(module) for module in (_output_head(model),) if module is not None}
         return {name: module for name, module in layers.items() if type(module) in LINEAR and id(module) not in outputs}
-    try:
-        pattern = re.compile(word)
-    except re.error as error:
-        raise UsageError(f"targets is not a regular expression: {error}", found=word) from None
+    pattern = compile_pattern(word, UsageError, "targets")
     hits = {name: module for name, module in layers.items() if pattern.fullmatch(name)}
     if not hits:
         problem = _no_match("targets", word, list(layers))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from petune.errors import DistributedError, MachineError, PetuneError, Problem
+from petune.errors import DistributedError, MachineError, PetuneError, Problem, Stopped
+from petune.log import printable, warn
 from petune.parallel.rendezvous import (
     ERROR_FILE,
     Place,
@@ -42,6 +44,7 @@ from petune.parallel.rendezvous import (
     stay_on_this_machine,
     too_many_files,
 )
+from petune.parallel.seal import Sealed, refused
 
 __all__ = [
     "PeerLost",
@@ -85,7 +88,8 @@ class _Session:
     """What this module remembers while the process is in a group. `server` keeps the store alive on the rank that holds it."""
 
     place: Place
-    store: Store
+    store: Sealed
+    for_torch: Sealed  # which torch holds the C++ side of alone
     server: Store | None
     pulse: Pulse
     timeout_s: float
@@ -114,12 +118,13 @@ def join(device_type: Literal["cpu", "cuda"], timeout_s: float = 60, start_timeo
     server, store = connect(here, start_timeout_s)
     _check_in(here, store, start_timeout_s)
     pulse = Pulse(here, client(here, start_timeout_s), timeout_s)
-    _session = _Session(here, store, server, pulse, timeout_s, start_timeout_s)
+    for_torch = client(here, timeout_s)
+    _session = _Session(here, store, for_torch, server, pulse, timeout_s, start_timeout_s)
     pulse.start()
     try:
         dist.init_process_group(
             "nccl" if device_type == "cuda" else "gloo",
-            store=PrefixStore("torch", client(here, timeout_s)),
+            store=PrefixStore("torch", for_torch) if device_type == "cpu" else for_torch.beneath("torch"),
             rank=here.rank,
             world_size=here.world,
             timeout=timedelta(seconds=timeout_s),
@@ -142,13 +147,28 @@ def leave() -> None:
         return
     barrier()
     session = _session
+    _all_say(session, "met", 5)  # or one would wait for what another, who does not beat any more, said at the last meeting
     session.pulse.stop()
     dist.destroy_process_group()
-    with suppress(RuntimeError):  # whoever holds the store goes last
-        session.store.set(f"gone/{session.place.rank}", "1")
-        if session.server is not None:
-            _wait(session.store, [f"gone/{rank}" for rank in range(session.place.world)], time.monotonic() + 5)
+    _all_say(session, "gone", 5 if session.server is not None else 0)  # whoever holds the store goes last
+    _tell_refused()
     _session = None
+
+
+def _all_say(session: _Session, word: str, limit_s: float) -> None:
+    """Say a word to all, and wait until all have said it, for `limit_s` seconds at most."""
+    keys = [f"{word}/{rank}" for rank in range(session.place.world)]
+    own = keys[session.place.rank]
+    with suppress(RuntimeError):
+        session.pulse.kept = {**session.pulse.kept, own: "1"}
+        session.store.set(own, "1")
+        _wait(session.store, keys, time.monotonic() + limit_s)
+
+
+def _tell_refused() -> None:
+    """Say how many values of somebody else were met."""
+    if number := refused():
+        warn(f"the rendezvous held {number} values that are not of this run; they were ignored: who else writes to its port?")
 
 
 def quit_process(code: int) -> NoReturn:
@@ -175,11 +195,17 @@ def _own_gpu(here: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_in(here: Place, store: Store, limit_s: float) -> None:
+def _check_in(here: Place, store: Sealed, limit_s: float) -> None:
     """Wait until every rank is here. Raises DistributedError with those that are not."""
+    until, keys = time.monotonic() + limit_s, [f"beat/{rank}" for rank in range(here.world)]
     try:
-        store.set(f"beat/{here.rank}", json.dumps(asdict(Beat())))
-        missing = _wait(store, [f"beat/{rank}" for rank in range(here.world)], time.monotonic() + limit_s)
+        while True:
+            store.set(keys[here.rank], json.dumps(asdict(Beat())))  # again and again: somebody else may have written over it
+            now = time.monotonic()
+            values = _wait(store, keys, min(until, now + BEAT_S))
+            missing = [rank for rank, value in enumerate(values) if value is None]
+            if not missing or now > until:
+                break
     except RuntimeError:
         raise DistributedError(f"{here.holder}, which holds the rendezvous, is gone") from None
     if missing:
@@ -192,15 +218,16 @@ def _check_in(here: Place, store: Store, limit_s: float) -> None:
         )
 
 
-def _wait(store: Store, keys: list[str], until: float) -> list[int]:
-    """Wait for keys, one per rank; the ranks whose key is missing at monotonic time `until`."""
-    missing, pause = list(range(len(keys))), 0.002
-    while missing := [rank for rank in missing if not store.check([keys[rank]])]:
-        if time.monotonic() > until:
-            break
+def _wait(store: Sealed, keys: list[str], until: float) -> list[str | None]:
+    """Wait for keys, one per rank, and read them; None for those that are missing at monotonic time `until`."""
+    values: list[str | None] = [None] * len(keys)
+    pause = 0.002
+    while True:
+        values = [store.read(key) if value is None else value for key, value in zip(keys, values, strict=True)]
+        if None not in values or time.monotonic() > until:
+            return values
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    return missing
 
 
 # ------------------------------------------------------------ meeting
@@ -210,15 +237,17 @@ def gather(text: str) -> list[str]:
     """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or falls silent meanwhile."""
     session = _required()
     keys = [f"meet/{session.meetings}/{rank}" for rank in range(session.place.world)]
-    session.store.set(keys[session.place.rank], text)
-    while _wait(session.store, keys, time.monotonic() + 0.3):
+    own = keys[session.place.rank]
+    session.pulse.kept = {**session.pulse.kept, own: text}
+    session.store.set(own, text)
+    while None in (values := _wait(session.store, keys, time.monotonic() + 0.3)):
         if lost := session.pulse.lost(session.timeout_s):
             raise lost
-    values = [session.store.get(key).decode() for key in keys]
+    session.pulse.kept = {own: text}
     if session.meetings:  # whoever is here has read what the last meeting was about
         session.store.delete_key(f"meet/{session.meetings - 1}/{session.place.rank}")
     session.meetings += 1
-    return values
+    return [value for value in values if value is not None]
 
 
 def barrier() -> None:
@@ -258,6 +287,7 @@ class Beat:
     count: int = 0
     step: int = 0
     failed: str | None = None
+    stopped: bool = False  # what failed is that this rank was told to stop before there was anything to save
     left: bool = False
 
 
@@ -268,9 +298,10 @@ class Pulse:
     Ages are counted from when something was seen to change here, so clocks of machines need not agree.
     """
 
-    def __init__(self, here: Place, store: Store, silence_s: float) -> None:
+    def __init__(self, here: Place, store: Sealed, silence_s: float) -> None:
         self.here, self.store, self.silence_s = here, store, silence_s
         self.own = Beat()
+        self.kept: dict[str, str] = {}  # what others may still have to read: written again with each beat, lest somebody wrote over it
         self.beats = [Beat() for _ in range(here.world)]
         self.answered = time.monotonic()  # when the store last did
         self.heard = [self.answered] * here.world
@@ -291,7 +322,7 @@ class Pulse:
         with suppress(RuntimeError):
             self.publish(self.store)
 
-    def publish(self, store: Store) -> None:
+    def publish(self, store: Sealed) -> None:
         """Write the own beat through `store`: a client serves one thread, and this is called by two."""
         store.set(f"beat/{self.here.rank}", json.dumps(asdict(self.own)))
 
@@ -300,15 +331,19 @@ class Pulse:
             self.own.count += 1
             try:
                 self.publish(self.store)
-                texts = self.store.multi_get([f"beat/{rank}" for rank in range(self.here.world)])
+                for key, said in self.kept.items():
+                    self.store.set(key, said)
+                texts = [self.store.read(f"beat/{rank}") for rank in range(self.here.world)]
             except RuntimeError:
                 self.broken = True
                 return
             self.answered = time.monotonic()
             for rank, text in enumerate(texts):
-                beat = Beat(**json.loads(text))
-                if beat != self.beats[rank]:
+                beat = _beat_of(text)
+                if beat is not None and beat.count >= self.beats[rank].count and beat != self.beats[rank]:  # an older one is a copy
                     self.beats[rank], self.heard[rank] = beat, self.answered
+                    if beat.stopped and rank != self.here.rank and callable(signal.getsignal(signal.SIGTERM)):
+                        os.kill(os.getpid(), signal.SIGTERM)  # the handler of this rank knows best how to stop here
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -341,12 +376,22 @@ class Pulse:
             return PeerLost(what, "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
         return None
 
-    def lost(self, limit_s: float) -> PeerLost | None:
-        """Who has failed, or been silent for `limit_s` seconds, as an error; None while all is well."""
+    def lost(self, limit_s: float) -> PeerLost | Stopped | None:
+        """Who has failed, was stopped, or has been silent for `limit_s` seconds, as an error; None while all is well."""
         for rank, beat in enumerate(self.beats):
+            if beat.stopped and rank != self.here.rank:
+                return Stopped(beat.failed or "stopped")
             if beat.failed and rank != self.here.rank:
                 return PeerLost(f"rank {rank} failed: {beat.failed}", "consequence")
         return self._silence(limit_s)
+
+
+def _beat_of(text: str | None) -> Beat | None:
+    """A rank's beat; None of what is none."""
+    try:
+        return None if text is None else Beat(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
 
 
 def _give_up(error: PeerLost) -> NoReturn:
@@ -405,11 +450,14 @@ def report(error: BaseException) -> int:
         with suppress(OSError):
             _write_error_file(Path(path), here.rank if here else 0, code, kind, text, trace)
     if not launched():
-        print(f"rank {here.rank}: {text}" if here else text, file=sys.stderr, flush=True)
+        print(printable(f"rank {here.rank}: {text}" if here else text), file=sys.stderr, flush=True)
     if _session is not None and kind == "own":
-        _session.pulse.own.failed = text
+        _session.pulse.own.failed, _session.pulse.own.stopped = text, code == Stopped.code
         with suppress(RuntimeError):
             _session.pulse.publish(_session.store)
+        if code == Stopped.code and _session.server is not None:
+            time.sleep(1.5 * BEAT_S)  # the others read it in this process
+    _tell_refused()
     return code
 
 

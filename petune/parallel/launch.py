@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
@@ -33,6 +32,7 @@ from petune.errors import DataError, DistributedError, FileError, MachineError, 
 from petune.host_memory import HostMemory
 from petune.log import say
 from petune.parallel.rendezvous import ERROR_FILE, LAUNCHER, lacks_files, serve, too_many_files
+from petune.parallel.seal import SECRET, Sealed, new_secret
 
 GRACE_S = 2.0  # how long the other ranks may take to end by themselves once one has failed
 LOCALHOST = "127.0.0.1"
@@ -69,7 +69,7 @@ def _run(
         local_world_size=num_ranks,
         entrypoint=sys.executable,
         args=tuple(word.replace("$", "$$") for word in arguments),  # the agent expands ${local_rank}, and so $$
-        rdzv_handler=_Rendezvous(),
+        rdzv_handler=_Rendezvous(files.secret),
         max_restarts=restarts,
         monitor_interval=0.1,
         event_log_handler="null",
@@ -138,8 +138,8 @@ def _show_cursor() -> None:
 class _Rendezvous(RendezvousHandler):
     """One machine meets itself: a new store on the loopback interface for every start, which the ranks then use too."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, secret: str) -> None:
+        self.number, self.secret = 0, secret
 
     def get_backend(self) -> str:
         return "c10d"
@@ -151,7 +151,7 @@ class _Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.number += 1
         self.store = serve(LOCALHOST)
-        return RendezvousInfo(PrefixStore("agent", self.store), 0, 1, RendezvousStoreInfo(LOCALHOST, self.store.port))
+        return RendezvousInfo(Sealed(self.store, self.secret, "agent", 60), 0, 1, RendezvousStoreInfo(LOCALHOST, self.store.port))
 
     def is_closed(self) -> bool:
         return False
@@ -175,6 +175,7 @@ class _Files(LogsSpecs):
     def __init__(self, scratch: Path, folder: Path) -> None:
         super().__init__()
         self.scratch, self.folder = scratch, folder
+        self.secret = new_secret()  # what the ranks of this launch know each other by
         self.errors: dict[int, Path] = {}
         self.starts: dict[int, int] = {}  # size of a rank's log when it started
 
@@ -193,7 +194,7 @@ class _Files(LogsSpecs):
         threads = str(max(1, _cores() // len(envs)))
         for rank, env in envs.items():
             self.errors[rank] = self.scratch / f"error-{env['TORCHELASTIC_RESTART_COUNT']}-{rank}.json"
-            env |= {LAUNCHER: str(os.getpid()), ERROR_FILE: str(self.errors[rank])}
+            env |= {LAUNCHER: str(os.getpid()), ERROR_FILE: str(self.errors[rank]), SECRET: self.secret}
             env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
             if rank:
                 env["PETUNE_RANK_LOG"] = str(self.log(rank))

@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError, MachineError
+from petune.parallel.seal import Sealed, secret_of
 
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch: the process id of the launcher
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by every elastic launcher; torchrun reads the first failing rank's message from it
@@ -132,7 +133,7 @@ def stay_on_this_machine(here: Place) -> None:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
 
-def connect(here: Place, limit_s: float) -> tuple[Store | None, Store]:
+def connect(here: Place, limit_s: float) -> tuple[Store | None, Sealed]:
     """The store's server, on the rank that holds it, and a client."""
     server = None
     if here.holds:
@@ -141,8 +142,9 @@ def connect(here: Place, limit_s: float) -> tuple[Store | None, Store]:
     return server, client(here, limit_s)
 
 
-def client(here: Place, limit_s: float) -> Store:
+def client(here: Place, limit_s: float) -> Sealed:
     """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError, MachineError."""
+    secret = secret_of(os.environ, here.one_machine)
     _refuse_full_table(_opening_fails())  # the store would try for long, aloud, and say nothing of it in the end
     made: list[TCPStore] = []
 
@@ -155,7 +157,8 @@ def client(here: Place, limit_s: float) -> Store:
     thread.join(min(limit_s, 30))
     if not made:
         raise DistributedError(f"what answers at {here.host}:{here.port} is no rendezvous", remedy="choose another MASTER_PORT")
-    return PrefixStore(f"petune/{restarted()}", made[0])
+    run = f"{here.host}:{here.port} of {here.world} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return Sealed(made[0], secret, f"petune/{run}/{restarted()}", limit_s)
 
 
 def serve(host: str, port: int = 0) -> TCPStore:

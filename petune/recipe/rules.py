@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from petune.errors import Problem
+from petune.errors import Problem, UsageError
 from petune.kernels.configs import MemoryConfig
 from petune.parallel.configs import DpConfig, ParallelConfig, axis_contradictions, size_of, too_many_cuts
+from petune.patterns import compile_pattern
 from petune.recipe.schema import Recipe
 from petune.recipe.written import PARALLEL, Found, Written, as_mapping
 from petune.recipe.yaml_lines import KeyPath
@@ -48,12 +49,12 @@ def _text_at(recipe: Recipe, key: str) -> str:
 
 
 def _is_pattern(targets: object) -> bool:
-    """Whether `targets` is no single text, or one that can be compiled."""
+    """Whether `targets` is no single text, or a pattern that can be matched in bounded work."""
     if not isinstance(targets, str):
         return True
     try:
-        re.compile(targets)
-    except re.error:
+        compile_pattern(targets, UsageError)
+    except UsageError:
         return False
     return True
 
@@ -131,7 +132,7 @@ RULES = (
     Rule(
         ("method.targets",),
         lambda recipe: _is_pattern(getattr(recipe.method, "targets", "auto")),
-        "a single text is a regular expression for whole module names, and this is none",
+        "a single text is a regular expression for whole module names, and this is none, or one that may take too long",
         "for roles or name suffixes write a list: [q, v]",
     ),
     Rule(

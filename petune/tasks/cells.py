@@ -18,8 +18,10 @@ def clean(value: object, name: str, *, may_be_empty: bool = False) -> str:
         raise Bad(f"{name} is {kind_of(value)}", "a string", kind_of(value))
     if not value.strip() and not may_be_empty:
         raise Bad(f"{name} is empty")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise Bad(f"{name} holds half of a surrogate pair, which is no character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise Bad(f"{name} holds half of a surrogate pair, which is no character") from None
     return value
 
 

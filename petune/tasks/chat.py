@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from petune.errors import DataError, FileError
+from petune.tasks.bounded import bounded
 from petune.tasks.examples import MASKED, Coder, Example, causal_example
 from petune.tasks.rows import Conversation, Message, Row
 
@@ -19,7 +20,19 @@ from petune.tasks.rows import Conversation, Message, Row
 def encode_chat(rows: Sequence[Row], coder: Coder) -> list[Example]:
     """One example per Conversation. FileError if the tokenizer has no chat template, DataError if it cannot render a conversation."""
     need_template(coder)
-    return [_example(row, coder) for row in rows if isinstance(row, Conversation)]
+    talks = [row for row in rows if isinstance(row, Conversation)]
+    rendered = bounded(lambda row: _rendered(row, coder), talks, _name(coder))
+    return [_example(row, coder, *found) for row, found in zip(talks, rendered, strict=True)]
+
+
+def prompt_of(turns: Sequence[Message], coder: Coder) -> str:
+    """The conversation up to where the assistant speaks next, as text. FileError as `encode_chat`, and for a template without end."""
+    need_template(coder)
+    return str(next(bounded(lambda said: render(said, coder, "prompt", prompt=True), [turns], _name(coder))))
+
+
+def _name(coder: Coder) -> str:
+    return f"the chat template of {coder.tokenizer.name_or_path or 'the tokenizer'}"
 
 
 def need_template(coder: Coder) -> None:
@@ -42,6 +55,8 @@ def render(messages: Sequence[Message], coder: Coder, where: str, *, tools: Sequ
     schemas: list[Any] | None = [dict(tool) for tool in tools] or None
     try:
         return str(coder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt, tools=schemas))
+    except MemoryError:
+        raise
     except Exception as error:  # a template is a program: what it raises is its own affair
         raise DataError(f"the chat template refuses the conversation: {error}", where=where, found=_roles(messages)) from error
 
@@ -98,15 +113,20 @@ def _refuse_lost(row: Conversation, whole: str, coder: Coder) -> None:
         raise DataError(f"the chat template does not render {missing}: it would be lost", where=row.where, remedy=remedy)
 
 
-def _example(row: Conversation, coder: Coder) -> Example:
+def _rendered(row: Conversation, coder: Coder) -> tuple[str, list[tuple[int, int]], bool]:
+    """The rendered conversation, what of it is trained, and whether the end token must follow."""
     text, trained = spans(row, coder)
+    last = row.messages[-1]
+    return text, trained, last.role == "assistant" and last.trained and not _ends(text, trained[-1], row, coder)
+
+
+def _example(row: Conversation, coder: Coder, text: str, trained: Sequence[tuple[int, int]], unended: bool) -> Example:
     coded = coder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, places = list(coded["input_ids"]), coded["offset_mapping"]
     labels = [
         token if any(start <= begin < end for start, end in trained) else MASKED for token, (begin, _) in zip(ids, places, strict=True)
     ]
-    last = row.messages[-1]
-    if last.role == "assistant" and last.trained and not _ends(text, trained[-1], row, coder):
+    if unended:
         ids, labels = [*ids, coder.eos()], [*labels, coder.eos()]
     return causal_example(ids, labels, row.where, coder)
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from petune.errors import DataError, FileError, UsageError
 from petune.tasks.causal import opened, prompt_text
-from petune.tasks.chat import need_template
-from petune.tasks.chat import render as render_chat
+from petune.tasks.chat import prompt_of
 from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
-from petune.tasks.examples import Coder, Example
+from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
 from petune.tasks.packing import pack
 from petune.tasks.report import DataReport, percentile
@@ -68,7 +67,8 @@ def encode(
     labels, segments = rows.labels, model_kind == "encoder"
     coder = make_coder(tokenizer, config, max_positions=max_positions, labels=labels, segments=segments)
     work = find_task(task).encode
-    sides = [work(side, coder) for side in (rows.train, rows.eval)]
+    with whole_tokenizer(tokenizer):
+        sides = [work(side, coder) for side in (rows.train, rows.eval)]
     for side in sides:
         _check_ids(side, vocab_size)
     train, held_out = ([example for example in side if example.trained] for side in sides)
@@ -122,9 +122,8 @@ def encode_prompt(
     if task not in ("seq2seq", "causal", "chat"):
         raise UsageError(f"a model of task {task} does not generate", remedy="petune eval scores it")
     if task == "chat":
-        need_template(coder)
         turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-        return coder.ids([render_chat(turns, coder, "prompt", prompt=True)], special=False)[0]
+        return coder.ids([prompt_of(turns, coder)], special=False)[0]
     if not isinstance(prompt, str):
         raise UsageError(f"task {task} generates from a text, not from turns", remedy="use task: chat")
     if task == "seq2seq":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from petune.errors import FileError
 from petune.tasks.configs import DataConfig
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MASKED = -100
+AT_A_TIME = 256  # texts in one call of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,20 @@ class Coder:
 
     def ids(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Token ids of each text, with the tokenizer's own special tokens or none."""
-        if not texts:
-            return []
-        return list(self.tokenizer(list(texts), add_special_tokens=special, verbose=False, return_attention_mask=False)["input_ids"])
+        return self._all_ids(texts, add_special_tokens=special, return_attention_mask=False)
+
+    def target_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text as the target of seq2seq."""
+        return self._all_ids(texts, as_target=True)
+
+    def _all_ids(self, texts: Sequence[str], *, as_target: bool = False, **options: Any) -> list[list[int]]:
+        """Some texts at a time: between two calls of the tokenizer Python hears signals."""
+        found: list[list[int]] = []
+        for start in range(0, len(texts), AT_A_TIME):
+            some = list(texts[start : start + AT_A_TIME])
+            given = {"text_target": some} if as_target else {"text": some}
+            found += self.tokenizer(**given, verbose=False, **options)["input_ids"]
+        return found
 
     def eos(self) -> int:
         """The end token. FileError without one: a model that never sees an end never learns to stop."""
@@ -107,3 +119,15 @@ def cut_on(tokenizer: PreTrainedTokenizerBase, side: str) -> Iterator[None]:
         yield
     finally:
         tokenizer.truncation_side = before
+
+
+@contextmanager
+def whole_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Raise FileError where the tokenizer's own program breaks down inside: a regular expression of its file without end, above all."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a BaseException of a module that cannot be imported
+            raise
+        name = tokenizer.name_or_path or "tokenizer"
+        raise FileError(f"the tokenizer breaks down: {error}", where=name, remedy="take another copy of the model") from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from petune.errors import DataError, MachineError, Problem
+from petune.log import human
 from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
 from petune.tasks.faults import Faults
@@ -173,6 +174,10 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
 
 # --- tables ---
 
+AT_A_TIME = 64  # rows of a Parquet file
+EMPTY_ROW = 64  # bytes that a row takes at least, for the sum
+MOST_DECODED, MOST_GROWTH = 2**30, 1000  # the rows of a Parquet file may take 1 GiB and 1,000 times its size
+
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 
@@ -217,19 +222,50 @@ def _header(cells: list[str], where: str, delimiter: str) -> list[str]:
 
 
 def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
-    """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's number, from 1."""
-    import pyarrow  # type: ignore[import-untyped]  # comes with datasets
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's number, from 1.
 
+    Some rows are in memory at a time. Raises DataError for a damaged file, and for one that holds far more than its size lets expect.
+    """
+    import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
+
+    name, number = shown(path), 0
+    most = MOST_DECODED + MOST_GROWTH * path.stat().st_size
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        name, number, names = shown(path), 0, class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
-        for batch in file.iter_batches():
+        names = class_names_of((file.schema_arrow.metadata or {}).get(b"huggingface"))
+        held = sum(file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
+        _refuse_grown(held, most, path)
+        held = 0
+        for batch in file.iter_batches(batch_size=AT_A_TIME, use_threads=False):
             for columns in batch.to_pylist():
                 number += 1
+                held += EMPTY_ROW + _size(columns)
+                _refuse_grown(held, most, path)
                 yield Record(f"{name}:{number}", named(columns, names))
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"not a whole Parquet file: {error}", where=shown(path), remedy="fetch or write it again") from error
+    except DataError:
+        raise
+    except Exception as error:  # pyarrow raises bare classes of its own, and OSError without a number, for damaged files
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"not a whole Parquet file: {first}", where=name, remedy="fetch or write it again") from error
+
+
+def _size(value: Any) -> int:
+    """About how many bytes a value takes: the characters of its texts, and 8 for anything else."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, list | tuple):
+        return 8 + sum(map(_size, value))
+    return 8 + sum(map(_size, value.values())) if isinstance(value, dict) else 8
+
+
+def _refuse_grown(held: int, most: int, path: Path) -> None:
+    """DataError for a file whose rows take more than `most` bytes."""
+    if held > most:
+        found = f"a file of {human(path.stat().st_size)}"
+        remedy = "it is damaged or made to fill the memory; if it is meant, write it as .jsonl"
+        raise DataError(f"the rows take more than {human(most)}", where=shown(path), found=found, remedy=remedy)
 
 
 Reader = Callable[[Path, Faults], Iterator[Record]]

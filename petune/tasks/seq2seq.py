@@ -13,7 +13,7 @@ def encode_seq2seq(rows: Sequence[Row], coder: Coder) -> list[Example]:
     pairs = [row for row in rows if isinstance(row, Pair)]
     eos = coder.eos()
     sources = coder.ids([coder.config.prefix + row.source for row in pairs])
-    targets = list(coder.tokenizer(text_target=[row.target for row in pairs], verbose=False)["input_ids"]) if pairs else []
+    targets = coder.target_ids([row.target for row in pairs])
     examples = []
     with cut_on(coder.tokenizer, coder.config.truncation):
         for row, source, target in zip(pairs, sources, targets, strict=True):

@@ -61,7 +61,7 @@ class Source:
         if self.given:
             yield from self.given.records(side, faults)
         if self.saved:
-            yield from _records(shown(self.saved), _saved_load(self.saved), "/", side)
+            yield from _whole(_records(shown(self.saved), _saved_load(self.saved), "/", side), self.saved)
         for path in self.train if side == "train" else self.held_out:
             yield from read_file(path, faults, whole=whole)
 
@@ -175,10 +175,31 @@ def _saved_load(folder: Path) -> Any:
 
     try:
         found = datasets.load_from_disk(str(folder))
+        splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+        for split in splits.values():
+            split.data.table.validate(full=True)  # or a wrong offset would be read from where it points to
     except Exception as error:  # datasets and pyarrow raise bare classes of their own for damaged files
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"not a whole data set saved by datasets: {first}", where=shown(folder), remedy="save or copy it again") from error
-    return found if isinstance(found, datasets.DatasetDict) else {"train": found}
+        raise _not_whole(folder, error) from error
+    return splits
+
+
+def _whole(records: Iterator[Record], folder: Path) -> Iterator[Record]:
+    """The records of a saved data set. Raises DataError where reading them finds it damaged."""
+    while True:
+        try:
+            record = next(records, None)
+        except DataError:
+            raise
+        except Exception as error:
+            raise _not_whole(folder, error) from error
+        if record is None:
+            return
+        yield record
+
+
+def _not_whole(folder: Path, error: Exception) -> DataError:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return DataError(f"not a whole data set saved by datasets: {first}", where=shown(folder), remedy="save or copy it again")
 
 
 def _hub_load(name: str, config: str | None, split: str | None) -> Any:

@@ -32,6 +32,7 @@ WRONG: list[tuple[str, str, bytes, str, list[str]]] = [
         "classify",
         ["d.jsonl:5", "longer than 16 MiB"],
     ),
+    ("a CSV line without end", "d.csv", b"text,label\n" + b"x" * (MAX_LINE_BYTES + 1), "classify", ["d.csv:2", "longer than 16 MiB"]),
     (
         "a duplicate key",
         "d.jsonl",

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from petune.errors import DataError, FileError, UsageError
@@ -225,3 +226,12 @@ def test_a_prompt_is_written_as_the_trained_rows_were(tokenizer, chat_tokenizer)
     prompt = encode_prompt(DIALOGUE.messages[:2], "chat", chat_tokenizer, CONFIG)
     assert chat.input_ids[: len(prompt)] == prompt and chat.labels[len(prompt)] != MASKED
     assert tokenizer.decode(encode_prompt("ask", "causal", tokenizer, CONFIG)) == "<s>ask"
+
+
+def test_a_pattern_of_the_tokenizer_that_never_ends_is_a_fault_of_the_models_files(tokenizer) -> None:
+    splitter = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    splitter.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    hostile = PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token="</s>", pad_token="<pad>")
+    with pytest.raises(FileError, match=r"the tokenizer breaks down: .*retry-limit") as caught:
+        coded(hostile, "causal", Text("d:1", "a" * 40 + "b"))
+    assert caught.value.code == 4

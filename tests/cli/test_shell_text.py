@@ -1,0 +1,90 @@
+"""Text that a shell would run, in every string of a recipe, in paths, names, rows and prompts: nothing runs it or starts a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petune.recipe import Recipe, load_recipe
+from tests.cli.conftest import Type
+from tests.small_runs import as_yaml, settings, write_model
+from tests.small_runs import no_picture as no_picture
+
+SHELL = ("$(touch OWNED)", "`touch OWNED`", "; touch OWNED", "| sh -c 'touch OWNED'", "&& touch OWNED #", "\ntouch OWNED\n", "%(x)s{0}")
+ALL = "x" + "".join(SHELL).replace("\n", " ")
+STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
+_started: list[Any] | None = None
+
+
+def _listen(event: str, arguments: tuple[Any, ...]) -> None:
+    if _started is not None and event in STARTS:
+        _started.append((event, arguments))
+
+
+sys.addaudithook(_listen)  # there is no way to take one away: it hears nothing but in these tests
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(tmp_path: Path) -> Iterator[None]:
+    """No process is started, and no file of that name is made."""
+    global _started
+    _started = []
+    yield
+    found, _started = _started, None
+    assert found == []
+    assert list(tmp_path.rglob("OWNED*")) == [] and not Path("OWNED").exists()
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_run_whose_every_name_is_shell_text_only_trains(type_: Type, tmp_path: Path):
+    name = ALL.replace("/", "")
+    model, rows, out = write_model(tmp_path / f"m {name}", "bert"), tmp_path / f"d {name}.jsonl", f"run {name}"
+    texts = [json.loads(line)["text"] for line in Path(settings(tmp_path, "bert")["data"]["path"]).read_text().splitlines()]
+    columns = {"text": f"t {ALL}", "label": f"l {ALL}"}
+    lines = ({columns["text"]: f"{text} {ALL}", columns["label"]: f"{number % 2} {ALL}"} for number, text in enumerate(texts))
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = {"name": name, "model": str(model), "task": "classify", "out": out, "max_steps": 2, "warmup": 0, "device": "cpu"}
+    recipe |= {"method": {"name": "lora", "r": 2, "targets": ["query"]}, "data": {"path": str(rows), "columns": columns, "prefix": ALL}}
+    file = as_yaml(tmp_path / f"r {name}.yaml", recipe | {"lr": 1e-3})
+    for words in (["check", str(file)], ["plan", str(file)], ["data", str(file)], ["train", str(file)], ["eval", out], ["merge", out]):
+        shown = type_(*words)
+        assert shown.code == 0, (words[0], shown.err)
+    assert type_("export", out, "--to", "peft").code == 0
+    for text in SHELL:
+        assert type_("generate", out, text).out.strip()[2:] == ALL
+
+
+def strings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every setting that may hold a text."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from strings(inner, (*path, key))
+        elif not isinstance(inner, bool | int | float):
+            yield (*path, key)
+
+
+FIELDS = [".".join(path) for path in strings(load_recipe("llama_lora").resolved())]
+
+
+def test_the_fields_are_those_of_the_schema():
+    assert {field.partition(".")[0] for field in FIELDS} <= set(Recipe.model_fields) and len(FIELDS) > 25
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_shell_text_in_a_setting_is_a_text_or_refused(field: str, type_: Type, tmp_path: Path):
+    shown = type_("check", "llama_lora", f"{field}={json.dumps(ALL + '${IFS}')}")
+    assert shown.code in (0, 2, 3, 4), shown.err
+    assert "Traceback" not in shown.err + shown.out
+
+
+def test_a_process_would_be_noticed():
+    global _started
+    subprocess.run(["true"], check=True)
+    assert _started and _started[0][0] == "subprocess.Popen"
+    _started = []

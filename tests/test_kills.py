@@ -1,0 +1,61 @@
+"""Runs of two processes of which one is killed at random moments, again and again: nothing that was committed is lost, no bit differs.
+
+The long form, of other plans and with other plans to go on by, is in tests/test_parallel_runs.py.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petune import checkpoint
+from petune.parallel import group
+from tests.small_runs import assert_same_run, state_of
+from tests.small_runs import no_picture as no_picture
+from tests.test_parallel_runs import PLANS, killed, small, trained
+
+KILLS = {"dp": 9, "pp": 8, "galaxy": 8}  # 25
+LONGEST = 0.2  # seconds after training began
+
+
+def assert_same_bits(found: Path, expected: Path) -> None:
+    """Two checkpoints of one step; Python's and numpy's generators are those of their processes."""
+    (tensors, facts), (others, other_facts) = state_of(found), state_of(expected)
+    assert tensors.keys() == others.keys() and facts["optimizer"] == other_facts["optimizer"]
+    for name, value in tensors.items():
+        assert name in ("rng/python", "rng/numpy") or torch.equal(value, others[name]), name
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("plan", KILLS)
+def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every kill may come in a step, an evaluation, a save or a rotation; after each the newest checkpoint is whole and the right one."""
+    monkeypatch.setattr(group, "BEAT_S", 0.02)
+    monkeypatch.setattr(group, "SILENT_S", 0.1)
+    draw, hits, runs = random.Random(plan), 0, 0
+    shape: dict[str, Any] = {"save_every": 1, "eval_every": 5, "max_steps": 10, "epochs": 10, "timeout": 2, "parallel": PLANS[plan]}
+    straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))
+    while hits < KILLS[plan]:
+        recipe, resume = small(tmp_path, "llama", "lora", **shape, keep=2, out=f"run-{runs}"), False
+        folder = Path(recipe["out"])
+        while hits < KILLS[plan]:
+            rank, after_s = draw.randrange(2), draw.uniform(0, LONGEST)
+            found = killed(recipe, rank, after_s, resume=resume)
+            if found[rank].code != -signal.SIGKILL:
+                break  # it had ended before
+            hits, resume = hits + 1, True
+            what = (hits, rank, after_s, found[1 - rank])
+            assert found[1 - rank].code in (0, 6), what
+            assert found[1 - rank].code == 0 or found[1 - rank].seconds - found[rank].seconds < 10, what
+            if checkpoint.candidates(folder / "checkpoints"):
+                path, _, damaged = checkpoint.newest_good(folder / "checkpoints")
+                assert not damaged, (what, damaged)
+                assert_same_bits(path, straight / "checkpoints" / path.name)
+        trained(recipe, resume=resume)
+        assert_same_run(folder, straight, same_process=False)
+        runs += 1

@@ -1,0 +1,164 @@
+"""SIGTERM and Ctrl-C in every phase of a run: heeded within two seconds; before training nothing is left behind, after it the state is.
+
+Each phase is made to last half a minute, in steps as its own Python makes them, and the signal comes as it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import petune.assemble
+from petune import checkpoint
+from petune.errors import Stopped
+from petune.parallel import group
+from petune.stopping import StopNow, StopRequest
+from tests.group_pool import ends
+from tests.small_runs import assert_same_run, newest, run, settings
+from tests.small_runs import no_picture as no_picture
+from tests.test_parallel_runs import PLANS, small
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+PREPARING = {  # what is called in each phase before training
+    "reading the rows": "petune.tasks.sources.read_file",
+    "splitting": "petune.tasks.load.split_off",
+    "loading the tokenizer": "petune.models.load.AutoTokenizer.from_pretrained",
+    "tokenizing": "petune.tasks.examples.Coder._all_ids",
+    "rendering a template": "petune.tasks.chat.render",
+    "reading the weights": "petune.models.load._check_finite",
+    "adding the method": "petune.assemble.tune",
+    "placing the model": "petune.loop.run_on",
+}
+
+
+def long(what: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let a function last half a minute; this process gets the signal as it is called. When it was."""
+    original, called, here = pkgutil.resolve_name(what), list[float](), os.getpid()
+
+    def lasting(*arguments: Any, **named: Any) -> Any:
+        if not called:
+            called.append(time.monotonic())
+            os.kill(here, number)
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                time.sleep(0.001)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(what, lasting)
+    return called
+
+
+@pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PREPARING), ("tokenizing", signal.SIGINT)])
+def test_a_signal_before_training_ends_the_run_at_once_and_leaves_nothing(
+    phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    task = "chat" if phase == "rendering a template" else "causal"
+    recipe = settings(tmp_path, task=task)
+    recipe["data"] = {"path": recipe["data"]["path"]}
+    before, handlers = sorted(tmp_path.rglob("*")), [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    called = long(PREPARING[phase], number, monkeypatch)
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name} before training began; nothing was written") as caught:
+        run(recipe)
+    assert time.monotonic() - (called or [began])[0] < 2
+    assert caught.value.code == 75
+    assert sorted(tmp_path.rglob("*")) == before
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_a_library_that_swallows_everything_does_not_swallow_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def swallowing(*arguments: Any, **named: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except BaseException:
+            pass
+        return tune(*arguments, **named)
+
+    tune = petune.assemble.tune
+    monkeypatch.setattr("petune.assemble.tune", swallowing)
+    with pytest.raises(Stopped, match="before training began"):
+        run(settings(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+TRAINING: dict[str, tuple[str, int]] = {  # what is called in each phase of training; at which step the run stops
+    "the checksums": ("petune.loop.Training._audit", 0),
+    "the score of the base": ("petune.loop.Training.evaluate", 0),
+    "the first batch": ("petune.loop.Training.micro_batches", 1),
+    "a save": ("petune.loop.write_state", 1),
+    "an evaluation": ("petune.loop.Training._evaluate_and_compare", 2),
+}
+
+
+@pytest.mark.parametrize("phase", TRAINING)
+def test_a_signal_in_training_is_heeded_at_the_next_safe_place_and_nothing_is_lost(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    what, step = TRAINING[phase]
+    original, called = pkgutil.resolve_name(what), list[float]()
+
+    def signalled(*arguments: Any, **named: Any) -> Any:
+        if not called:
+            called.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **named)
+
+    shape = {"eval_every": 2, "max_steps": 4}
+    straight = run(settings(tmp_path, **shape, out="straight"))
+    monkeypatch.setattr(what, signalled)
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM at step {step} of 4; saved"):
+        run(settings(tmp_path, **shape))
+    assert called and time.monotonic() - called[0] < 2
+    assert newest(tmp_path / "run").name == f"step-{step}"
+    checkpoint.verify(newest(tmp_path / "run"))
+    run(settings(tmp_path, **shape), resume=True)
+    assert_same_run(tmp_path / "run", straight.folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "BEAT_S", 0.1)
+
+    def train(recipe: dict[str, Any]) -> None:
+        load = petune.assemble.load_rows
+
+        def lasting(*arguments: Any, **named: Any) -> Any:
+            if group.started()[0] == rank:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGTERM)
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                time.sleep(0.001)
+            return load(*arguments, **named)
+
+        petune.assemble.load_rows = lasting
+        run(recipe)
+
+    recipe = small(tmp_path, "bert", "lora", parallel=PLANS["dp"])
+    began = time.monotonic()
+    found = ends(2, train, recipe)
+    assert [end.code for end in found] == [75, 75], found
+    assert all("before training began" in str(end.error) for end in found)
+    assert time.monotonic() - began < 10
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_ctrl_c_interrupts():
+    stop = StopRequest()
+    with stop.listening():
+        stop.save_first()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    stop = StopRequest()
+    stop.name = "SIGTERM"
+    with pytest.raises(StopNow):
+        stop.save_first()
