@@ -21,6 +21,7 @@ import stat
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError, MachineError, PetuneError, Problem, UsageError, nearest
+from petune.file_hashes import leaf_hashes, number_of_blocks, whole_and_leaf_hashes
 from petune.log import human, warn
 from petune.tensorfile import (
     open_regular,
@@ -61,16 +63,21 @@ __all__ = [
     "write_tensors",
 ]
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # version 1 has no leaf hashes
 MANIFEST = "manifest.json"
 POINTER = "latest"
+SNAPSHOTS = "snapshots"  # a folder of its own inside one of checkpoints, so that neither's rotation sees the other's
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LEFTOVER = re.compile(r"step-(0|[1-9][0-9]{0,17})\.(tmp|old|gone)-[0-9]+")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: `files` maps a relative path to its size in bytes and its SHA-256; `facts` is the writer's JSON."""
+    """What a checkpoint holds: `facts` is the writer's JSON, `files` maps a relative path to what is known of its bytes.
+
+    That is `size`, `sha256` of all of them, and, from version 2 on, `blocks`: the SHA-256 of every 64 MiB.
+    """
 
     version: int
     run_id: str
@@ -82,9 +89,12 @@ class Manifest:
 # ---------------------------------------------------------------- writing
 
 
-def commit(root: Path, step: int, write: Callable[[Path], None], *, run_id: str, facts: Mapping[str, Any]) -> Path:
+def commit(
+    root: Path, step: int, write: Callable[[Path], None], *, run_id: str, facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+) -> Path:
     """Save one checkpoint as `root/step-N`: `write` fills an empty folder, which takes its name whole or never.
 
+    `facts` may be asked for when all else is on disk.
     Saving a step again replaces it without a moment in which neither is found. Raises MachineError (disk full, permission, ...) and
     whatever `write` raises; then nothing of the attempt is left and every earlier checkpoint is as it was.
     """
@@ -120,7 +130,7 @@ def _prepare(root: Path, work: Path, old: Path, final: Path) -> None:
     work.mkdir()
 
 
-def _seal(work: Path, step: int, run_id: str, facts: Mapping[str, Any]) -> None:
+def _seal(work: Path, step: int, run_id: str, facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
     """Flush every file and folder of `work` and write the manifest last, so that its presence says that all else is there."""
     names, problems = _contents(work)
     problems += [Problem(fault, where=str(work / name)) for name in names if (fault := _path_fault(name))]
@@ -130,7 +140,8 @@ def _seal(work: Path, step: int, run_id: str, facts: Mapping[str, Any]) -> None:
     files = {name: _flush(work / name, mode) for name in names}
     for folder in sorted({parent for name in names for parent in (work / name).parents if parent.is_relative_to(work)}, reverse=True):
         sync_folder(folder)
-    content = {"version": VERSION, "run_id": run_id, "step": step, "facts": dict(facts), "files": files}
+    known = dict(facts() if callable(facts) else facts)
+    content = {"version": VERSION, "run_id": run_id, "step": step, "facts": known, "files": files}
     write_file(work / MANIFEST, [_render(content)], sync=True)
 
 
@@ -139,7 +150,8 @@ def _flush(path: Path, mode: int) -> dict[str, Any]:
         if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o666 != mode:
             os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        whole, blocks = whole_and_leaf_hashes(file)
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": whole, "blocks": blocks}
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
@@ -188,16 +200,23 @@ def verify(path: Path) -> Manifest:
     """
     manifest = _read_manifest(path)
     problems = _compare(path, manifest)
-    for name, fields in manifest.files.items():
-        if problems:
-            break  # the sizes tell already; hashing gigabytes would not say more
-        with open_regular(path / name) as file, reading(path / name):
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != fields["sha256"]:
-            problems.append(_damaged("has been changed or damaged", path / name, f"sha256 {fields['sha256'][:16]}…", f"{found[:16]}…"))
+    if not problems:  # else the sizes tell already; hashing gigabytes would not say more
+        problems = [found for name, fields in manifest.files.items() if (found := _changed(path / name, fields))]
     if problems:
         raise FileError(problems)
     return manifest
+
+
+def _changed(file: Path, fields: Mapping[str, Any]) -> Problem | None:
+    """The first block of a file whose SHA-256 is another one, the whole file where the manifest (version 1) knows of no blocks."""
+    expected = fields.get("blocks", [fields["sha256"]])
+    with open_regular(file) as held, reading(file):
+        found = leaf_hashes(held) if "blocks" in fields else [hashlib.file_digest(held, "sha256").hexdigest()]
+    for at, (one, other) in enumerate(zip_longest(expected, found, fillvalue=""), 1):
+        if one != other:
+            block = "" if len(expected) == 1 else f", in block {at} of {len(expected)}"
+            return _damaged(f"has been changed or damaged{block}", file, f"sha256 {one[:16]}…", f"{other[:16]}…")
+    return None
 
 
 def _damaged(what: str, path: Path, expected: str | None = None, found: str | None = None) -> Problem:
@@ -217,9 +236,10 @@ def _read_manifest(path: Path) -> Manifest:
     if not isinstance(found, dict):
         raise FileError([_damaged("the manifest is not a JSON object", file)])
     version = found.get("version")
-    if version != VERSION or type(version) is not int:
+    if version not in READABLE or type(version) is not int:
+        what = "a newer version of manifest" if type(version) is int and version > VERSION else "another version of manifest"
         remedy = "use the petune that wrote it, or another checkpoint"
-        raise FileError("another version of manifest", where=str(file), expected=str(VERSION), found=repr(version)[:40], remedy=remedy)
+        raise FileError(what, where=str(file), expected=" or ".join(map(str, READABLE)), found=repr(version)[:40], remedy=remedy)
     seal = found.pop("seal", None)
     try:
         whole = isinstance(seal, str) and _render(found) == text
@@ -237,13 +257,22 @@ def _manifest(found: Mapping[str, Any], file: Path) -> Manifest:
     """Types first: a seal is no signature, and whoever can edit a file can seal it again."""
     kinds = {"version": int, "run_id": str, "step": int, "facts": dict, "files": dict}
     if set(found) != set(kinds) or any(type(found[key]) is not kind for key, kind in kinds.items()) or not found["files"]:
-        raise FileError([_damaged("the manifest's fields are not those of version 1", file, ", ".join(kinds), ", ".join(found)[:200])])
+        raise FileError([_damaged("the manifest's fields are not those of a manifest", file, ", ".join(kinds), ", ".join(found)[:200])])
     for name, fields in found["files"].items():
         if fault := _path_fault(name):
             raise FileError([_damaged(fault, file, "a path inside the checkpoint", repr(name)[:200])])
-        if not isinstance(fields, dict) or {key: type(value) for key, value in fields.items()} != {"size": int, "sha256": str}:
-            raise FileError([_damaged(f"the manifest's entry for {name!r} is not size and sha256", file)])
+        if not _is_entry(fields, found["version"]):
+            needed = "size and sha256" if found["version"] == 1 else "size, sha256 and as many blocks"
+            raise FileError([_damaged(f"the manifest's entry for {name!r} is not {needed}", file)])
     return Manifest(**found)
+
+
+def _is_entry(fields: object, version: int) -> bool:
+    kinds = {"size": int, "sha256": str} | ({} if version == 1 else {"blocks": list})
+    if not isinstance(fields, dict) or {key: type(value) for key, value in fields.items()} != kinds:
+        return False
+    blocks = fields.get("blocks", [])
+    return version == 1 or (len(blocks) == number_of_blocks(fields["size"]) and all(type(one) is str for one in blocks))
 
 
 def _compare(path: Path, manifest: Manifest) -> list[Problem]:
@@ -288,7 +317,15 @@ def _path_fault(name: str) -> str | None:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Checkpoints by their folder's name, newest step first (10 before 9); nothing is verified. A missing root has none."""
+    """Checkpoints and snapshots by their folder's name, newest step first (10 before 9), of one step the checkpoint; nothing is verified.
+
+    A missing root has none.
+    """
+    found = {(step, kind): path for kind, place in enumerate((root / SNAPSHOTS, root)) for step, path in _by_step(place).items()}
+    return [found[key] for key in sorted(found, reverse=True)]
+
+
+def _by_step(root: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     with reading(root):
         names = os.listdir(root) if root.is_dir() else []
@@ -297,7 +334,7 @@ def candidates(root: Path) -> list[Path]:
             found[int(match[1])] = root / name
         elif (match := _LEFTOVER.fullmatch(name)) and match[2] == "old":
             found.setdefault(int(match[1]), root / name)
-    return [found[step] for step in sorted(found, reverse=True)]
+    return found
 
 
 def newest_good(root: Path) -> tuple[Path, Manifest, list[Problem]]:
@@ -317,29 +354,32 @@ def newest_good(root: Path) -> tuple[Path, Manifest, list[Problem]]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Names of what killed saves and rotations left in a folder of checkpoints."""
-    names = os.listdir(root) if root.is_dir() else []
-    return sorted(name for name in names if _LEFTOVER.fullmatch(name) or name.startswith(f".{POINTER}.tmp-"))
+    """What killed saves and rotations left in a folder of checkpoints, as relative paths."""
+    found = []
+    for prefix in ("", f"{SNAPSHOTS}/"):
+        names = os.listdir(root / prefix) if (root / prefix).is_dir() else []
+        found += [prefix + name for name in sorted(names) if _LEFTOVER.fullmatch(name) or name.startswith(f".{POINTER}.tmp-")]
+    return found
 
 
 def sweep(root: Path) -> list[str]:
     """Remove what killed saves and rotations left, and finish a replacement that was cut off; call it holding the RunLock.
 
-    Returns the names dealt with. Raises MachineError.
+    Returns the relative paths dealt with. Raises MachineError.
     """
     with writing(root):
         found = leftovers(root)
-        for name in found:
-            match = _LEFTOVER.fullmatch(name)
+        for path in [root / name for name in found]:
+            match = _LEFTOVER.fullmatch(path.name)
             if match and match[2] == "old":
-                _settle(root / name, root / f"step-{match[1]}")
+                _settle(path, path.with_name(f"step-{match[1]}"))
             else:
-                _remove(root / name)
+                _remove(path)
     return found
 
 
 def rotate(root: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints and the protected ones; returns the deleted. Call it after commit.
+    """Delete all but the newest `keep` checkpoints of this very folder and the protected ones; returns the deleted. Call it after commit.
 
     Only checkpoints whose names and sizes fit their manifest count as kept, so damaged ones never push the last good one out.
     Raises UsageError for keep < 2 (one flipped bit would end the run), MachineError.
@@ -349,7 +389,8 @@ def rotate(root: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
     safe = {Path(path).resolve() for path in protect}
     deleted: list[Path] = []
     whole = 0
-    for path in candidates(root):
+    own = _by_step(root)
+    for path in [own[step] for step in sorted(own, reverse=True)]:
         if whole < keep:
             whole += _looks_whole(path)
         elif _COMMITTED.fullmatch(path.name) and not path.is_symlink() and path.resolve() not in safe:
@@ -378,7 +419,7 @@ def set_aside(root: Path, after: int) -> list[Path]:
     for path in candidates(root):
         match = re.match(r"step-([0-9]+)", path.name)
         if match and int(match[1]) > after:
-            target = root / f"aside-step-{match[1]}"
+            target = path.with_name(f"aside-step-{match[1]}")
             with writing(path):
                 _remove(target)
                 os.rename(path, target)

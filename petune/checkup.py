@@ -76,14 +76,15 @@ def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:
     """Verify every checkpoint; what --resume would do with them."""
     whole: dict[Path, bool] = {}  # and whether it is of this run
     for path in checkpoint.candidates(folder.checkpoints):
+        kind = "snapshot" if path.parent.name == checkpoint.SNAPSHOTS else "checkpoint"
         manifest = found.attempt(partial(checkpoint.verify, path), path if state == "running" else None)
         if manifest is None:
-            found.facts.append(("checkpoint", f"{path.name} IS DAMAGED"))
+            found.facts.append((kind, f"{path.name} IS DAMAGED"))
             continue
         found.attempt(partial(folder.refuse_other_run, manifest.run_id, path))
         whole[path] = folder.run_id() in (None, manifest.run_id)
         size = human(sum(int(entry["size"]) for entry in manifest.files.values()))
-        found.facts.append(("checkpoint", f"{path.name} is whole, {size}" + ("" if whole[path] else ", BUT OF ANOTHER RUN")))
+        found.facts.append((kind, f"{path.name} is whole, {size}" + ("" if whole[path] else ", BUT OF ANOTHER RUN")))
     best = folder.path / "best"
     if best.is_file():
         place = (best.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[0]

@@ -7,12 +7,11 @@ is over 300 lines long because stepping, saving and ending one run are one story
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -20,20 +19,19 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from petune import checkpoint, export, ranks
+from petune import checkpoint, export, ranks, state
 from petune.assemble import Prepared, build, choose_place, run_on
 from petune.audit import Audit, comparable, digest, frozen_checksums
 from petune.callbacks import Callbacks
+from petune.control import head_only_control, untouched_base
 from petune.dropout import step_key
-from petune.errors import FileError, MachineError, Problem, RecipeError, Stopped, TrainingFault
-from petune.evaluate import Batch, batches, evaluate, head_only, scoring, shortcomings
+from petune.errors import FileError, RecipeError, Stopped, TrainingFault
+from petune.evaluate import Batch, evaluate, scoring, shortcomings
 from petune.file_hashes import FileHashes
-from petune.generators import seed_others
+from petune.generators import rng_state, seed_others, set_rng_state
 from petune.log import phase
-from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters, without_tuning
+from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters
 from petune.methods.configs import FullConfig
-from petune.methods.targets import head_modules
-from petune.models import family_of
 from petune.models.source import weight_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, local
@@ -41,13 +39,14 @@ from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
-from petune.state import fill, gather_state, make_optimizer, refuse_tuned_folder, restore_state, scatter_state, tuned_of, write_state
+from petune.snapshot import KEPT, Snapshots, age
+from petune.spikes import SpikeRule, refuse_non_finite, report_spike, spike_fault
 from petune.stopping import StopAsked, StopRequest
 from petune.tasks import METRICS, Example, class_weights, collate, count, pad_token_id
-from petune.wording import closing_lines, command_to_go_on, header_lines, peak_memory, ways_out
+from petune.wording import closing_lines, command_to_go_on, explain_memory, header_lines, peak_memory
 
 _T = TypeVar("_T")
-_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+Generators = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Training:
@@ -69,35 +68,35 @@ class Training:
         self.place = choose_place(self.recipe)
         self.metric, self.larger_is_better = self._metric()
         self.trackers = Trackers(self.recipe.trackers if mesh.main else ())
-        self.progress = Progress()
+        self.progress, self.trusted = Progress(), 0  # `trusted`: the last step at which the frozen weights were compared
         self.units = prepared.encoded.train
         seed_others(self.recipe.seed)
         self.weights = self._class_weights()
+        self._explain_memory = partial(explain_memory, self.recipe, lambda: self.progress.step + 1)
         with self._explain_memory("loading of the model"):
             model = build(prepared)
             self.described = describe(model), count_parameters(model)
             if group.inside():
                 ranks.agree_on_model(model)
-            self.frozen = self._digest_whole(model) if mesh.plan.world > 1 and mesh.main else None
+            with phase("taking checksums of the whole model"):
+                self.frozen = digest(frozen_checksums(model)) if mesh.plan.world > 1 and mesh.main else None
             if group.inside():
                 group.barrier()  # the main process had more to do
             self.runner = run_on(model, prepared, mesh, self.weights)
         self.model, self.tuned = self.runner.model, self.runner.tuned
         recipe = self.recipe
         self.steps = plan_steps(len(self.units), recipe.batch_size * recipe.accumulate, recipe.epochs, recipe.max_steps, recipe.warmup)
-        self.make_optimizer = partial(make_optimizer, recipe)
+        self.make_optimizer = partial(state.make_optimizer, recipe)
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.run_id = uuid.uuid4().hex
+        self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
+        self.snapshots = Snapshots(folder.checkpoints, mesh.device, state.write_packed, lambda: self.progress.step)
+        self.came_from: list[str] = []  # what the header says of a run that was resumed
         if mesh.main:
             self._check_disk()
         stop.save_first()
 
     # ------------------------------------------------------------ set up
-
-    def _digest_whole(self, model: nn.Module) -> str:
-        """The digest of the frozen tensors of a model that is about to be cut."""
-        with phase("taking checksums of the whole model"):
-            return digest(frozen_checksums(model))
 
     def _metric(self) -> tuple[str, bool]:
         name = self.recipe.metric or self.task.metric
@@ -115,7 +114,7 @@ class Training:
 
     def run(self, resume: bool | str | Path, allow_change: Collection[str] = ()) -> None:
         """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
-        with FileHashes(self._base_files()) as self.base_hashes:  # while the device trains
+        with FileHashes(self._base_files()) as self.base_hashes, self.snapshots:  # while the device trains
             self._run(resume, allow_change)
 
     def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
@@ -129,14 +128,17 @@ class Training:
         try:
             self.trackers.start(self.folder.path, self.recipe.resolved())
             facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
-            self.reporter.header(facts, self.steps.total)
+            self.reporter.header([*facts, *self.came_from], self.steps.total)
             self.runner.barrier()  # the main process had more to do
             if not self.progress.before:
                 self._score_base()
+            if self.recipe.on_spike == "rewind" and not self.progress.step:
+                self.save()  # there is always a state to go back to
             if self._evaluation_due() and self.progress.scored_step != self.progress.step:
                 self._after_step()  # a stop cut this evaluation off
             while self.progress.step < self.steps.total and not self._ended_early():
                 self._check_stop()
+                self.snapshots.check()
                 with phase("first step, which prepares the kernels") if not self.audit.updates else nullcontext():
                     record = self.step()
                 self._has_lost_folder()
@@ -180,6 +182,8 @@ class Training:
         save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0 or step == self.steps.total
         if best or save_due or self._ended_early():
             self.save()
+        elif self.recipe.snapshot_every and step % self.recipe.snapshot_every == 0:
+            self._snapshot()
 
     def _evaluation_due(self) -> bool:
         step, last = self.progress.step, self.progress.step == self.steps.total or self.callbacks.ended_by is not None
@@ -228,6 +232,7 @@ class Training:
         """
         began, number, runner = time.perf_counter(), self.progress.step, self.runner
         group.at_step(number)
+        generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         micro = self.micro_batches(number)
         total = runner.sum([sum(count(_real(batch), self.weights) for batch in micro)])[0]
         if not total:
@@ -242,13 +247,27 @@ class Training:
         with self._explain_memory("forward and backward pass"):
             loss = runner.backward(micro, total, self._dropout_key(number))
         norm = runner.clip(self.recipe.clip)
-        self._refuse_non_finite(loss, norm, number)
+        refuse_non_finite(loss, norm, number + 1, lambda: self._places(number), made=runner.streamed is not None)
+        found = self.spikes.judge(loss, norm, self.progress, runner.any)
+        trained, back = found is None or self.recipe.on_spike == "warn", None
+        if trained:
+            self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if found is not None and not trained:
+            back = self._leave_out(found, number, generators)
+        record = self._record(loss, norm, lr, time.perf_counter() - began, trained)
+        if found is not None:
+            line, more = report_spike(self.recipe.on_spike, found, number + 1, self._places(number), back)
+            self.reporter.note(line)
+            record |= more
+        return record
+
+    def _update(self) -> None:
         self.audit.after_backward()
+        self.snapshots.settle()
         with self._explain_memory("optimizer step"):
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.audit.after_update()
-        return self._record(loss, norm, lr, time.perf_counter() - began)
 
     def _dropout_key(self, step: int) -> int | None:
         """What the masks of a step are drawn from; None leaves them to torch, where recomputing or compiling is not ours."""
@@ -256,27 +275,39 @@ class Training:
         theirs = self.recipe.compile or (not runner.owned and (runner.plan.world == 1 or self.recipe.gradient_checkpointing))
         return None if theirs else step_key(self.recipe.seed, step)
 
-    def _refuse_non_finite(self, loss: float, norm: float, number: int) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        places = [example.where for example in self.rows_of(number)]
-        made = self.runner.streamed is not None and math.isfinite(loss)
-        what = "its update was made inside the backward pass, so this state is lost" if made else "the update was not made"
-        raise TrainingFault(
-            f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite; {what}",
-            where=f"step {number + 1}",
-            found=f"loss {loss}, gradient norm {norm}; rows {', '.join(places[:5])}{' and more' if len(places) > 5 else ''}",
-            remedy="lower lr, use dtype: fp32, or look at these rows; checkpoints hold only finite states",
-        )
+    def _places(self, step: int) -> list[str]:
+        return [example.where for example in self.rows_of(step)]
 
-    def _record(self, loss: float, norm: float, lr: float, seconds: float) -> dict[str, Any]:
+    def _leave_out(self, found: str, number: int, generators: Generators) -> int | None:
+        """End the run before a step that has spiked, or make no update of it; the step that the run has gone back to, where it has.
+
+        `generators`: their state before the step, which the checkpoint of that moment has.
+        """
+        if self.spikes.ends(self.progress):
+            set_rng_state(*generators, "before the step")
+            raise spike_fault(found, number + 1, self._places(number), self.save(), self.progress.spikes)
+        return self._rewind() if self.recipe.on_spike == "rewind" else None
+
+    def _rewind(self) -> int:
+        """Take the newest state on disk, but go on after the step that has spiked: the steps between count as made, and train nothing.
+
+        Returns the step of that state.
+        """
+        self.snapshots.drain()
+        self.runner.barrier()
+        path, manifest = self._saved_state()
+        state.restore_parts(path, self.runner, self.optimizer, self.make_optimizer)
+        now = self.progress
+        self.progress = replace(
+            Progress(**manifest.facts["progress"]), step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes
+        )
+        self.runner.barrier()  # nobody saves while another reads
+        return manifest.step
+
+    def _record(self, loss: float, norm: float, lr: float, seconds: float, trained: bool) -> dict[str, Any]:
         progress = self.progress
         tokens = sum(example.tokens for example in self.rows_of(progress.step))
-        progress.step += 1
-        progress.tokens += tokens
-        progress.seconds += seconds
-        progress.first_loss = loss if progress.first_loss is None else progress.first_loss
-        progress.last_loss = loss
+        progress.advance(loss, tokens, seconds, trained=trained)
         return {
             "step": progress.step,
             "epoch": round(progress.step / self.steps.per_epoch, 4),
@@ -286,20 +317,6 @@ class Training:
             "tokens": progress.tokens,
             "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
         }
-
-    @contextmanager
-    def _explain_memory(self, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except (*_NO_MEMORY, RuntimeError) as error:
-            if not isinstance(error, _NO_MEMORY) and "allocate memory" not in str(error):
-                raise
-            first = (str(error).splitlines() or ["no detail"])[0]
-            raise MachineError(
-                f"out of memory in the {phase}, step {self.progress.step + 1}",
-                found=first,
-                remedy="try " + ", ".join(ways_out(self.recipe, phase)),
-            ) from None
 
     # ------------------------------------------------------------ scores
 
@@ -311,43 +328,18 @@ class Training:
         with doing, self._explain_memory("evaluation"), scoring(*self.runner.modules):
             return evaluate(self.runner.logits, held_out, self.task.name, labels, self.runner.sum, self._check_stop)
 
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """The base model again, for as long as nothing has trained."""
-        with ExitStack() as stack:
-            if not isinstance(self.recipe.method, FullConfig):
-                for module in self.runner.modules:
-                    stack.enter_context(without_tuning(module))
-            yield
-
     def _score_base(self) -> None:
         """Scores of the untouched base and of the head-only control, kept in progress."""
         control = None
-        with self._untouched():
+        with untouched_base(self.runner.modules, self.recipe.method):
             before = self.evaluate()
             if self.task.name == "classify" and self.recipe.head_only:
-                control = self._control()
+                with self._explain_memory("evaluation"):
+                    control = head_only_control(self.runner, self.prepared, self._check_stop, self.weights)
         self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither
         self._report_scores(self.progress.before)
         if self.progress.head_only is not None:
             self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {self.progress.head_only:.4f}")
-
-    def _control(self) -> float | None:
-        """Accuracy of a head trained on the frozen base; None where the model has no head of its own."""
-        model = self.runner.modules[-1]
-        heads = head_modules(model, family_of(model), "auto")
-        if not heads:
-            return None
-        encoded = self.prepared.encoded
-        pad, shortest = pad_token_id(self.tokenizer), self.runner.plan.tp
-        sides = [batches(rows, 32, self.task.name, pad, shortest) for rows in (encoded.train, encoded.eval)]
-        doing = phase("training the control, a head on the frozen base")
-        with doing, self._explain_memory("evaluation"), scoring(*self.runner.modules):
-            found = head_only(
-                model, heads[0], (sides[0], sides[1]), self.runner.logits, self._check_stop, seed=self.recipe.seed, weights=self.weights
-            )
-        self.runner.barrier()  # only where logits come out was there something to fit
-        return self.runner.sum([found or 0.0])[0] / self.runner.plan.dp
 
     def _report_scores(self, scores: Mapping[str, float]) -> dict[str, Any]:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
@@ -358,26 +350,18 @@ class Training:
 
     def _evaluate_and_compare(self) -> bool:
         """Evaluate; whether the named metric is the best so far. A value that is not finite never is."""
-        progress = self.progress
-        progress.scores, progress.scored_step = self.evaluate(), progress.step
-        self.callbacks.on_eval(self._report_scores(progress.scores))
-        value = progress.scores[self.metric]
-        best = progress.best_value
-        better = math.isfinite(value) and (best is None or (value > best if self.larger_is_better else value < best))
-        progress.worse = 0 if better else progress.worse + 1
-        better = better or (value == best and progress.scores["loss"] < progress.best_scores["loss"])  # the loss decides between equals
-        if better:
-            progress.best_value, progress.best_step, progress.best_scores = value, progress.step, progress.scores
+        scores = self.evaluate()
+        better = self.progress.score(scores, self.metric, self.larger_is_better)
+        self.callbacks.on_eval(self._report_scores(scores))
         return better
 
     # ------------------------------------------------------------ state on disk
 
     def save(self) -> Path:
         """Commit a checkpoint of this very step, point `best` at the best one, rotate. Raises TrainingFault if a frozen tensor moved."""
-        with phase("comparing the frozen weights with their checksums"):
-            self.audit.check_frozen()
+        self._check_frozen()
         root = self.folder.checkpoints
-        tuned, optimizer = self._whole_state()
+        tuned, optimizer = state.whole_state(self.runner, self.optimizer, self.make_optimizer)
         path = root / f"step-{self.progress.step}"
         if self.runner.mesh.main:
             with phase("writing the checkpoint"):
@@ -394,7 +378,7 @@ class Training:
 
     def _commit(self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Path:
         def write(place: Path) -> None:
-            write_state(place, tuned, optimizer)
+            state.write_packed(place, *state.pack_state(tuned, optimizer))
 
         return checkpoint.commit(root, self.progress.step, write, run_id=self.run_id, facts=self._facts())
 
@@ -406,11 +390,24 @@ class Training:
         what, go_on = f"the state of step {self.progress.step}", command_to_go_on(place.path, self.prepared.objects)
         raise self.folder.lost(f"{what} is kept in {path}", f"go on with: {go_on}")
 
-    def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
-        """Tuned tensors and optimizer as they are saved: of the whole model, whatever the plan."""
-        if self.runner.plan.world == 1:
-            return self.tuned, self.optimizer
-        return gather_state(self.runner, self.optimizer, self.make_optimizer)
+    def _check_frozen(self) -> None:
+        """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside then."""
+        try:
+            with phase("comparing the frozen weights with their checksums"):
+                self.audit.check_frozen()
+        except TrainingFault:
+            if self.runner.mesh.main:
+                self.snapshots.distrust(self.trusted)
+            raise
+        self.trusted = self.progress.step
+
+    def _snapshot(self) -> None:
+        """Begin to copy the state of this step; the main process writes it while all go on."""
+        tuned, optimizer = state.whole_state(self.runner, self.optimizer, self.make_optimizer)
+        if self.runner.mesh.main and not self._has_lost_folder():
+            tensors, facts = state.pack_state(tuned, optimizer)
+            own = not self.runner.uncut
+            self.snapshots.take(self.progress.step, tensors, facts, run_id=self.run_id, facts=self._facts(), own=own)
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same for a state to be continued, and the progress it belongs to."""
@@ -423,11 +420,11 @@ class Training:
 
     def _restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
         """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
-        root, main = self.folder.checkpoints, self.runner.mesh.main
+        main = self.runner.mesh.main
         if main:
             self.folder.sweep()
         self.runner.barrier()
-        found = checkpoint.candidates(root)
+        found = checkpoint.candidates(self.folder.checkpoints)
         if group.inside() and resume is True:
             group.agree({"newest checkpoint": found[0].name if found else "none"})  # every machine must see the run folder
         if resume is True and not found:
@@ -436,25 +433,19 @@ class Training:
             if main:
                 self._cut_metrics(-1)
             return
-        if resume is True:
-            path, manifest, skipped = checkpoint.newest_good(root)
-            for problem in skipped:
-                self.reporter.note(f"NOT RESUMED FROM: {problem}")
-        else:
-            path = Path(str(resume))
-            refuse_tuned_folder(path)
-            manifest = checkpoint.verify(path)
-        if group.inside():
-            group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
+        path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
         if main:
             self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)
-        self._restore_tensors(path)
+        state.restore_parts(path, self.runner, self.optimizer, self.make_optimizer)
         self.progress, self.run_id = Progress(**manifest.facts["progress"]), manifest.run_id
         self.runner.barrier()
+        self.trusted = manifest.step
         if main:
-            checkpoint.set_aside(root, manifest.step)
-        self.reporter.note(f"resumed from {path} at step {manifest.step}")
+            checkpoint.set_aside(self.folder.checkpoints, manifest.step)
+        when = age(manifest, path)
+        self.came_from = [f"resumed  at step {manifest.step}{when}"]
+        self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
         if main:
             self._cut_metrics(manifest.step)
 
@@ -463,15 +454,18 @@ class Training:
         if (last := self.folder.cut_metrics(step)) > max(step, 0):
             self.reporter.note(f"lost since this state was saved, and trained again: steps {max(step, 0) + 1} to {last}")
 
-    def _restore_tensors(self, path: Path) -> None:
-        """Fill this process' parts from the whole state at `path`."""
-        if self.runner.plan.world == 1:
-            restore_state(path, self.tuned, self.optimizer)
-            return
-        whole = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in self.runner.shapes.items()}
-        optimizer = self.make_optimizer(whole)
-        restore_state(path, whole, optimizer)
-        scatter_state(self.runner, self.optimizer, whole, optimizer)
+    def _saved_state(self, chosen: Path | None = None) -> tuple[Path, checkpoint.Manifest]:
+        """The checkpoint at `chosen`, or else the newest checkpoint or snapshot that verifies; the same on every rank."""
+        if chosen is None:
+            path, manifest, skipped = checkpoint.newest_good(self.folder.checkpoints)
+            for problem in skipped:
+                self.reporter.note(f"NOT RESUMED FROM: {problem}")
+        else:
+            state.refuse_tuned_folder(chosen)
+            path, manifest = chosen, checkpoint.verify(chosen)
+        if group.inside():
+            group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
+        return path, manifest
 
     def _refuse_foreign(self, facts: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
         self.audit = Audit({}, frozen_tensors(self.model) if self.frozen is None else {})
@@ -479,27 +473,23 @@ class Training:
         if not comparable(str(facts["frozen"])):
             self.reporter.note("NOT COMPARED WITH THE BASE of this checkpoint: its checksum is of another version of petune")
             facts = {**facts, "frozen": now["frozen"]}
-        reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
-        problems = [
-            Problem(f"{reason} since this checkpoint was saved", where=str(path), expected=str(facts[key])[:16], found=str(now[key])[:16])
-            for key, reason in reasons.items()
-            if facts[key] != now[key] and not (key == "rows" and any(name.split(".")[0] == "data" for name in allow_change))
-        ]
-        if problems:
-            raise FileError(problems)
+        state.refuse_foreign(facts, now, path, allow_change)
 
     def _check_disk(self) -> None:
         """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and for the tuned files."""
-        tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in self.runner.shapes.values())
-        held = sum(value.nbytes for own in self.optimizer.state.values() for value in own.values())
-        state = tuned + (held or 2 * tuned)  # AdamW makes its two moments in the first step, unless they have a place from the start
-        checkpoint.require_free(self.folder.path, (self.recipe.keep + 2) * state + tuned)
+        tuned, whole = state.bytes_of_state(self.runner, self.optimizer)
+        kept = self.recipe.keep + (KEPT + 1 if self.recipe.snapshot_every else 0)
+        checkpoint.require_free(self.folder.path, (kept + 2) * whole + tuned)
 
     # ------------------------------------------------------------ the end
 
     def _finish(self) -> None:
         """Go back to the best checkpoint, write `tuned/` and what a person wants to see."""
         progress = self.progress
+        if not self._has_lost_folder():
+            self.snapshots.drain()
+        if (line := self.snapshots.summary()) is not None:
+            self.reporter.note(line)
         if progress.best_step is not None and progress.best_step != progress.step:
             self._go_back_to_best(self.folder.checkpoints / f"step-{progress.best_step}")
         self.runner.barrier()  # the main process may have had more to read
@@ -548,11 +538,11 @@ class Training:
         """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main process; None elsewhere."""
         if self.runner.plan.world == 1:
             return self.model
-        state = self.runner.whole({name: value.detach() for name, value in self.tuned.items()})
+        trained = self.runner.whole({name: value.detach() for name, value in self.tuned.items()})
         if not self.runner.mesh.main:
             return None
         model = build(self.prepared)
-        fill(tuned_parameters(model), state, "the trained state")
+        state.fill(tuned_parameters(model), trained, "the trained state")
         return model
 
     def _go_back_to_best(self, best: Path) -> None:
@@ -560,7 +550,7 @@ class Training:
         progress, saved, fault = self.progress, {}, None
         try:
             self.folder.refuse_other_run(checkpoint.verify(best).run_id, best)
-            saved = tuned_of(best)
+            saved = state.tuned_of(best)
         except FileError as error:
             fault = error
         if self.runner.any([fault is not None])[0]:  # where one process cannot read it, none goes back

@@ -190,7 +190,8 @@ class Trackers:
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a record under its step."""
         for tracker in self.active:
-            tracker.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+            numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+            tracker.log(numbers, step=record["step"])
 
     def finish(self) -> None:
         """Flush and close."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,18 @@ def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.o
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned))
 
 
-def write_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Write everything that a step changes, beside the progress, into `folder`."""
+def pack_state(tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are the live ones, and JSON."""
     moments, optimizer_facts = checkpoint.pack_optimizer(optimizer, tuned)
     rng, rng_facts = rng_state()
     tensors = {f"tuned/{name}": value.detach() for name, value in tuned.items()}
-    checkpoint.write_tensors(folder / TENSORS, tensors | moments | rng)
-    checkpoint.write_json(folder / FACTS, {"optimizer": optimizer_facts, "rng": rng_facts})
+    return tensors | moments | rng, {"optimizer": optimizer_facts, "rng": rng_facts}
+
+
+def write_packed(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write what `pack_state` gave, or copies of it, into `folder`."""
+    checkpoint.write_tensors(folder / TENSORS, tensors)
+    checkpoint.write_json(folder / FACTS, facts)
 
 
 def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -77,13 +83,16 @@ def fill(tuned: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], where: 
             tuned[name].copy_(value)
 
 
-def gather_state(
+def whole_state(
     runner: Runner, optimizer: torch.optim.Optimizer, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
     """The tuned tensors and the optimizer of the whole model, on the CPU of the main process; empty ones elsewhere.
 
-    `make` builds an optimizer over tuned tensors by name. Every process must call this.
+    `make` builds an optimizer over tuned tensors by name. Every process must call this. Where every rank has all tensors whole, each gets
+    its own, which are the live ones, wherever they are.
     """
+    if runner.uncut:
+        return runner.tuned, optimizer
     states = {name: optimizer.state.get(value, {}) for name, value in runner.tuned.items()}
     tuned = runner.whole({name: value.detach() for name, value in runner.tuned.items()})
     whole = {name: nn.Parameter(value) for name, value in tuned.items()}
@@ -100,17 +109,43 @@ def gather_state(
     return whole, made
 
 
-def scatter_state(
-    runner: Runner, optimizer: torch.optim.Optimizer, whole: Mapping[str, nn.Parameter], restored: torch.optim.Optimizer
+def restore_parts(
+    folder: Path, runner: Runner, optimizer: torch.optim.Optimizer, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 ) -> None:
-    """Put what `restore_state` has filled, whole, into this process' parts."""
+    """Fill this process' parts from the whole state in `folder`. `make` builds an optimizer over tuned tensors by name."""
+    if runner.plan.world == 1:
+        restore_state(folder, runner.tuned, optimizer)
+        return
+    whole = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in runner.shapes.items()}
+    restored = make(whole)
+    restore_state(folder, whole, restored)
     runner.fill({name: value.detach() for name, value in whole.items()})
     states = {name: restored.state.get(value, {}) for name, value in whole.items()}
+    optimizer.state.clear()  # a state before the first step has none
     moments = {key: runner.local({name: state[key] for name, state in states.items() if key in state}) for key in MOMENTS}
     for name, value in runner.tuned.items():
         if name in moments[MOMENTS[0]]:
             step = states[name]["step"].to(value.device) if optimizer.param_groups[0].get("fused") else states[name]["step"]
             optimizer.state[value] = {"step": step.clone(), **{key: moments[key][name] for key in MOMENTS}}
+
+
+def refuse_foreign(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
+    """Raise FileError where the facts `saved` in the checkpoint at `path` are of other rows, another base or another method than `now`."""
+    reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
+    problems = [
+        Problem(f"{reason} since this checkpoint was saved", where=str(path), expected=str(saved[key])[:16], found=str(now[key])[:16])
+        for key, reason in reasons.items()
+        if saved[key] != now[key] and not (key == "rows" and any(name.split(".")[0] == "data" for name in allow_change))
+    ]
+    if problems:
+        raise FileError(problems)
+
+
+def bytes_of_state(runner: Runner, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Of the whole model's tuned tensors, and of these and the optimizer's moments together."""
+    tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in runner.shapes.values())
+    held = sum(value.nbytes for own in optimizer.state.values() for value in own.values())
+    return tuned, tuned + (held or 2 * tuned)  # AdamW makes its two moments in the first step, unless they have a place from the start
 
 
 def refuse_tuned_folder(folder: Path) -> None:

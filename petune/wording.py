@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from petune.assemble import Place, Prepared
+from petune.errors import MachineError
 from petune.log import human
 from petune.methods.configs import FullConfig
 from petune.objects import NO_OBJECTS, Objects, base_name
@@ -18,6 +20,8 @@ from petune.recipe import Recipe, far_from_known
 from petune.run_folder import RunFolder
 from petune.schedule import Steps
 from petune.streaming import streams
+
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def header_lines(
@@ -38,6 +42,7 @@ def header_lines(
         f"numbers  {place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
         *(f"         warning: {line}" for line in far),
         *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
+        *([f"saves    a snapshot every {every} steps".replace(" 1 steps", " step")] if (every := recipe.snapshot_every) else []),
         f"out      {out}",
     ]
 
@@ -81,6 +86,19 @@ def command_to_go_on(run: Path, objects: Objects) -> str:
         return f"petune train {run} --resume"
     given = "model=model, tokenizer=tokenizer, " * (objects.model is not None) + "data=data, " * bool(objects.data)
     return f'petune.train("{run}", {given}resume=True), with the same objects, the model untouched'
+
+
+@contextmanager
+def explain_memory(recipe: Recipe, step: Callable[[], int], doing: str) -> Iterator[None]:
+    """Turn running out of memory inside the block into a MachineError that says where, at which step, and what to change."""
+    try:
+        yield
+    except (*_NO_MEMORY, RuntimeError) as error:
+        if not isinstance(error, _NO_MEMORY) and "allocate memory" not in str(error):
+            raise
+        first = (str(error).splitlines() or ["no detail"])[0]
+        remedy = "try " + ", ".join(ways_out(recipe, doing))
+        raise MachineError(f"out of memory in the {doing}, step {step()}", found=first, remedy=remedy) from None
 
 
 def ways_out(recipe: Recipe, phase: str) -> list[str]:

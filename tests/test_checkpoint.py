@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -372,11 +373,69 @@ def test_an_edited_fact_is_found(tmp_path: Path) -> None:
             verify(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, 1.0, True, "1", None])
+@pytest.mark.parametrize("version", [0, 3, 2.0, True, "2", None])
 def test_another_version_says_found_and_supported(tmp_path: Path, version: object) -> None:
     path = save(tmp_path, 1)
     edit(path, lambda content: content.update(version=version))
-    with pytest.raises(FileError, match=f"expected 1, found {version!r}"):
+    what = "a newer version" if version == 3 else "another version"
+    with pytest.raises(FileError, match=rf"{what} of manifest\n +expected 1 or 2, found {version!r}") as raised:
+        verify(path)
+    assert raised.value.code == 4
+
+
+def as_version_1(path: Path) -> Path:
+    """A checkpoint as petune wrote it before manifests had leaf hashes: the manifest of that code, spelled out."""
+
+    def spell(value: dict[str, Any]) -> bytes:
+        return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+    known = json.loads((path / MANIFEST).read_bytes())
+    files = {
+        name: {"size": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        for name in ("state.safetensors", "tuned/config.json")
+    }
+    content = {"version": 1, "run_id": known["run_id"], "step": known["step"], "facts": known["facts"], "files": files}
+    (path / MANIFEST).write_bytes(spell({**content, "seal": hashlib.sha256(spell(content)).hexdigest()}))
+    return path
+
+
+def test_a_checkpoint_of_version_1_is_read_and_its_damage_found(tmp_path: Path) -> None:
+    path = as_version_1(save(tmp_path, 4))
+    assert verify(path).version == 1 and mark_of(path) == 4
+    assert mark_of(newest_good(tmp_path)[0]) == 4
+    file = path / "tuned" / "config.json"
+    raw = file.read_bytes()
+    for at in range(len(raw)):
+        file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.raises(FileError, match=r"config\.json  has been changed or damaged\n"):
+            verify(path)
+    edit(path, lambda content: content["files"]["tuned/config.json"].update(blocks=[]))
+    with pytest.raises(FileError, match=r"is not size and sha256"):
+        verify(path)
+
+
+def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petune.file_hashes.BLOCK", 1000)
+    monkeypatch.setattr("petune.file_hashes._PORTION", 300)
+    raw = random.Random(0).randbytes(3500)
+
+    def write(folder: Path) -> None:
+        for name, size in (("large", 3500), ("exact", 2000), ("one", 1000), ("small", 5), ("empty", 0)):
+            (folder / name).write_bytes(raw[:size])
+
+    path = commit(tmp_path, 1, write, run_id="run", facts={})
+    for name, fields in verify(path).files.items():
+        content = (path / name).read_bytes()
+        blocks = [hashlib.sha256(content[at : at + 1000]).hexdigest() for at in range(0, len(content), 1000)]
+        assert fields == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "blocks": blocks}, name
+    for at in (0, 999, 1000, 2999, 3000, 3499):
+        (path / "large").write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])
+        with pytest.raises(FileError, match=rf"large  has been changed or damaged, in block {at // 1000 + 1} of 4"):
+            verify(path)
+    (path / "large").write_bytes(raw)
+    verify(path)
+    edit(path, lambda content: content["files"]["large"]["blocks"].pop())
+    with pytest.raises(FileError, match="not size, sha256 and as many blocks"):
         verify(path)
 
 
@@ -384,7 +443,7 @@ def test_another_version_says_found_and_supported(tmp_path: Path, version: objec
 def test_a_name_in_the_manifest_may_not_escape(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1)
     save(tmp_path, 2)
-    edit(path, lambda content: content["files"].update({name: {"size": 0, "sha256": "0" * 64}}))
+    edit(path, lambda content: content["files"].update({name: {"size": 0, "sha256": "0" * 64, "blocks": []}}))
     with pytest.raises(FileError, match=r"manifest\.json"):
         verify(path)
 
@@ -399,8 +458,10 @@ def test_a_name_in_the_manifest_may_not_escape(tmp_path: Path, name: str) -> Non
         lambda content: content.update(files=[]),
         lambda content: content.update(files={}),
         lambda content: content["files"].update(a=3),
-        lambda content: content["files"].update(a={"size": True, "sha256": ""}),
+        lambda content: content["files"].update(a={"size": True, "sha256": "", "blocks": [""]}),
         lambda content: content["files"].update(a={"size": 1}),
+        lambda content: content["files"].update(a={"size": 1, "sha256": ""}),
+        lambda content: content["files"].update(a={"size": 1, "sha256": "", "blocks": [1]}),
     ],
 )
 def test_a_malformed_manifest_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -35,7 +35,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("run_folder",),
     ("readme",),
     ("outlook", "notebook", "draft", "inputs"),
-    ("reporting", "inference", "forecast", "audit", "schedule", "stopping", "callbacks"),
+    ("reporting", "inference", "forecast", "audit", "schedule", "stopping", "callbacks", "control", "snapshot", "spikes"),
     ("assemble",),
     ("checkpoint", "export", "streaming", "objects"),
     ("peft_files",),

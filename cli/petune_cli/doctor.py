@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from petune_cli.echo import echo
 
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic", "typer", "matplotlib", "peft")
@@ -36,7 +37,7 @@ def _check_up(run: Path) -> None:
 
     found = check_up(run.expanduser())
     for name, state in found.facts:
-        typer.echo(f"{name:14}{state}")
+        echo(f"{name:14}{state}")
     if found.problems:
         raise FileError(found.problems)
 

@@ -306,6 +306,11 @@ class Runner:
 
     # ------------------------------------------------------------ whole tensors and slices of them
 
+    @property
+    def uncut(self) -> bool:
+        """Whether every rank holds every tuned tensor whole, so that the main one needs no other to save them."""
+        return self.plan.pp == 1 and self.plan.sharding is None and not self.placed.slices.keys() & set(self.names)
+
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors shaped like this rank's parts of tuned tensors, by name, put together: on the main rank all of them, on the CPU.
 

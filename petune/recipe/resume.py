@@ -10,7 +10,7 @@ from petune.recipe.schema import INPUTS, Recipe
 from petune.recipe.yaml_lines import KeyPath, dotted
 
 _DO_NOT_CHANGE_NUMBERS = (
-    *("version", "name", "out", "trackers", "save_every", "keep", "eval_batch_size", "head_only", "timeout"),
+    *("version", "name", "out", "trackers", "save_every", "snapshot_every", "keep", "eval_batch_size", "head_only", "timeout"),
     *("device", "gradient_checkpointing", "kernels", "memory", "parallel"),
 )
 KEYS_THAT_CHANGE_NUMBERS: tuple[str, ...] = tuple(key for key in Recipe.model_fields if key not in _DO_NOT_CHANGE_NUMBERS)

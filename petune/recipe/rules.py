@@ -117,6 +117,18 @@ STREAMED = (
         "memory.stream: bf16 keeps weights in bf16",
         "set dtype: bf16, or memory.stream: fp32",
     ),
+    _streamed(
+        "on_spike",
+        lambda recipe: recipe.on_spike in ("off", "warn"),
+        "memory.stream has made the update inside the backward pass before the norm of all gradients is known",
+        "set on_spike: warn",
+    ),
+    _streamed(
+        "snapshot_every",
+        lambda recipe: recipe.snapshot_every is None,
+        "memory.stream changes the whole model inside the backward pass: there is no moment beside which to copy it",
+        "set snapshot_every: null, and save_every as often as you want",
+    ),
 )
 RULES = (
     Rule(("data.path",), lambda recipe: bool(recipe.data.path.strip()), "no data is named", "for example  data: demo:docstrings"),
@@ -202,6 +214,17 @@ RULES = (
         ),
         "it counts evaluations, and eval_every is beyond max_steps",
         "make eval_every smaller than max_steps",
+    ),
+    *(
+        Rule(
+            (key, "on_spike"),
+            lambda recipe, key=key: (  # type: ignore[misc]
+                recipe.on_spike != "off" or getattr(recipe, key) == Recipe.model_fields[key].default
+            ),
+            "it is about on_spike, which is off",
+            f"remove {key}, or set on_spike: warn, stop, skip or rewind",
+        )
+        for key in ("spike_window", "spike_threshold")
     ),
     *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if other not in (asking, _EITHER.get(asking))),
     *STREAMED,

@@ -63,6 +63,13 @@ class Recipe(BaseModel):
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's decay of the gradient mean")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's decay of the squared gradient")
     clip: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    on_spike: Literal["off", "warn", "stop", "skip", "rewind"] = Field(
+        "off", description="a loss or gradient norm far outside its recent range: warn, stop, skip the step, rewind to the last saved state"
+    )
+    spike_window: Annotated[int, Field(ge=16, le=10_000)] = Field(64, description="on_spike: steps that the recent range is made of")
+    spike_threshold: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] = Field(
+        10.0, description="on_spike: usual distances (1.48 median absolute deviations) above the median at which the range ends"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="seed of initialisation, data order and dropout")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="of frozen weights and activations; auto: bf16 on cuda")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
@@ -78,6 +85,9 @@ class Recipe(BaseModel):
     )
     eval_every: Count | None = Field(None, description="steps between evaluations; null: after each epoch")
     save_every: Count | None = Field(None, description="steps between checkpoints; null: after each epoch")
+    snapshot_every: Count | None = Field(
+        None, description="steps between snapshots: copied beside the next step, written as the disk has time; null: none"
+    )
     keep: Annotated[int, Field(ge=2, le=1000)] = Field(2, description="checkpoints kept; the best one is kept besides")
     metric: Annotated[str, Field(min_length=1)] | None = Field(None, description="decides which checkpoint is best; null: the task's own")
     direction: Literal["auto", "min", "max"] = Field("auto", description="which metric is better; auto: known from the metric")
