@@ -93,7 +93,7 @@ TRAINING: dict[str, tuple[str, int]] = {  # what is called in each phase of trai
     "the checksums": ("petune.loop.Training._audit", 0),
     "the score of the base": ("petune.loop.Training.evaluate", 0),
     "the first batch": ("petune.loop.Training.micro_batches", 1),
-    "a save": ("petune.loop.write_state", 1),
+    "a save": ("petune.state.write_packed", 1),
     "an evaluation": ("petune.loop.Training._evaluate_and_compare", 2),
 }
 
