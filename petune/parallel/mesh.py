@@ -7,7 +7,7 @@ neighbours on one host; pp varies slowest. An axis of size 1 has no group, and w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from petune.errors import DistributedError
+from petune.parallel import group
+from petune.parallel.lasting import LastingGroup
 from petune.parallel.plan import ALONE, ParallelPlan
 
 Axis = Literal["pp", "dp", "tp"]
@@ -72,13 +74,35 @@ def alone(device: torch.device) -> Mesh:
 
 
 def make_mesh(plan: ParallelPlan, device: torch.device) -> Mesh:
-    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks."""
+    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks.
+
+    Where ranks may be replaced its groups are lasting ones, but for FSDP, whose parameters hold torch's own.
+    """
     if plan.world == 1:
         return alone(device)
     if (found := dist.get_world_size()) != plan.world:
         raise DistributedError("the plan is for another number of processes", expected=str(plan.world), found=str(found))
+    devices, groups = _cut_axes(plan, device)
+    if group.replaces() and plan.sharding is None:
+        groups = {axis: LastingGroup(now) for axis, now in groups.items()}
+    rank = dist.get_rank()
+    return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
+
+
+def renew(mesh: Mesh) -> Mesh:
+    """The same place after the process group was made anew; the groups of `mesh`, wherever they are held, stand for the new ones."""
+    devices, groups = _cut_axes(mesh.plan, mesh.device)
+    for axis, now in groups.items():
+        lasting = mesh.groups[axis]
+        assert isinstance(lasting, LastingGroup)
+        lasting.renew(now)
+    return replace(mesh, devices=devices)
+
+
+def _cut_axes(plan: ParallelPlan, device: torch.device) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup]]:
+    """torch's mesh, and the group of each axis larger than 1."""
     sizes = (plan.pp, plan.dp, plan.tp)
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     groups: dict[str, dist.ProcessGroup] = {axis: devices.get_group(axis) for axis, size in zip(AXES, sizes, strict=True) if size > 1}
-    rank = dist.get_rank()
-    return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
+    group.limit(groups.values())
+    return devices, groups
