@@ -165,7 +165,7 @@ class Training:
         """Join the group again after a rank was replaced, and go back with it to the newest saved state. The model stays where it is."""
         self.stop.at_once("while a rank was replaced", f"go on with: {command_to_go_on(self.folder.path, self.prepared.objects)}")
         self.snapshots.drain()
-        self.runner.rejoin(ranks.rejoin(self.runner.mesh, self.folder, self.prepared, self.fingerprint))
+        ranks.rejoin(self.runner, self.folder, self.prepared, self.fingerprint)
         known = self.audit.frozen_before
         self._restore(True, ())
         self.audit, self.audit.frozen_before = self._audit(), known

@@ -20,7 +20,7 @@ from petune.assemble import Prepared, choose_place, plan_of
 from petune.errors import Stopped, UsageError
 from petune.fingerprint import fingerprint
 from petune.log import say
-from petune.parallel import Mesh, ParallelConfig, ParallelPlan, alone, group, make_mesh, renew
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, group, make_mesh, renew
 from petune.parallel.launch import launch
 from petune.recipe import Recipe, load_recipe
 from petune.run_folder import RANK_LOGS, RunFolder
@@ -110,15 +110,15 @@ def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
     return make_mesh(plan, choose_place(recipe).device)  # asked again: joining has chosen the GPU
 
 
-def rejoin(mesh: Mesh, folder: RunFolder, prepared: Prepared, model: str) -> Mesh:
+def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) -> None:
     """Join the group again after a rank was replaced, and agree with it as at a start. model: what `agree_on_model` gave there."""
     group.rejoin()
-    mesh = renew(mesh)
+    renew(runner.mesh)
     one_folder(folder)
     agree(prepared)
     group.agree({"model": model})
     group.barrier()
-    return mesh
+    runner.rejoin()
 
 
 def one_folder(folder: RunFolder) -> RunFolder:

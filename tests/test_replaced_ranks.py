@@ -26,6 +26,7 @@ import petune.assemble
 from petune.errors import DataError, DistributedError, Stopped
 from petune.loop import Training
 from petune.parallel import group, orders
+from petune.parallel.runner import Runner
 from petune.training import train
 from tests.forked_launch import Forks, note_loads
 from tests.forked_launch import forks as forks
@@ -126,6 +127,23 @@ def test_four_ranks_survive_one_after_the_other_and_two_at_once(
     assert sum("replaced" in line for line in said) in (3, 4)
     monkeypatch.undo()
     assert_same(recipe, 4)
+
+
+def test_a_rank_that_waits_for_one_that_has_left_is_freed(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 3 dies before the sums of gradients: rank 0 has its sum with rank 1 and waits for rank 2, which has lost rank 3 and left."""
+    complete = Runner._complete
+
+    def deadly(self: Runner) -> None:
+        if group.restarted() == 0 and self.mesh.rank == 3 and self.tuned and next(iter(self.tuned.values())).grad is not None:
+            die()
+        complete(self)
+
+    monkeypatch.setattr(Runner, "_complete", deadly)
+    began = time.monotonic()
+    train(small(tmp_path, "dp x tp", max_steps=3, epochs=1), restarts=1, reporter=Listener())
+    assert time.monotonic() - began < 15 and "rank 3 replaced" in said[0]
 
 
 @pytest.mark.long

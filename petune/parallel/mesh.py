@@ -7,7 +7,7 @@ neighbours on one host; pp varies slowest. An axis of size 1 has no group, and w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -76,27 +76,25 @@ def alone(device: torch.device) -> Mesh:
 def make_mesh(plan: ParallelPlan, device: torch.device) -> Mesh:
     """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks.
 
-    Where ranks may be replaced its groups are lasting ones, but for FSDP, whose parameters hold torch's own.
+    Where ranks may be replaced its groups are lasting ones, and torch's mesh, which would keep old connections open, is left out; but for
+    FSDP, whose parameters hold torch's own.
     """
     if plan.world == 1:
         return alone(device)
     if (found := dist.get_world_size()) != plan.world:
         raise DistributedError("the plan is for another number of processes", expected=str(plan.world), found=str(found))
-    devices, groups = _cut_axes(plan, device)
+    rank, (devices, groups) = dist.get_rank(), _cut_axes(plan, device)
     if group.replaces() and plan.sharding is None:
-        groups = {axis: LastingGroup(now) for axis, now in groups.items()}
-    rank = dist.get_rank()
+        return Mesh(plan, rank, coordinate(plan, rank), device, {axis: LastingGroup(now) for axis, now in groups.items()})
     return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
 
 
-def renew(mesh: Mesh) -> Mesh:
-    """The same place after the process group was made anew; the groups of `mesh`, wherever they are held, stand for the new ones."""
-    devices, groups = _cut_axes(mesh.plan, mesh.device)
-    for axis, now in groups.items():
+def renew(mesh: Mesh) -> None:
+    """Let the groups of `mesh`, wherever they are held, stand for those of the process group that was made anew."""
+    for axis, now in _cut_axes(mesh.plan, mesh.device)[1].items():
         lasting = mesh.groups[axis]
         assert isinstance(lasting, LastingGroup)
         lasting.renew(now)
-    return replace(mesh, devices=devices)
 
 
 def _cut_axes(plan: ParallelPlan, device: torch.device) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup]]:

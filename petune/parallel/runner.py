@@ -150,9 +150,8 @@ class Runner:
             return "the route of overlapped tiles is measured when all start"
         return None
 
-    def rejoin(self, mesh: Mesh) -> None:
-        """Do what a runner that is made now does with the others; `mesh` is this one's, renewed. Gradients are dropped."""
-        self.mesh = mesh
+    def rejoin(self) -> None:
+        """Do what a runner that is made now does with the others, in groups that were made anew. Gradients are dropped."""
         self.holders = self._holders()
         if self.pipeline is not None:
             self.pipeline.forget()
