@@ -46,6 +46,7 @@ PLANS: dict[str, Any] = {
 }
 
 LONG = pytest.param("pp", 0, marks=pytest.mark.long)
+LOADING = pytest.param("petune.assemble.load_model", marks=pytest.mark.long)
 
 
 def small(place: Path, plan: str, **changes: Any) -> dict[str, Any]:
@@ -162,7 +163,9 @@ def test_a_frozen_rank_is_named_killed_and_replaced(tmp_path: Path, forks: Forks
 # ------------------------------------------------------------------ what happens meanwhile
 
 
-@pytest.mark.parametrize("where", ["petune.assemble.load_model", "torch.distributed.init_process_group"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("petune.assemble.load_model", marks=pytest.mark.long), "torch.distributed.init_process_group"]
+)
 def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it(
     where: str, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +209,7 @@ def test_when_nobody_is_left_who_has_the_model_all_start_again(
     assert_same(recipe)
 
 
+@pytest.mark.long
 def test_a_spare_that_dies_is_told_and_a_rank_is_replaced_without_it(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
