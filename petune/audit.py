@@ -25,7 +25,7 @@ GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
 CHECKSUM_VERSION = 2  # stands before every digest: values of another version are not comparable
 _COLUMNS = 1024  # 32-bit words in a row of a checksum
-_PORTION = 32 << 20  # bytes of a tensor on a device that are multiplied at once: the products take twice as many
+_PORTION = 128 << 20  # bytes of a tensor on a device that are multiplied at once: the products take twice as many
 
 
 def checksum(tensor: Tensor) -> int:
