@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,11 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from petune import ranks
         from petune.log import printable
-        from petune.parallel import group
+        from petune.parallel import group, orders
         from petune.run_folder import RunFolder
         from petune.training import settle, train
     except KeyboardInterrupt:
         return 130
+    if orders.SPARE in os.environ:
+        orders.take_place()
     try:
         again = bool(group.restarted()) and ranks.going_on(RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since)
         train(

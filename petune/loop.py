@@ -77,7 +77,7 @@ class Training:
             model = build(prepared)
             self.described = describe(model), count_parameters(model)
             if group.inside():
-                ranks.agree_on_model(model)
+                self.fingerprint = ranks.agree_on_model(model)
             whole = mesh.plan.world > 1 and mesh.main
             with phase("taking checksums of the whole model") if whole else nullcontext():
                 self.frozen = digest(frozen_checksums(model)) if whole else None
@@ -134,20 +134,9 @@ class Training:
             self.runner.barrier()  # the main process had more to do
             if not self.progress.before:
                 self._score_base()
-            if self.recipe.on_spike == "rewind" and not self.progress.step:
+            if (self.recipe.on_spike == "rewind" or group.replaces()) and not self.came_from:
                 self.save()  # there is always a state to go back to
-            if self._evaluation_due() and self.progress.scored_step != self.progress.step:
-                self._after_step()  # a stop cut this evaluation off
-            while self.progress.step < self.steps.total and not self._ended_early():
-                self._check_stop()
-                self.snapshots.check()
-                with phase("first step, which prepares the kernels") if not self.audit.updates else nullcontext():
-                    record = self.step()
-                self._has_lost_folder()
-                self.reporter.step(record)
-                self.trackers.log(record)
-                self.callbacks.on_step(record)
-                self._after_step()
+            ranks.outlive(self._steps, self._meet_again, self.runner.restart_whole())
             if (reason := self._ended_early()) and self.progress.step < self.steps.total:
                 self.reporter.note(f"stopped early: {reason}")
         except StopAsked as signal:
@@ -159,6 +148,31 @@ class Training:
         finally:
             self.trackers.finish()
         self._finish()
+
+    def _steps(self) -> None:
+        if self._evaluation_due() and self.progress.scored_step != self.progress.step:
+            self._after_step()  # a stop, or the loss of a rank, cut this evaluation off
+        while self.progress.step < self.steps.total and not self._ended_early():
+            self._check_stop()
+            self.snapshots.check()
+            with phase("first step, which prepares the kernels") if not self.audit.updates else nullcontext():
+                record = self.step()
+            self._has_lost_folder()
+            self.reporter.step(record)
+            self.trackers.log(record)
+            self.callbacks.on_step(record)
+            self._after_step()
+
+    def _meet_again(self) -> None:
+        """Join the group again after a rank was replaced, and go back with it to the newest saved state. The model stays where it is."""
+        self.stop.at_once("while a rank was replaced", f"go on with: {command_to_go_on(self.folder.path, self.prepared.objects)}")
+        self.snapshots.drain()
+        ranks.rejoin(self.runner, self.folder, self.prepared, self.fingerprint)
+        known = self.audit.frozen_before
+        self._restore(True, ())
+        self.audit, self.audit.frozen_before = self._audit(), known
+        self.runner.barrier()
+        self.stop.save_first()
 
     def _check_stop(self) -> None:
         self._has_lost_folder()

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,10 +20,11 @@ from petune.assemble import Prepared, choose_place, plan_of
 from petune.errors import Stopped, UsageError
 from petune.fingerprint import fingerprint
 from petune.log import say
-from petune.parallel import Mesh, ParallelConfig, ParallelPlan, alone, group, make_mesh
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, group, make_mesh, renew
 from petune.parallel.launch import launch
 from petune.recipe import Recipe, load_recipe
 from petune.run_folder import RANK_LOGS, RunFolder
+from petune.stopping import StopAsked
 
 MUST_AGREE = ("petune", "torch", "transformers")  # packages of one version on every rank
 
@@ -52,7 +53,7 @@ def start(
     allow_change: Collection[str],
     restarts: int,
 ) -> None:
-    """Start every rank of a run on this machine and wait for their end; up to `restarts` times anew after one was killed or froze.
+    """Start every rank of a run on this machine and wait for their end; up to `restarts` times one that was killed or froze is replaced.
 
     Raises what the first of them to fail has raised.
     """
@@ -106,14 +107,44 @@ def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
     if plan.world == 1:
         return alone(place.device)
     group.join("cuda" if place.device.type == "cuda" else "cpu", recipe.timeout)
-    mesh = make_mesh(plan, choose_place(recipe).device)  # asked again: joining has chosen the GPU
-    group.limit(mesh.groups.values())
-    return mesh
+    return make_mesh(plan, choose_place(recipe).device)  # asked again: joining has chosen the GPU
+
+
+def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) -> None:
+    """Join the group again after a rank was replaced, and agree with it as at a start. model: what `agree_on_model` gave there."""
+    group.rejoin()
+    renew(runner.mesh)
+    one_folder(folder)
+    agree(prepared)
+    group.agree({"model": model})
+    group.barrier()
+    runner.rejoin()
 
 
 def one_folder(folder: RunFolder) -> RunFolder:
     """The run folder as the first rank names it: a name made of the time may differ."""
     return replace(folder, path=Path(group.gather(str(folder.path))[0])) if group.inside() else folder
+
+
+def outlive(work: Callable[[], None], meet_again: Callable[[], None], whole: str | None) -> None:
+    """Do `work`; as often as another rank is lost and replaced meanwhile, `meet_again` it and go on.
+
+    whole: why all ranks start anew instead, if so. Raises what `work` does where nobody is replaced.
+    """
+    lost = False
+    while True:
+        try:
+            if lost:
+                meet_again()
+            group.settle(whole)
+            work()
+            return group.unsettle()
+        except StopAsked:
+            raise
+        except Exception as error:
+            if not group.survives(error):
+                raise
+        lost = True
 
 
 def agree(prepared: Prepared) -> None:
@@ -126,10 +157,11 @@ def agree(prepared: Prepared) -> None:
     group.agree(facts)
 
 
-def agree_on_model(model: nn.Module) -> None:
-    """The same for the base model, whole. Raises as `agree`."""
-    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()
-    group.agree({"model": found[:16]})
+def agree_on_model(model: nn.Module) -> str:
+    """The same for the base model, whole; what was compared. Raises as `agree`."""
+    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    group.agree({"model": found})
+    return found
 
 
 @contextmanager

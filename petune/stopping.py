@@ -26,6 +26,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None
         self.saves = False
+        self.when, self.remedy = "before training began; nothing was written", "start it again"
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None and number == signal.SIGINT:
@@ -46,7 +47,7 @@ class StopRequest:
         try:
             yield
         except StopNow:
-            raise Stopped(f"stopped by {self.name} before training began; nothing was written", remedy="start it again") from None
+            raise Stopped(f"stopped by {self.name} {self.when}", remedy=self.remedy) from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -54,6 +55,12 @@ class StopRequest:
     def save_first(self) -> None:
         """From here on a signal is heeded at the next `check`, whose caller saves. Raises StopNow for one that a library has swallowed."""
         self.saves = True
+        if self.name is not None:
+            raise StopNow
+
+    def at_once(self, when: str, remedy: str) -> None:
+        """Until `save_first` a signal is heeded at once again, as nothing new could be saved. Raises StopNow for one that has come."""
+        self.when, self.remedy, self.saves = when, remedy, False
         if self.name is not None:
             raise StopNow
 

@@ -75,7 +75,7 @@ def train(
     allow_change: names of settings that may differ from those the run began with.
     reporter: speaks in this process; None: a progress bar and a loss curve in a notebook, plain lines elsewhere.
     overrides: `key.sub=value` texts, as on the command line.
-    restarts: how often the processes of a parallel plan may go on from the newest checkpoint after one of them was killed or froze.
+    restarts: how often a process of a parallel plan that was killed or froze may be replaced; all then go on from the newest saved state.
     settings: every other key of a recipe, listed below; docs/recipes.md says more.
 
     A recipe with a parallel plan starts its processes itself, unless this is one of those a launcher has started. Raises PetuneError: every

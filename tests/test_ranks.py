@@ -192,7 +192,8 @@ def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(tmp_path: 
 
 PATCH = """
 import os
-if os.environ.get("RANK") == "{rank}" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not os.environ.keys() & {{"PETUNE_GENERATION", "PETUNE_SPARE"}}
+if os.environ.get("RANK") == "{rank}" and first:
     import petune.loop as loop
     from petune.errors import DataError
     step = loop.Training.step
@@ -277,11 +278,14 @@ def test_a_frozen_rank_is_named_once_its_time_is_over(rank: int, tmp_path: Path,
 @pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_that_may_restart_goes_on_by_itself_after_a_kill(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    """The first rank dies when the spare, which only real processes show, has long been waiting for a place and for a terminal."""
     file, recipe = recipe_in(tmp_path, steps=20)
-    kill = patched(tmp_path, 1, 13, "os.kill(os.getpid(), 9)")
+    kill = patched(tmp_path, 0, 13, "import time; time.sleep(12); os.kill(os.getpid(), 9)")
     launched = launch("train", str(file), "--restarts", "1", env=kill)
     assert launched.end() == 0, launched.text()
-    assert "restart 1 of 1" in launched.text()
+    text = launched.text()
+    assert "rank 0 replaced, the others keep their model: restart 1 of 1" in text and "after the loss was noticed" in text
+    assert "resumed  at step" in text, "what the successor of the first rank prints is seen"
     (tmp_path / "run" / "loss.png").unlink(missing_ok=True)
     assert_whole(tmp_path / "run", straight(recipe))
 

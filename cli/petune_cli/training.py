@@ -18,7 +18,10 @@ def train(
         list[str] | None, typer.Option("--allow-change", metavar="KEY", help="A key that may differ when resuming; repeatable.")
     ] = None,
     restarts: Annotated[
-        int, typer.Option("--restarts", min=0, metavar="N", help="Go on from the newest checkpoint when a process dies, up to N times.")
+        int,
+        typer.Option(
+            "--restarts", min=0, metavar="N", help="Replace a process that dies and go on from the newest saved state, up to N times."
+        ),
     ] = 0,
 ) -> None:
     """Train a recipe; without one, the demo."""

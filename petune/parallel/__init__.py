@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from petune.parallel import group
     from petune.parallel.configs import ParallelConfig
-    from petune.parallel.mesh import Mesh, alone, make_mesh
+    from petune.parallel.mesh import Mesh, alone, make_mesh, renew
     from petune.parallel.plan import ALONE, ParallelPlan, describe, make_plan
     from petune.parallel.runner import Runner
     from petune.parallel.shard import is_sharded, local
@@ -32,11 +32,12 @@ __all__ = [
     "local",
     "make_mesh",
     "make_plan",
+    "renew",
 ]
 
 _FILES = {
     "ParallelConfig": "configs",
-    **dict.fromkeys(("Mesh", "alone", "make_mesh"), "mesh"),
+    **dict.fromkeys(("Mesh", "alone", "make_mesh", "renew"), "mesh"),
     **dict.fromkeys(("ALONE", "ParallelPlan", "describe", "make_plan"), "plan"),
     "Runner": "runner",
     **dict.fromkeys(("is_sharded", "local"), "shard"),

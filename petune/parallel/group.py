@@ -8,6 +8,7 @@ failed share one small state.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -29,6 +30,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError, MachineError, PetuneError, Problem, Stopped
 from petune.log import printable, warn
+from petune.parallel import lasting, orders
+from petune.parallel.orders import Standing, replaces
 from petune.parallel.rendezvous import (
     ERROR_FILE,
     Place,
@@ -51,6 +54,7 @@ __all__ = [
     "agree",
     "at_step",
     "barrier",
+    "check",
     "explain",
     "gather",
     "join",
@@ -60,9 +64,14 @@ __all__ = [
     "limit",
     "place",
     "quit_process",
+    "rejoin",
+    "replaces",
     "report",
     "restarted",
+    "settle",
     "started",
+    "survives",
+    "unsettle",
 ]
 
 BEAT_S = 1.0
@@ -70,6 +79,7 @@ SILENT_S = 3 * BEAT_S  # a rank that has not beaten for this long is named when 
 SPARE_S = 1.0  # the main thread's own timeout may come first: it unwinds better than a thread can
 
 Kind = Literal["own", "lost", "consequence"]
+DeviceType = Literal["cpu", "cuda"]
 
 
 class PeerLost(DistributedError):
@@ -92,6 +102,7 @@ class _Session:
     for_torch: Sealed  # which torch holds the C++ side of alone
     server: Store | None
     pulse: Pulse
+    device_type: DeviceType
     timeout_s: float
     start_timeout_s: float
     meetings: int = 0
@@ -101,25 +112,31 @@ _session: _Session | None = None
 _reported: int | None = None
 
 
-def join(device_type: Literal["cpu", "cuda"], timeout_s: float = 60, start_timeout_s: float = 300) -> tuple[int, int]:
+def join(device_type: DeviceType, timeout_s: float = 60, start_timeout_s: float = 300) -> tuple[int, int]:
     """Join the group this process was started for: (rank, number of ranks), with torch's default group made (gloo, or nccl for cuda).
 
     `timeout_s`: how long a collective may wait and a rank be silent; `start_timeout_s`: how long to wait for every rank to start.
     Raises DistributedError naming who is missing or what cannot be reached, MachineError without a GPU for this rank.
     """
-    global _session
     here = place()
     if here is None:
         raise DistributedError("this process is not one of several ranks", remedy="start it with petune train, torchrun or srun")
     if _session is not None:
         raise DistributedError("this process has joined a group already")
+    _enter(here, device_type, timeout_s, start_timeout_s)
+    return here.rank, here.world
+
+
+def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout_s: float) -> None:
+    """Meet the others and make torch's default group, those of this generation."""
+    global _session
     stay_on_this_machine(here)
     device = _own_gpu(here) if device_type == "cuda" else None
     server, store = connect(here, start_timeout_s)
     _check_in(here, store, start_timeout_s)
     pulse = Pulse(here, client(here, start_timeout_s), timeout_s)
     for_torch = client(here, timeout_s)
-    _session = _Session(here, store, for_torch, server, pulse, timeout_s, start_timeout_s)
+    _session = _Session(here, store, for_torch, server, pulse, device_type, timeout_s, start_timeout_s)
     pulse.start()
     try:
         dist.init_process_group(
@@ -132,7 +149,6 @@ def join(device_type: Literal["cpu", "cuda"], timeout_s: float = 60, start_timeo
         )
     except Exception as error:
         raise explain(error) from None
-    return here.rank, here.world
 
 
 def inside() -> bool:
@@ -206,6 +222,9 @@ def _check_in(here: Place, store: Sealed, limit_s: float) -> None:
             missing = [rank for rank, value in enumerate(values) if value is None]
             if not missing or now > until:
                 break
+            check()
+            if orders.given().ends:
+                raise PeerLost("a rank was lost and is not replaced", "consequence")
     except RuntimeError:
         raise DistributedError(f"{here.holder}, which holds the rendezvous, is gone") from None
     if missing:
@@ -275,6 +294,82 @@ def at_step(step: int) -> None:
     """Note the step this rank is at: others name it should this rank fall silent."""
     if _session is not None:
         _session.pulse.own.step = step
+
+
+# ------------------------------------------------------------ outliving another rank
+
+
+_standing = Standing()
+
+
+def settle(whole: str | None) -> None:
+    """From here on this rank can wait, with its model where it is, until a rank that is lost has been replaced.
+
+    whole: why all ranks of this plan must be started anew instead, if so. Without petune's launcher and --restarts nothing happens.
+    """
+    _stand(Standing(orders.generation(), whole=whole))
+
+
+def unsettle() -> None:
+    """From here on the loss of a rank is the end of this one."""
+    _stand(Standing())
+
+
+def _stand(standing: Standing) -> None:
+    global _standing
+    if replaces() and _session is not None:
+        orders.stand(_session.place.rank, standing)
+        _standing = standing
+
+
+def _replaced() -> PeerLost:
+    return PeerLost("a rank was lost and is being replaced", "consequence")
+
+
+def check() -> None:
+    """Raise PeerLost if a rank has been replaced: what collectives gave since then is worth nothing, as NCCL's were aborted."""
+    if orders.newer():
+        raise _replaced()
+
+
+def survives(error: Exception) -> bool:
+    """Whether `error` comes of the loss of a rank that petune's launcher has replaced, which is waited for. Then `rejoin`."""
+    if not replaces():
+        return False
+    if not orders.newer() and not isinstance(explain(error), PeerLost):
+        return False
+    return _await_order(_required().pulse)
+
+
+def _await_order(pulse: Pulse) -> bool:
+    """Tell the launcher who is silent, which kills them, and wait for its word; whether ranks have been replaced."""
+    if silent := pulse.silent(SILENT_S):
+        _stand(replace(_standing, silent={str(rank): pulse.silence_of(rank, age) for rank, age in silent.items()}))
+    until = time.monotonic() + SILENT_S + 2 * BEAT_S
+    while not (ordered := orders.newer()) and not orders.given().ends and time.monotonic() < until:
+        time.sleep(orders.POLL_S)
+    return ordered
+
+
+def _free_main_thread() -> None:
+    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when its connections close."""
+    if _session is not None and _session.device_type == "cuda" and dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def rejoin() -> None:
+    """Leave the broken group and join the one of the newest order in the same place. Raises as `join`; PeerLost on yet another loss."""
+    session = _required()
+    session.pulse.ended.set()
+    session.pulse.threads[1].join()  # it may be about to abort
+    _free_main_thread()
+    lasting.release()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0  # torch names groups by it, and counts one that was only half made
+    gc.collect()  # whoever waits for this rank is freed when the last reference to the old connections goes
+    os.environ[orders.GENERATION] = str(orders.given().generation)
+    _enter(session.place, session.device_type, session.timeout_s, session.start_timeout_s)
 
 
 # ------------------------------------------------------------ the beat
@@ -354,30 +449,42 @@ class Pulse:
             last = now
             if self.broken and not self.ended.wait(SILENT_S):  # leave the main thread a moment to end by itself
                 _give_up(PeerLost(f"{self.here.holder}, which holds the rendezvous, is gone", "consequence"))
-            elif lost := self._silence(self.silence_s + SPARE_S):
+            elif orders.newer():
+                return self._follow()
+            elif (lost := self._silence(self.silence_s + SPARE_S)) and not (replaces() and _await_order(self)):
                 _give_up(lost)
+
+    def _follow(self) -> None:
+        """See that the main thread leaves a broken group. Where it cannot, as gloo may wait long for a dead rank, this one is replaced."""
+        _free_main_thread()
+        if not self.ended.wait(self.silence_s):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def silent(self, limit_s: float) -> dict[int, float]:
         """Ranks not heard for `limit_s` seconds, and for how long; empty while the store itself does not answer."""
         now = time.monotonic()
-        if now - self.answered > SILENT_S:
+        if now - self.answered > SILENT_S or self.ended.is_set():
             return {}
         ages = {rank: now - heard for rank, heard in enumerate(self.heard) if rank != self.here.rank and not self.beats[rank].left}
         return {rank: age for rank, age in ages.items() if age > limit_s}
 
     def _silence(self, limit_s: float) -> PeerLost | None:
         if silent := self.silent(limit_s):
-            who = [
-                f"rank {rank} has not answered for {age:.0f} s (last seen at step {self.beats[rank].step})" for rank, age in silent.items()
-            ]
+            who = [self.silence_of(rank, age) for rank, age in silent.items()]
             return PeerLost(", ".join(who), "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
         if (age := time.monotonic() - self.answered) > limit_s:
             what = f"{self.here.holder}, which holds the rendezvous, has not answered for {age:.0f} s"
             return PeerLost(what, "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
         return None
 
+    def silence_of(self, rank: int, age: float) -> str:
+        """What to say of a rank that is silent."""
+        return f"rank {rank} has not answered for {age:.0f} s (last seen at step {self.beats[rank].step})"
+
     def lost(self, limit_s: float) -> PeerLost | Stopped | None:
         """Who has failed, was stopped, or has been silent for `limit_s` seconds, as an error; None while all is well."""
+        if orders.newer():
+            return _replaced()
         for rank, beat in enumerate(self.beats):
             if beat.stopped and rank != self.here.rank:
                 return Stopped(beat.failed or "stopped")

@@ -1,9 +1,11 @@
 """Starting every rank of a run on this machine with torch's elastic agent, and saying in one message how it ended.
 
-The agent starts, watches and restarts the ranks. What is added: how a stop and a failure end (ranks that save are waited for, ranks that
-hang are killed within seconds), which of several errors is the cause, and which failures are worth a restart. The rendezvous listens on
-127.0.0.1 alone, every rank dies with this process, and no report of the agent's own reaches the user. The file is over 300 lines long
-because what the agent is given, how it ends the ranks and how that is judged are one decision.
+The agent starts and watches the ranks and can start all of them anew. What is added: how a stop and a failure end (ranks that save are
+waited for, ranks that hang are killed within seconds), which of several errors is the cause, which failures are worth a restart, and that
+a rank which died is replaced alone where the others can wait for it (petune.parallel.replacing). The agent is kept because it does the
+rest well (environments, output, a full restart), and a replacement needs of it only that another process stands in its table. The
+rendezvous listens on 127.0.0.1 alone, every rank dies with this process, and no report of the agent's own reaches the user. The file is
+over 300 lines long because what the agent is given, how it ends the ranks and how that is judged are one decision.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from petune.errors import DataError, DistributedError, FileError, MachineError, 
 from petune.host_memory import HostMemory
 from petune.log import say
 from petune.parallel.rendezvous import ERROR_FILE, LAUNCHER, lacks_files, serve, too_many_files
+from petune.parallel.replacing import Replacing
 from petune.parallel.seal import SECRET, Sealed, new_secret
 
 GRACE_S = 2.0  # how long the other ranks may take to end by themselves once one has failed
@@ -48,9 +51,9 @@ def launch(
 
     Rank 0 keeps this process's standard output and error; what another rank prints is appended to `log_folder`/rank-N.log (made if need
     be; None: dropped once the run ends). SIGTERM and Ctrl-C are passed on to every rank, and the ranks are waited for; a second Ctrl-C
-    ends them. A rank that is killed or frozen starts all anew, up to `restarts` times, each said through `on_line`; whatever a rank
-    reports itself is final. Raises the PetuneError of the rank that failed first, its text in front of anything else and with the rank's
-    number, or KeyboardInterrupt. When it ends, however it ends, no rank is left.
+    ends them. A rank that is killed or frozen is replaced, or all start anew where that cannot be, up to `restarts` times, each said
+    through `on_line`; whatever a rank reports itself is final. Raises the PetuneError of the rank that failed first, its text in front of
+    anything else and with the rank's number, or KeyboardInterrupt. When it ends, however it ends, no rank is left.
     """
     with _noting_signals() as stops, _quiet(), tempfile.TemporaryDirectory(prefix="petune-") as scratch:
         failure = _run(command, num_ranks, restarts, _Files(Path(scratch), log_folder or Path(scratch)), stops, on_line)
@@ -74,6 +77,8 @@ def _run(
         monitor_interval=0.1,
         event_log_handler="null",
     )
+    if restarts:
+        files.replacing = Replacing(files.scratch / "orders")
     agent = _Agent(spec, files, stops, on_line)
     try:
         agent.run()
@@ -178,6 +183,7 @@ class _Files(LogsSpecs):
         self.secret = new_secret()  # what the ranks of this launch know each other by
         self.errors: dict[int, Path] = {}
         self.starts: dict[int, int] = {}  # size of a rank's log when it started
+        self.replacing: Replacing | None = None  # where ranks may be started anew
 
     @property
     def root_log_dir(self) -> str:
@@ -196,14 +202,20 @@ class _Files(LogsSpecs):
             self.errors[rank] = self.scratch / f"error-{env['TORCHELASTIC_RESTART_COUNT']}-{rank}.json"
             env |= {LAUNCHER: str(os.getpid()), ERROR_FILE: str(self.errors[rank]), SECRET: self.secret}
             env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+            env |= self.replacing.environment() if self.replacing else {}
+            self.note_start(rank)
             if rank:
                 env["PETUNE_RANK_LOG"] = str(self.log(rank))
-                self.starts[rank] = self.log(rank).stat().st_size if self.log(rank).exists() else 0
             else:  # torch's C++ tells a lost connection at length, and rank 0 owns the terminal
                 env["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
         streams = {rank: os.devnull if rank else "" for rank in envs}
         errors = {rank: str(path) for rank, path in self.errors.items()}
         return LogsDest(stdouts=streams, stderrs=dict(streams), error_files=errors)
+
+    def note_start(self, rank: int) -> None:
+        """What a rank said before it starts is not this process's."""
+        self.errors[rank].unlink(missing_ok=True)
+        self.starts[rank] = self.log(rank).stat().st_size if rank and self.log(rank).exists() else 0
 
     def reports(self) -> list[Report]:
         """What the ranks reported, earliest first."""
@@ -238,20 +250,27 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, files: _Files, stops: list[int], on_line: Callable[[str], None]) -> None:
         super().__init__(spec, files, exit_barrier_timeout=5)
         self.files, self.stops, self.on_line = files, stops, on_line
+        self.replacing, self.frozen = files.replacing, dict[int, str]()
         self.memory = HostMemory()
         self.passed_on = 0
         self.deadline: float | None = None
         self.failure: PetuneError | KeyboardInterrupt | None = None
+        self.whole: str | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.passed_on = 0
+        if self.replacing:
+            self.replacing.begin()
         pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_on_stops()
+        self._tend()
         codes = self._codes()
         bad = {rank: code for rank, code in codes.items() if code not in (None, 0, STOPPED)}  # a rank that stopped lets the others save
+        if bad and self._replace(worker_group, bad, codes):
+            return RunResult(state=WorkerState.HEALTHY)
         if bad:
             self._end_the_rest()
         elif None in codes.values():
@@ -264,9 +283,50 @@ class _Agent(LocalElasticAgent):
         if not again or self.stops:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
-            restarts = worker_group.spec.max_restarts
-            self.on_line(f"{self.failure}\nall ranks start again: restart {restarts - self._remaining_restarts + 1} of {restarts}")
+            why = f", as {self.whole}" if self.whole else ""
+            self.on_line(f"{self.failure}\nall ranks start again{why}: {self._count(worker_group)}")
         return result
+
+    def _count(self, worker_group: WorkerGroup) -> str:
+        restarts = worker_group.spec.max_restarts
+        return f"restart {restarts - self._remaining_restarts + 1} of {restarts}"
+
+    def _tend(self) -> None:
+        """Kill ranks that are frozen where they can be replaced, and keep a spare process for the next."""
+        context, codes = self._pcontext, self._codes()
+        if not self.replacing or not isinstance(context, SubprocessContext):
+            return
+        if line := self.replacing.all_train(codes):
+            self.on_line(line)
+        if not self._remaining_restarts or self.stops:
+            return
+        for rank, text in self.replacing.silent(codes).items():
+            self.frozen[rank] = text
+            self._kill([rank])
+        if None in codes.values() and (line := self.replacing.keep_spare(context, codes)):
+            self.on_line(line)
+
+    def _replace(self, worker_group: WorkerGroup, bad: Mapping[int, int], codes: Mapping[int, int | None]) -> bool:
+        """Start ranks that died in their places, while the others wait with their models; whether that could be done."""
+        context, replacing = self._pcontext, self.replacing
+        if not replacing or not isinstance(context, SubprocessContext):
+            return False
+        self.whole = replacing.whole(codes)
+        lost = replacing.lost(codes) if self._remaining_restarts and not self.stops else []
+        failure, again = judge(bad, codes, [], self.stops, self.files.last_words, self.memory.shortage)
+        if not lost or not again:
+            return False
+        if self.frozen.keys() & bad.keys():
+            failure = DistributedError(", ".join(self.frozen.pop(rank) for rank in bad if rank in self.frozen))
+        who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+        self.on_line(f"{str(failure).splitlines()[0]}\n{who} replaced, the others keep their model: {self._count(worker_group)}")
+        self._remaining_restarts -= 1
+        self._kill(lost)
+        for rank, handler in replacing.replace(context, lost).items():
+            self.files.note_start(rank)
+            context.subprocess_handlers[rank] = handler
+            worker_group.workers[rank].id = handler.proc.pid
+        return True
 
     def _codes(self) -> dict[int, int | None]:
         """The exit code of every rank, negative for a signal; None while it runs."""
@@ -291,18 +351,21 @@ class _Agent(LocalElasticAgent):
 
     def _end_the_rest(self) -> None:
         """Let the ranks that have lost a peer end by themselves, so that their logs are whole; then kill."""
+        if self.replacing:
+            self.replacing.end()
         until = time.monotonic() + GRACE_S
         while None in self._codes().values() and time.monotonic() < until and self.stops.count(signal.SIGINT) < 3:
             time.sleep(0.02)
         self._kill()
 
-    def _kill(self) -> None:
-        """SIGKILL, which a frozen process heeds too, to whatever runs in the process group of every rank."""
-        for pid in self._pids().values():
+    def _kill(self, ranks: Sequence[int] | None = None) -> None:
+        """SIGKILL, which a frozen process heeds too, to whatever runs in the process group of these ranks; None: of all."""
+        pids = self._pids()
+        for rank in pids if ranks is None else ranks:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(pids[rank], signal.SIGKILL)
         until = time.monotonic() + GRACE_S
-        while None in self._codes().values() and time.monotonic() < until:
+        while any(self._codes()[rank] is None for rank in (pids if ranks is None else ranks)) and time.monotonic() < until:
             time.sleep(0.01)
 
     def _pids(self) -> dict[int, int]:
@@ -310,6 +373,8 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:  # torch's parameters have changed between versions
         self._kill()
+        if self.replacing:
+            self.replacing.close()
         super()._shutdown(*arguments, **named)
 
 

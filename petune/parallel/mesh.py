@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from petune.errors import DistributedError
+from petune.parallel import group
+from petune.parallel.lasting import LastingGroup
 from petune.parallel.plan import ALONE, ParallelPlan
 
 Axis = Literal["pp", "dp", "tp"]
@@ -72,13 +74,33 @@ def alone(device: torch.device) -> Mesh:
 
 
 def make_mesh(plan: ParallelPlan, device: torch.device) -> Mesh:
-    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks."""
+    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks.
+
+    Where ranks may be replaced its groups are lasting ones, and torch's mesh, which would keep old connections open, is left out; but for
+    FSDP, whose parameters hold torch's own.
+    """
     if plan.world == 1:
         return alone(device)
     if (found := dist.get_world_size()) != plan.world:
         raise DistributedError("the plan is for another number of processes", expected=str(plan.world), found=str(found))
+    rank, (devices, groups) = dist.get_rank(), _cut_axes(plan, device)
+    if group.replaces() and plan.sharding is None:
+        return Mesh(plan, rank, coordinate(plan, rank), device, {axis: LastingGroup(now) for axis, now in groups.items()})
+    return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
+
+
+def renew(mesh: Mesh) -> None:
+    """Let the groups of `mesh`, wherever they are held, stand for those of the process group that was made anew."""
+    for axis, now in _cut_axes(mesh.plan, mesh.device)[1].items():
+        lasting = mesh.groups[axis]
+        assert isinstance(lasting, LastingGroup)
+        lasting.renew(now)
+
+
+def _cut_axes(plan: ParallelPlan, device: torch.device) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup]]:
+    """torch's mesh, and the group of each axis larger than 1."""
     sizes = (plan.pp, plan.dp, plan.tp)
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     groups: dict[str, dist.ProcessGroup] = {axis: devices.get_group(axis) for axis, size in zip(AXES, sizes, strict=True) if size > 1}
-    rank = dist.get_rank()
-    return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
+    group.limit(groups.values())
+    return devices, groups

@@ -111,6 +111,12 @@ class Pipeline:
         self.kinds: dict[tuple[bool, bool], list[tuple[Kinds, Kinds]]] = {}  # by training or not, and whether ladders climb
         self.schedules: dict[bool, tuple[Any, Any]] = {}  # training or not: (what it was made for, the schedule)
 
+    def forget(self) -> None:
+        """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a broken step has left."""
+        self.kinds.clear()
+        self.schedules.clear()
+        self.now.logits = []
+
     def backward(self, batch: Batch, pieces: int, total: float, key: int | None = None) -> float:
         """Forward and backward over all rows of `batch` in `pieces` pieces: the sum of the losses over `total`, on every rank.
 

@@ -19,6 +19,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError, MachineError
+from petune.parallel import orders
 from petune.parallel.seal import Sealed, secret_of
 
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch: the process id of the launcher
@@ -117,8 +118,8 @@ def launched() -> bool:
 
 
 def restarted() -> int:
-    """How often an elastic launcher has started the ranks anew; above 0 a run goes on from its newest checkpoint."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    """How often a launcher has started the ranks anew, or replaced some; above 0 a run goes on from its newest checkpoint."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + orders.generation()
 
 
 # ------------------------------------------------------------ the store

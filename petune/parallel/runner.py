@@ -142,6 +142,22 @@ class Runner:
             held.fill_(1)
         return {name: [stage for stage in range(self.plan.pp) if held[stage, at]] for at, name in enumerate(self.names)}
 
+    def restart_whole(self) -> str | None:
+        """Why the loss of one rank means that all must load the model again; None where the others keep theirs."""
+        if self.plan.sharding is not None:
+            return "FSDP's shards hold their process group"
+        if self.plan.cut is not None and self.plan.cut.overlap and self.plan.cut.connection == "sequence" and self.plan.tp > 2:
+            return "the route of overlapped tiles is measured when all start"
+        return None
+
+    def rejoin(self) -> None:
+        """Do what a runner that is made now does with the others, in groups that were made anew. Gradients are dropped."""
+        self.holders = self._holders()
+        if self.pipeline is not None:
+            self.pipeline.forget()
+        for value in self.tuned.values():
+            value.grad = None
+
     def stream(self, optimizer: StreamedAdamW) -> None:
         """Leave the blocks in host memory, and their updates to the backward pass. Between steps what rests there is whole."""
         self.streamed = optimizer
@@ -253,6 +269,7 @@ class Runner:
         if self.plan.world > 1:
             dist.all_reduce(squares)
         total = math.sqrt(float(squares))
+        group.check()  # the gradients of this step are those of all ranks
         if grads and max_norm is not None and math.isfinite(total) and total > max_norm:
             torch._foreach_mul_(list(grads.values()), max_norm / (total + 1e-6))
         return total
@@ -326,6 +343,7 @@ class Runner:
             parts = self._put_together(names, {name: tensors[name] for name in names if name in tensors})
             if self.mesh.main:
                 found |= {name: parts[name].to("cpu", copy=True) for name in names}
+        group.check()
         return found
 
     def _nbytes(self, name: str) -> int:

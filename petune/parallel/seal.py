@@ -22,6 +22,7 @@ from typing import Any, cast
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError
+from petune.parallel import orders
 
 SECRET = "PETUNE_SECRET"  # set by petune.parallel.launch, or by whoever starts ranks on several machines
 _DIGEST = 32  # bytes of an HMAC-SHA256
@@ -118,6 +119,7 @@ class Sealed(Store):
 
     def get(self, key: str) -> bytes:
         """The value of a key, waited for."""
+        self.wait([key])
         until = time.monotonic() + self.limit_s
         while (value := self._opened(key, self.store.get(self._name(key)))) is None:
             if time.monotonic() > until:
@@ -137,6 +139,15 @@ class Sealed(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until there are values of these keys."""
         names = [self._name(key) for key in keys]
+        if orders.replaces():  # in torch's own wait nothing is heard of an order of the launcher
+            until = time.monotonic() + (self.limit_s if timeout is None else timeout.total_seconds())
+            while not self.store.check(names):
+                if orders.newer():
+                    raise RuntimeError("ProcessGroup: a rank was lost before it met the others")
+                if time.monotonic() > until:
+                    raise RuntimeError(f"ProcessGroup: waiting for {keys[0]} timed out")
+                time.sleep(0.002)
+            return
         self.store.wait(names) if timeout is None else self.store.wait(names, timeout)
 
     def check(self, keys: Sequence[str]) -> bool:

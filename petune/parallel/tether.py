@@ -19,7 +19,13 @@ def main() -> None:
         if os.getppid() != int(os.environ["PETUNE_LAUNCHER"]):  # it died before we asked
             sys.exit(6)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if log := os.environ.pop("PETUNE_RANK_LOG", None):
+    if "PETUNE_SPARE" in os.environ:  # it may become the first rank, whose output is the launcher's; until then it is quiet
+        kept = [os.dup(number) for number in (1, 2)]
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.set_inheritable(copy, True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        os.environ["PETUNE_SPARE_OUTPUT"] = ",".join(map(str, kept))
+    elif log := os.environ.pop("PETUNE_RANK_LOG", None):
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)

@@ -1,0 +1,366 @@
+"""`--restarts`: a rank that dies is replaced while the others keep process and model, and the numbers are as if nothing had been.
+
+The launcher is the real one; the processes it starts are forks, which cost no imports.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+import petune.assemble
+from petune.errors import DataError, DistributedError, Stopped
+from petune.loop import Training
+from petune.parallel import group, orders
+from petune.parallel.runner import Runner
+from petune.training import train
+from tests.forked_launch import Forks, note_loads
+from tests.forked_launch import forks as forks
+from tests.group_pool import ranks
+from tests.small_runs import Listener, assert_same_run, run, settings
+from tests.small_runs import no_picture as no_picture
+
+pytestmark = [pytest.mark.usefixtures("no_picture"), pytest.mark.timeout(120)]
+PLANS: dict[str, Any] = {
+    "dp": {"dp": {"shares": [3, 1]}},
+    "tp": {"tp": {"columns": [32, 16]}},
+    "galaxy": {"galaxy": {"columns": [32, 16], "sequence": [5, 3]}},
+    "pp": {"pp": {"size": 2, "microbatches": 2}},
+    "sp": {"sp": {"sequence": [5, 3]}},
+    "shard": {"dp": {"size": 2, "shard": True}},
+    "dp x tp": {"dp": 2, "tp": {}},
+}
+
+LONG = pytest.param("pp", 0, marks=pytest.mark.long)
+LOADING = pytest.param("petune.assemble.load_model", marks=pytest.mark.long)
+
+
+def small(place: Path, plan: str, **changes: Any) -> dict[str, Any]:
+    """Seven steps, saved at every third, with dropout and an evaluation in between."""
+    shape = {"batch_size": 4, "max_steps": 7, "epochs": 3, "save_every": 3, "eval_every": 4, "timeout": 30}
+    return settings(place, "llama", "lora", **{**shape, "parallel": PLANS[plan], **changes})
+
+
+def straight(recipe: dict[str, Any], world: int = 2) -> Path:
+    """The same run, left alone."""
+    folder = Path(recipe["out"]).with_name("straight")
+    ranks(world, lambda: run(recipe | {"out": str(folder)}) and None)
+    return folder
+
+
+def assert_same(recipe: dict[str, Any], world: int = 2) -> None:
+    """The run has ended as the one that was left alone, bit by bit."""
+    found = Path(recipe["out"])
+    assert_same_run(found, straight(recipe, world))
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, acts: dict[tuple[int, int, int], Callable[[], Any]]) -> None:
+    """Let ranks do something: (generation, rank, step) -> what, before that step."""
+    step = Training.step
+
+    def watched(self: Training) -> dict[str, Any]:
+        if act := acts.get((group.restarted(), group.started()[0], self.progress.step + 1)):
+            act()
+        return step(self)
+
+    monkeypatch.setattr(Training, "step", watched)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the launcher says."""
+    lines: list[str] = []
+    monkeypatch.setattr("petune.ranks.say", lines.append)
+    return lines
+
+
+# ------------------------------------------------------------------ one rank dies
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank"), [("dp", 0), ("tp", 1), ("galaxy", 0), ("pp", 1), ("sp", 1), pytest.param("pp", 0, marks=pytest.mark.long)]
+)
+def test_a_killed_rank_is_replaced_and_the_others_keep_process_and_base(
+    plan: str, rank: int, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = note_loads(monkeypatch, tmp_path / "loads")
+    recipe = small(tmp_path, plan)
+    before_step(monkeypatch, {(0, rank, 6): die})
+    train(recipe, restarts=1, reporter=Listener())
+    assert said[0] == f"rank {rank} was killed by SIGKILL\nrank {rank} replaced, the others keep their model: restart 1 of 1"
+    assert re.fullmatch(r"all ranks train again, \d+\.\d s after the loss was noticed", said[1]) and len(said) == 2
+    assert re.search(r"resumed from .*step-[34] at step [34]", (tmp_path / "run" / "run.log").read_text())
+    kept = forks.pids(1 - rank)
+    assert len(kept) == 1, "the other rank was started once"
+    by_process = Counter(loads())
+    assert by_process[kept[0]] == 1 + (rank != 0), "it read the base once, and the first rank again to write tuned/"
+    assert by_process[forks.pids(rank)[0]] == 1 and len(by_process) == 3
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+@pytest.mark.long
+def test_four_ranks_survive_one_after_the_other_and_two_at_once(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(tmp_path, "dp x tp")
+    before_step(monkeypatch, {(0, 3, 3): die, (1, 0, 5): die, (2, 1, 6): die, (2, 2, 6): die})
+    train(recipe, restarts=9, reporter=Listener())
+    assert len(forks.pids(0)) == 1, "whoever stood in for the first rank was a spare or the second start of it"
+    assert sum("replaced" in line for line in said) in (3, 4)
+    monkeypatch.undo()
+    assert_same(recipe, 4)
+
+
+def test_a_rank_that_waits_for_one_that_has_left_is_freed(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 3 dies before the sums of gradients: rank 0 has its sum with rank 1 and waits for rank 2, which has lost rank 3 and left."""
+    complete = Runner._complete
+
+    def deadly(self: Runner) -> None:
+        if group.restarted() == 0 and self.mesh.rank == 3 and self.tuned and next(iter(self.tuned.values())).grad is not None:
+            die()
+        complete(self)
+
+    monkeypatch.setattr(Runner, "_complete", deadly)
+    began = time.monotonic()
+    train(small(tmp_path, "dp x tp", max_steps=3, epochs=1), restarts=1, reporter=Listener())
+    assert time.monotonic() - began < 15 and "rank 3 replaced" in said[0]
+
+
+@pytest.mark.long
+def test_a_frozen_rank_is_named_killed_and_replaced(tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "BEAT_S", 0.2)
+    monkeypatch.setattr(group, "SILENT_S", 0.6)
+    recipe = small(tmp_path, "tp", timeout=2)
+    before_step(monkeypatch, {(0, 1, 5): lambda: os.kill(os.getpid(), signal.SIGSTOP)})
+    train(recipe, restarts=1, reporter=Listener())
+    assert re.match(r"rank 1 has not answered for \d s \(last seen at step \d\)\nrank 1 replaced", said[0]), said
+    assert len(forks.pids(0)) == 1
+    monkeypatch.undo()
+    assert_same(recipe | {"timeout": 30})
+
+
+# ------------------------------------------------------------------ what happens meanwhile
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("petune.assemble.load_model", marks=pytest.mark.long), "torch.distributed.init_process_group"]
+)
+def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it(
+    where: str, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor of rank 1 dies as it loads the base, or when it has met rank 0 but not joined its group: rank 0 meets yet another."""
+    work = operator.attrgetter(where.removeprefix("torch.").removeprefix("petune."))(torch if where.startswith("torch") else petune)
+
+    def deadly(*given: Any, **named: Any) -> Any:
+        if group.restarted() == 1 and group.started()[0] == 1:
+            die()
+        return work(*given, **named)
+
+    monkeypatch.setattr(where, deadly)
+    recipe = small(tmp_path, "galaxy")
+    before_step(monkeypatch, {(0, 1, 5): die})
+    train(recipe, restarts=3, reporter=Listener())
+    counts = [line.rpartition(": ")[2] for line in said[:2]]
+    assert counts == ["restart 1 of 3", "restart 2 of 3"] and all("rank 1 replaced" in line for line in said[:2])
+    assert len(forks.pids(0)) == 1
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+@pytest.mark.long
+def test_when_nobody_is_left_who_has_the_model_all_start_again(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 dies while the successor of rank 1 has nothing to keep yet."""
+    rejoin = group.rejoin
+
+    def die_at_it() -> None:
+        time.sleep(0.2)
+        die()
+        rejoin()
+
+    monkeypatch.setattr(group, "rejoin", die_at_it)
+    recipe = small(tmp_path, "tp")
+    before_step(monkeypatch, {(0, 1, 5): die})
+    train(recipe, restarts=2, reporter=Listener())
+    assert said[1].startswith("rank 0 was killed by SIGKILL") and said[1].endswith("all ranks start again: restart 2 of 2")
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+@pytest.mark.long
+def test_a_spare_that_dies_is_told_and_a_rank_is_replaced_without_it(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders, "take_place", die)
+    recipe = small(tmp_path, "dp")
+    before_step(monkeypatch, {(0, 0, 4): lambda: time.sleep(0.5), (0, 1, 5): die})
+    train(recipe, restarts=1, reporter=Listener())
+    assert said[0].startswith("the spare process has ended (code -9)") and "rank 1 replaced" in said[1]
+    assert len(forks.pids(1)) == 2, "its successor was started when it was needed"
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+@pytest.mark.long
+def test_the_spare_takes_the_place_and_another_waits(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(tmp_path, "dp")
+    before_step(monkeypatch, {(0, 1, 4): lambda: time.sleep(0.5), (0, 0, 5): die, (1, 1, 6): lambda: time.sleep(0.5)})
+    train(recipe, restarts=2, reporter=Listener())
+    assert len(forks.pids(0)) == 1 and len(forks.pids(1)) == 1 and len(forks.pids(0, spare=True)) == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(forks.pids(0, spare=True)[1], 0)
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+def test_a_stop_while_a_rank_is_replaced_ends_the_run_where_it_was_saved_last(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = petune.assemble.load_model
+
+    def loaded(*given: Any) -> Any:
+        if group.restarted():
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(5)
+        return load(*given)
+
+    monkeypatch.setattr(petune.assemble, "load_model", loaded)
+    recipe = small(tmp_path, "dp")
+    before_step(monkeypatch, {(0, 1, 5): die})
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM"):
+        train(recipe, restarts=3, reporter=Listener())
+    assert time.monotonic() - began < 5
+    monkeypatch.undo()
+    ranks(2, lambda: run(recipe, resume=True) and None)
+    assert_same(recipe)
+
+
+@pytest.mark.long
+def test_restarts_that_are_used_up_end_the_run_as_without_any(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(tmp_path, "sp")
+    before_step(monkeypatch, {(0, 1, 5): die, (1, 0, 6): die})
+    with pytest.raises(DistributedError, match=r"^rank 0 was killed by SIGKILL(.|\n)*--resume"):
+        train(recipe, restarts=1, reporter=Listener())
+    monkeypatch.undo()
+    ranks(2, lambda: run(recipe, resume=True) and None)
+    assert_same(recipe)
+
+
+@pytest.mark.long
+def test_a_plan_whose_objects_hold_the_group_starts_all_again_and_says_why(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(tmp_path, "shard")
+    before_step(monkeypatch, {(0, 1, 5): die})
+    train(recipe, restarts=1, reporter=Listener())
+    assert said[-1].endswith("all ranks start again, as FSDP's shards hold their process group: restart 1 of 1")
+    assert not forks.pids(0, spare=True), "a spare would be of no use"
+    monkeypatch.undo()
+    assert_same(recipe)
+
+
+def test_an_error_that_a_rank_raises_itself_is_no_restart(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil() -> None:
+        raise DataError("the row is no object", where="rows.jsonl:7")
+
+    before_step(monkeypatch, {(0, 1, 5): spoil})
+    with pytest.raises(DataError, match=r"^rank 1: rows.jsonl:7  the row is no object"):
+        train(small(tmp_path, "tp"), restarts=3, reporter=Listener())
+    assert said == [] and len(forks.pids(0)) == 1
+
+
+# ------------------------------------------------------------------ random kills
+
+KILLS = int(os.environ.get("PETUNE_KILLS", "200"))  # of a rank, over all runs
+PER_RUN = 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_run_is_lost_to_random_kills_of_its_ranks(
+    world: int, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run ends as one that was left alone, bit by bit; a kill costs no more steps than were made since the newest saved state."""
+    draw = random.Random(world)
+    plans = ("dp", "tp", "galaxy", "pp", "sp") if world == 2 else ("dp x tp",)
+    shape = {"max_steps": 40, "epochs": 14, "save_every": 5, "eval_every": 17, "keep": 3}
+    expected = {plan: straight(small(tmp_path, plan, out=f"out-{plan}/run", **shape), world) for plan in plans}
+    kills, lost, whole, took = 0, [0], 0, [0.0]
+    while kills < KILLS / 2:
+        plan = draw.choice(plans)
+        recipe = small(tmp_path, plan, out=f"run-{kills}", **shape)
+        said.clear()
+        forks.places.clear()
+        killer = Killer(forks, Path(recipe["out"]), sorted(draw.choice((-1, *range(40))) for _ in range(PER_RUN)), draw, world)
+        killer.start()
+        train(recipe, restarts=2 * PER_RUN, reporter=Listener())
+        killer.join()
+        assert_same_run(Path(recipe["out"]), expected[plan])
+        log = (Path(recipe["out"]) / "run.log").read_text()
+        lost += [int(last) - int(first) + 1 for first, last in re.findall(r"trained again: steps (\d+) to (\d+)", log)]
+        whole += sum("all ranks start again" in line for line in said)
+        took += [float(found[1]) for line in said if (found := re.search(r"again, (\d+\.\d) s", line))]
+        kills += killer.done
+        shutil.rmtree(recipe["out"])
+    print(f"\n{kills} kills of one of {world} ranks: at most {max(lost)} steps lost, {whole} full restarts, recovery {max(took)} s at most")
+    assert max(lost) <= shape["save_every"]
+
+
+class Killer(threading.Thread):
+    """Kills a random rank after each of the steps, -1 being while the ranks start."""
+
+    def __init__(self, forks: Forks, folder: Path, steps: list[int], draw: random.Random, world: int) -> None:
+        super().__init__(daemon=True)
+        self.forks, self.folder, self.world = forks, folder, world
+        self.plan = [(step, draw.randrange(world), draw.uniform(0, 0.1)) for step in steps]
+        self.done = 0
+
+    def run(self) -> None:
+        metrics, summary = self.folder / "metrics.jsonl", self.folder / "summary.json"
+        for step, rank, pause in self.plan:
+            while not summary.exists() and not self._reached(metrics, step):
+                time.sleep(0.005)
+            time.sleep(pause)
+            pid = self.forks.places.get(rank)
+            with suppress(ProcessLookupError):
+                if pid is not None and not summary.exists():
+                    os.kill(pid, signal.SIGKILL)
+                    self.done += 1
+            time.sleep(0.2)  # the launcher has seen it
+
+    def _reached(self, metrics: Path, step: int) -> bool:
+        if step < 0:
+            return len(self.forks.places) == self.world
+        with suppress(OSError):
+            return metrics.read_text().count('"grad_norm"') >= step > 0 or (step == 0 and metrics.exists())
+        return False
