@@ -96,5 +96,6 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _is_documentation(name: str) -> bool:
-    last = name.rpartition("/")[2]
-    return last.lower().endswith(_DOCUMENTATION) or last.startswith((".", "LICENSE", "NOTICE"))
+    parts = name.split("/")
+    hidden = any(part.startswith(".") for part in parts)  # .cache of a download, .git of a clone
+    return hidden or parts[-1].lower().endswith(_DOCUMENTATION) or parts[-1].startswith(("LICENSE", "NOTICE"))

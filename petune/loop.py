@@ -92,7 +92,7 @@ class Training:
         self.run_id = uuid.uuid4().hex
         self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
         self.packer = checkpoint.OptimizerPacker()
-        self.snapshots = Snapshots(folder.checkpoints, mesh.device, state.write_packed, lambda: self.progress.step)
+        self.snapshots = Snapshots(folder.checkpoints, mesh.device, state.write_packed, lambda: self.progress.step, folder.is_lost)
         self.came_from: list[str] = []  # what the header says of a run that was resumed
         if mesh.main:
             self._check_disk()
@@ -120,6 +120,7 @@ class Training:
             self._run(resume, allow_change)
 
     def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
+        self.allow_change = allow_change
         if resume:
             with phase("reading the checkpoint"):
                 self._restore(resume, allow_change)
@@ -132,9 +133,9 @@ class Training:
             facts = header_lines(self.prepared, self.described, self.steps, self.place, self.runner.plan, self.folder.path)
             self.reporter.header([*facts, *self.came_from], self.steps.total)
             self.runner.barrier()  # the main process had more to do
-            if not self.progress.before:
+            if new := not self.progress.before:
                 self._score_base()
-            if (self.recipe.on_spike == "rewind" or group.replaces()) and not self.came_from:
+            if (self.recipe.on_spike == "rewind" or group.replaces()) and (new or not self.came_from or resume is not True):
                 self.save()  # there is always a state to go back to
             ranks.outlive(self._steps, self._meet_again, self.runner.restart_whole())
             if (reason := self._ended_early()) and self.progress.step < self.steps.total:
@@ -169,7 +170,7 @@ class Training:
         self.snapshots.drain()
         ranks.rejoin(self.runner, self.folder, self.prepared, self.fingerprint)
         known = self.audit.frozen_before
-        self._restore(True, ())
+        self._restore(True, self.allow_change)
         self.audit, self.audit.frozen_before = self._audit(), known
         self.runner.barrier()
         self.stop.save_first()
@@ -301,7 +302,8 @@ class Training:
         """
         if self.spikes.ends(self.progress):
             set_rng_state(*generators, "before the step")
-            raise spike_fault(found, number + 1, self._places(number), self.save(), self.progress.spikes)
+            in_a_row, self.progress.spikes = self.progress.spikes, 0  # a run that goes on from here may meet as many again
+            raise spike_fault(found, number + 1, self._places(number), self.save(), in_a_row)
         return self._rewind() if self.recipe.on_spike == "rewind" else None
 
     def _rewind(self) -> int:
@@ -312,6 +314,7 @@ class Training:
         self.snapshots.drain()
         self.runner.barrier()
         path, manifest = self._saved_state()
+        self.folder.refuse_other_run(manifest.run_id, path)
         saved, now = read_progress(manifest.facts, manifest.step, self.steps.total, self.metric, path), self.progress
         state.restore_parts(path, self.runner, self.optimizer, self.make_optimizer)
         self.progress = replace(saved, step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes)
@@ -419,7 +422,7 @@ class Training:
         """Begin to copy the state of this step; the main process writes it while all go on."""
         tuned, optimizer = state.whole_state(self.runner, self.optimizer, self.make_optimizer)
         if self.runner.mesh.main and not self._has_lost_folder():
-            tensors, facts = state.pack_state(tuned, optimizer, self.packer)
+            tensors, facts = state.pack_state(tuned, optimizer, self.packer if self.runner.uncut else None)
             own = not self.runner.uncut
             self.snapshots.take(self.progress.step, tensors, facts, run_id=self.run_id, facts=self._facts(), own=own)
 
@@ -448,7 +451,8 @@ class Training:
                 self._cut_metrics(-1)
             return
         path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
-        progress = read_progress(manifest.facts, manifest.step, None if allow_change else self.steps.total, self.metric, path)
+        same = not allow_change and manifest.facts.get("rows") == self.prepared.rows.sha256  # else the run may have another length
+        progress = read_progress(manifest.facts, manifest.step, self.steps.total if same else None, self.metric, path)
         if main:
             self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)

@@ -6,7 +6,8 @@
 
 What the host does for a copy, it does while the device computes: `take` notes what is to be copied, and `begin`, called when the next step
 is on its way, sends it off on another stream. Of two copies in host memory one is written while the other takes the newest step: nothing is
-allocated per step, a step never waits for the disk, and what is written cannot change.
+allocated per step, a step never waits for the disk, and what is written cannot change. The file is a little over 300 lines long, as the
+layout of a copy, the copy and the thread that writes it are read together.
 """
 
 from __future__ import annotations
@@ -141,13 +142,21 @@ class Snapshots:
     """Takes copies of a run's state and commits the newest whole one again and again beside `checkpoints`; the last two are kept.
 
     device: where the state lives. write: puts tensors and JSON into an empty folder. run_step: says, when a snapshot is committed, which
-    step the run has reached. Use it as a context: an end by an error still writes what was taken last, an interrupt only ends what is
+    step the run has reached; lost: whether the folder is no longer that run's, where nothing is written then.
+    Use it as a context: an end by an error still writes what was taken last, an interrupt only ends what is
     being written.
     """
 
-    def __init__(self, checkpoints: Path, device: torch.device, write: Write, run_step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        device: torch.device,
+        write: Write,
+        run_step: Callable[[], int],
+        lost: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self.checkpoints, self.root = checkpoints, checkpoints / checkpoint.SNAPSHOTS
-        self.device, self.write, self.run_step = device, write, run_step
+        self.device, self.write, self.run_step, self.lost = device, write, run_step, lost
         self.taken, self.written, self.oldest = 0, 0, 0  # `oldest`: the most steps that a snapshot was behind when it was committed
         self._layout: Layout | None = None
         self._noted: tuple[HostCopy, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
@@ -287,11 +296,13 @@ class Snapshots:
     def _commit(self, turn: HostCopy) -> None:
         if turn.copied is not None:
             turn.copied.synchronize()
+        if self.lost(turn.run_id):
+            return
 
         def facts() -> dict[str, Any]:
-            age = {"step": turn.step, "run_step": self.run_step()}
-            self.oldest = max(self.oldest, age["run_step"] - age["step"])
-            return {**turn.facts, "snapshot": age}
+            reached = self.run_step()
+            self.oldest = max(self.oldest, reached - turn.step)
+            return {**turn.facts, "snapshot": {"step": turn.step, "run_step": reached}}
 
         checkpoint.commit(
             self.root, turn.step, lambda folder: self.write(folder, turn.tensors, turn.state), run_id=turn.run_id, facts=facts

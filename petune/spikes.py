@@ -88,11 +88,13 @@ def report_spike(action: str, found: str, step: int, places: Sequence[str], back
 def spike_fault(found: str, step: int, places: Sequence[str], saved: Any, in_a_row: int) -> TrainingFault:
     """The error that ends a run before the update of `step`, with its state in the checkpoint `saved`."""
     row = f"the last of {in_a_row} spikes in a row" if in_a_row > 1 else "a spike"
+    others = "lower lr, raise spike_threshold, or set on_spike: warn (--allow-change)"
+    skip = "lower lr, or go on without them: --resume on_spike=skip --allow-change on_spike"
     return TrainingFault(
         f"{row}: the update was not made, and the state before it is saved in {saved}",
         where=f"step {step}",
         found=f"{found}; {said(places)}",
-        remedy="look at these rows, lower lr, or go on without them: --resume on_spike=skip --allow-change on_spike",
+        remedy=f"look at these rows, {others if in_a_row > 1 else skip}",
     )
 
 

@@ -111,7 +111,8 @@ def test_files_of_the_users_own_are_kept_and_those_a_loader_could_read_are_named
     monkeypatch.setattr(folder_manifest, "warn", said.append)
     folder = tmp_path / "tuned"
     shutil.copytree(shipped / "run" / "tuned", folder)
-    for name in ("README.md", "LICENSE", ".gitattributes"):
+    for name in ("README.md", "LICENSE", ".gitattributes", ".cache/of/a.metadata"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
     check_folder(folder)
     assert said == []

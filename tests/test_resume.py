@@ -293,6 +293,15 @@ def test_changed_data_is_refused_and_the_run_stays_as_it_was(tmp_path: Path):
     assert snapshot(tmp_path / "run") == before
 
 
+def test_data_that_shrank_are_changed_data_though_the_run_would_be_over(tmp_path: Path):
+    recipe = settings(tmp_path, max_steps=None, epochs=2)
+    stopped_at(recipe, 7)
+    rows = (tmp_path / "causal.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "causal.jsonl").write_text("".join(rows[: len(rows) // 2]))
+    with pytest.raises(FileError, match="the data has changed"):
+        run(recipe, resume=True)
+
+
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 def test_another_base_is_refused_and_the_run_stays_as_it_was(method: str, tmp_path: Path):
     stopped_at(settings(tmp_path, method=method), 2)

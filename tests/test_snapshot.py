@@ -328,6 +328,18 @@ def test_an_interrupt_ends_what_is_being_written_and_no_more(tmp_path: Path):
     assert all(checkpoint.verify(path) for path in checkpoint.candidates(tmp_path))
 
 
+def test_nothing_is_written_to_a_folder_that_is_no_longer_the_runs(tmp_path: Path):
+    gone, place = threading.Event(), tmp_path / "run"
+    with Snapshots(place, torch.device("cpu"), write_packed, lambda: 0, lambda run: gone.is_set() and run == "run") as snapshots:
+        snapshots.take(1, {"a": torch.zeros(3)}, {}, run_id="run", facts={})
+        snapshots.drain()
+        shutil.rmtree(place)
+        gone.set()
+        snapshots.take(2, {"a": torch.zeros(3)}, {}, run_id="run", facts={})
+        snapshots.drain()
+    assert not place.exists() and snapshots.written == 1
+
+
 def test_streamed_weights_and_snapshots_are_refused_together(tmp_path: Path):
     recipe = settings(tmp_path, method="full", clip=None, accumulate=1, kernels="reference", memory={"stream": "fp32"}, snapshot_every=1)
     with pytest.raises(RecipeError, match=r"snapshot_every: memory\.stream changes the whole model") as raised:
