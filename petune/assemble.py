@@ -293,8 +293,3 @@ def rebuild(
         hashes.result()
     model = export.load(base, folder, verify_base=verify_base, base_files=files)
     return model.to(choose_place(recipe).device).eval(), tokenizer
-
-
-def labels_of(folder: Path) -> tuple[str, ...] | None:
-    """The labels a classifier was saved with, in the order of their ids."""
-    return read_record(folder).labels

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from petune.errors import FileError, MachineError, PetuneError, Problem, UsageError, nearest
 from petune.file_hashes import leaf_hashes, number_of_blocks, whole_and_leaf_hashes
+from petune.folder_manifest import name_fault
 from petune.log import human, warn
 from petune.tensorfile import (
     open_regular,
@@ -309,12 +310,10 @@ def _contents(folder: Path) -> tuple[list[str], list[Problem]]:
 
 
 def _path_fault(name: str) -> str | None:
-    parts = name.split("/")
     if name == MANIFEST:
         return "the manifest cannot list itself"
-    if not name.isprintable() or "\\" in name or len(name) > 1024:
-        return "a file's name holds a control character or a backslash, or is too long"
-    return "a file's name leads out of the checkpoint" if any(part in ("", ".", "..") for part in parts) else None
+    fault = name_fault(name)
+    return f"a file's name {fault}" if fault else None
 
 
 def candidates(root: Path) -> list[Path]:

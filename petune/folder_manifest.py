@@ -74,10 +74,10 @@ def _read(file: Path) -> Mapping[str, Mapping[str, Any]]:
 
 def name_fault(name: str) -> str | None:
     """Why `name` is no path to a file below a folder, or None."""
+    if not name.isprintable() or "\\" in name:  # half a surrogate pair too, which cannot be encoded below
+        return "holds a control character or a backslash"
     if not name or len(name) > 1024 or any(len(part.encode()) > 255 for part in name.split("/")):
         return "is empty or too long"
-    if not name.isprintable() or "\\" in name:
-        return "holds a control character or a backslash"
     return "leads out of its folder" if any(part in ("", ".", "..") for part in name.split("/")) else None
 
 

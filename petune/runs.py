@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune import checkpoint, export
-from petune.assemble import Prepared, choose_place, labels_of, load_base, prepare, rebuild
+from petune.assemble import Prepared, choose_place, load_base, prepare, rebuild
 from petune.errors import FileError, UsageError
 from petune.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
 from petune.inference import Chat, Speaker, text_of
@@ -96,10 +96,10 @@ class Run:
         source = resolve_model(self.recipe.model, self.recipe.folder)
         if not isinstance(self.recipe.method, FullConfig) or source.kind == "object":
             return None
-        tuned = self.speaker
+        tuned, record = self.speaker, read_record(self.folder / "tuned")
         if source.kind != "config":
-            read_record(self.folder / "tuned").check_files(model_files(source.place, source.revision), afresh=self.verify_base)
-        model: nn.Module = load_base(source, tuned.task, labels_of(self.folder / "tuned"), self.recipe, tuned.tokenizer).model
+            record.check_files(model_files(source.place, source.revision), afresh=self.verify_base)
+        model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.tokenizer).model
         return replace(tuned, model=model.to(tuned.place.device).eval())
 
     @overload
@@ -136,7 +136,7 @@ class Run:
         """
         summary = self.summary
         objects = self.objects if self.objects.model is None else replace(self.objects, tokenizer=self.speaker.tokenizer)
-        prepared = prepare(self.recipe, labels_of(self.folder / "tuned"), objects)
+        prepared = prepare(self.recipe, read_record(self.folder / "tuned").labels, objects)
         after = self._score(self.speaker.model, prepared)
         same = prepared.rows.sha256 == summary["rows"]
         if same:

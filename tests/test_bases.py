@@ -47,15 +47,6 @@ def flipped(path: Path, count: int, seed: int) -> Iterator[None]:
     path.write_bytes(whole)
 
 
-def load_by_hand(folder: Path) -> None:
-    """As a program of the user's does, which may see transformers' own error before petune's."""
-    try:
-        base = transformers.LlamaForCausalLM.from_pretrained(folder.parent / "llama")
-    except Exception:
-        pytest.skip("transformers itself refuses")
-    petune.load(base, folder / "tuned")
-
-
 VERBS: dict[str, Callable[[Run], object]] = {
     "eval": Run.eval,
     "generate": lambda found: found.generate("red sun", max_new_tokens=1),

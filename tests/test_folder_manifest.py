@@ -132,6 +132,7 @@ def test_files_of_the_users_own_are_kept_and_those_a_loader_could_read_are_named
         (lambda found: found | {"files": {".": {"size": 1, "sha256": "0" * 64}}}, "leads out of its folder"),
         (lambda found: found | {"files": {"a\nb": {"size": 1, "sha256": "0" * 64}}}, "control character"),
         (lambda found: found | {"files": {"a\0b": {"size": 1, "sha256": "0" * 64}}}, "control character"),
+        (lambda found: found | {"files": {"\ud800": {"size": 1, "sha256": "0" * 64}}}, "control character"),
         (lambda found: found | {"files": {"a" * 300: {"size": 1, "sha256": "0" * 64}}}, "too long"),
         (lambda found: found | {"files": {"․․/x": {"size": 1, "sha256": "0" * 64}}}, "is missing"),  # noqa: RUF001 - dots of Unicode
     ],
