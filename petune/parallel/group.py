@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -145,7 +145,7 @@ def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout
             rank=here.rank,
             world_size=here.world,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device,
+            device_id=None if orders.generation() else device,  # bound to it, NCCL splits groups off, which ends in a crash after an abort
         )
     except Exception as error:
         raise explain(error) from None
@@ -351,10 +351,45 @@ def _await_order(pulse: Pulse) -> bool:
     return ordered
 
 
+_aborted: dist.ProcessGroup | None = None  # the whole group, from when this rank has aborted it until it forgets it
+
+
 def _free_main_thread() -> None:
-    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when its connections close."""
-    if _session is not None and _session.device_type == "cuda" and dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when its connections close.
+
+    Once freed, the main thread finds no group to begin another collective on: it would make a connection of one that is being ended.
+    """
+    global _aborted
+    if _session is None or _session.device_type != "cuda" or not dist.is_initialized():
+        return
+    torchs = dist.distributed_c10d
+    lasting.refuse()
+    _aborted = torchs.GroupMember.WORLD
+    torchs._update_default_pg(None)
+    _abort_at_once(list(torchs._world.pg_names))
+
+
+def _forget_groups() -> None:
+    """Have torch forget its groups, so that others can be made."""
+    global _aborted
+    torchs = dist.distributed_c10d
+    if _aborted is not None:
+        torchs._world.pg_names.clear()  # torch would abort them once more
+        torchs._update_default_pg(_aborted)
+        torchs._abort_process_group()
+        _aborted = None
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    torchs._world.group_count = 0  # torch names groups by it, and counts one that was only half made
+
+
+def _abort_at_once(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort groups side by side: freeing one waits for the device, and so for the collective of another that nobody has aborted."""
+    threads = [threading.Thread(target=group.abort, name="petune-abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def rejoin() -> None:
@@ -364,9 +399,7 @@ def rejoin() -> None:
     session.pulse.threads[1].join()  # it may be about to abort
     _free_main_thread()
     lasting.release()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = 0  # torch names groups by it, and counts one that was only half made
+    _forget_groups()
     gc.collect()  # whoever waits for this rank is freed when the last reference to the old connections goes
     os.environ[orders.GENERATION] = str(orders.given().generation)
     _enter(session.place, session.device_type, session.timeout_s, session.start_timeout_s)
