@@ -41,6 +41,7 @@ from petune.parallel.rendezvous import (
     joined,
     lacks_files,
     launched,
+    own_gpu,
     place,
     restarted,
     started,
@@ -75,6 +76,8 @@ __all__ = [
 ]
 
 BEAT_S = 1.0
+LOOKS = 4  # at whether a rank was stopped, for every beat
+STOPPED = "stopped"  # the key that such a rank writes behind its beat
 SILENT_S = 3 * BEAT_S  # a rank that has not beaten for this long is named when a collective fails
 SPARE_S = 1.0  # the main thread's own timeout may come first: it unwinds better than a thread can
 
@@ -131,7 +134,7 @@ def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout
     """Meet the others and make torch's default group, those of this generation."""
     global _session
     stay_on_this_machine(here)
-    device = _own_gpu(here) if device_type == "cuda" else None
+    device = own_gpu(here) if device_type == "cuda" else None
     server, store = connect(here, start_timeout_s)
     _check_in(here, store, start_timeout_s)
     pulse = Pulse(here, client(here, start_timeout_s), timeout_s)
@@ -200,15 +203,6 @@ def limit(groups: Iterable[dist.ProcessGroup]) -> None:
     if _session is not None:
         for group in groups:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_session.timeout_s), group)
-
-
-def _own_gpu(here: Place) -> torch.device:
-    count = torch.cuda.device_count()
-    index = here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
-    if index >= count:
-        raise MachineError(f"there is no GPU for rank {here.rank}", expected=f"at least {index + 1} on this machine", found=str(count))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _check_in(here: Place, store: Sealed, limit_s: float) -> None:
@@ -422,9 +416,13 @@ class Pulse:
         store.set(f"beat/{self.here.rank}", json.dumps(asdict(self.own)))
 
     def _beat(self) -> None:
-        while not self.ended.wait(BEAT_S):
-            self.own.count += 1
+        looks = 0
+        while not self.ended.wait(BEAT_S / LOOKS):
+            looks += 1
             try:
+                if looks % LOOKS and self.store.read(STOPPED) is None:
+                    continue
+                self.own.count += 1
                 self.publish(self.store)
                 for key, said in self.kept.items():
                     self.store.set(key, said)
@@ -562,8 +560,10 @@ def report(error: BaseException) -> int:
         _session.pulse.own.failed, _session.pulse.own.stopped = text, code == Stopped.code
         with suppress(RuntimeError):
             _session.pulse.publish(_session.store)
+            if code == Stopped.code:
+                _session.store.set(STOPPED, "1")
         if code == Stopped.code and _session.server is not None:
-            time.sleep(1.5 * BEAT_S)  # the others read it in this process
+            time.sleep(2 * BEAT_S / LOOKS)  # the others read it in this process
     _tell_refused()
     return code
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError, MachineError
@@ -120,6 +121,16 @@ def launched() -> bool:
 def restarted() -> int:
     """How often a launcher has started the ranks anew, or replaced some; above 0 a run goes on from its newest checkpoint."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + orders.generation()
+
+
+def own_gpu(here: Place) -> torch.device:
+    """The GPU of this rank, which becomes torch's current one. Raises MachineError where there is none for it."""
+    count = torch.cuda.device_count()
+    index = here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
+    if index >= count:
+        raise MachineError(f"there is no GPU for rank {here.rank}", expected=f"at least {index + 1} on this machine", found=str(count))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 # ------------------------------------------------------------ the store
