@@ -233,11 +233,7 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
         fuse_modules(runner.modules, recipe.kernels, device, "the parallel plan cuts or shards them")
     elif not runner.owned:
         reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
-        if key := next((key for key in ("base_dtype", "memory") if getattr(recipe, key) != Recipe.model_fields[key].get_default()), None):
-            raise UsageError(
-                "it is about fused blocks, and none can be fused", where=recipe.where(key), found=reason, remedy=f"remove {key}"
-            )
-        fuse_modules(runner.modules, recipe.kernels, device, reason)
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
         fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, device)
