@@ -188,6 +188,26 @@ def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it
     assert_same(recipe)
 
 
+def test_a_rank_that_hangs_while_a_group_forms_anew_is_replaced_long_before_its_time_is_over(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the new group of both forms, rank 1 dies and rank 0 waits for its connection, in C++, which hears of no order."""
+    form = torch.distributed.init_process_group
+
+    def hanging(*given: Any, **named: Any) -> Any:
+        if group.restarted() == 1:
+            die() if group.started()[0] else time.sleep(600)
+        return form(*given, **named)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", hanging)
+    recipe = small(tmp_path, "dp", timeout=90)
+    before_step(monkeypatch, {(0, 1, 5): die})
+    began = time.monotonic()
+    train(recipe, restarts=4, reporter=Listener())
+    assert time.monotonic() - began < 60, "that is less than the time-out of a collective"
+    assert len(forks.pids(0)) == 2, said
+
+
 @pytest.mark.long
 def test_when_nobody_is_left_who_has_the_model_all_start_again(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
