@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, tuned_parameters, tuning
 from petune.methods.configs import FullConfig
-from petune.methods.lora import LoraLayer
+from petune.methods.tuned import tuned_layers
 
 VERSION = 1
 POINTS = 4  # per tensor, evenly spaced: enough to tell two trainings apart, while a change of single rows needs the hash
@@ -47,8 +47,8 @@ def bare(model: nn.Module) -> nn.Module:
 
 def refuse_merged(model: nn.Module) -> None:
     """Raise UsageError inside `merged_weights`, where the base's weights are not the base's."""
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and module.merged:
+    for name, layer in tuned_layers(model):
+        if layer.merged:
             raise UsageError("this model is inside merged_weights()", where=name, remedy="leave the block first")
 
 

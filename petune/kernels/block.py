@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from petune.kernels.parts import Bank, Part, bankable
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.segments import Segments
 from petune.log import say
+from petune.methods.tuned import TunedLinear
 from petune.running import running
 
 
@@ -269,10 +270,10 @@ def _part(layer: nn.Module) -> Part:
     """`part_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
     if type(layer) is nn.Linear:
         return Part(layer.weight, layer.bias)
-    part = getattr(layer, "part", None)
+    part = layer.low_rank() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
-    return cast("Part", part())
+    return part
 
 
 def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +18,22 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.kernels.parts import Part
 from petune.methods.configs import LoraConfig
 from petune.methods.targets import select_layers
+from petune.methods.tuned import KeptFeatures, LowRank, TunedLinear
 from petune.sites import CutKind, Family, Split
 
 _EXPLAIN = "lora tunes torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D"
 
 
-class LoraLayer(nn.Module):
-    """What the three LoRA layers share. `merged` is True while `weight` already contains the update."""
+class LoraLayer(TunedLinear):
+    """What the three LoRA layers share."""
 
-    weight: Tensor
+    additions = ("lora_A", "lora_B", "scale", "dropout")
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
     dropout: float
-    active: bool
-    merged: bool
-    base: ClassVar[type[nn.Module]]
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The two factors."""
@@ -46,31 +43,19 @@ class LoraLayer(nn.Module):
         """The update of `weight`, same shape, float32 at least."""
         return self.scale * (self.lora_B @ self.lora_A)
 
-    def merged_weight(self) -> Tensor:
-        """W + scale B A, summed in float32 (float64 for a float64 base) and rounded once to the base's dtype."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
-
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
         if cut == "column":
             return {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0}
         return {"weight": 1, "bias": "owner", "lora_A": 1, "lora_B": None}
 
-    def way_out(self) -> nn.Module:
+    def after_sum(self) -> nn.Module:
         """The layer itself: an update is linear."""
         return self
 
-    def kept(self) -> tuple[bool, int]:
+    def kept_features(self) -> KeptFeatures:
         """The input, which A reads, and what it makes of it, r features."""
-        return True, self.lora_A.shape[0]
-
-    def plain(self) -> nn.Module:
-        """The base layer again, sharing weight and bias."""
-        layer = self.base.__new__(self.base)
-        layer.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("scale", "dropout", "active", "merged")}
-        layer.__dict__["_parameters"] = {name: value for name, value in self._parameters.items() if not name.startswith("lora_")}
-        return layer
+        return KeptFeatures(input=True, inner=self.lora_A.shape[0])
 
     def passes_by(self) -> bool:
         """Whether the base layer's own forward is all there is to compute."""
@@ -96,11 +81,12 @@ class LoraLinear(LoraLayer, nn.Linear):
         y = F.linear(x, self.weight, self.bias)
         return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
 
-    def part(self) -> Part:
-        """Itself as fused blocks read it."""
+    def low_rank(self) -> LowRank:
+        """Weight, bias and both factors."""
         if self.passes_by():
-            return Part(_own(self, "weight"), _own(self, "bias"))
-        return Part(_own(self, "weight"), _own(self, "bias"), _own(self, "lora_A"), _own(self, "lora_B"), self.scale, self.dropout)
+            return LowRank(_own(self, "weight"), _own(self, "bias"))
+        factors = _own(self, "lora_A"), _own(self, "lora_B")
+        return LowRank(_own(self, "weight"), _own(self, "bias"), *factors, self.scale, self.dropout)
 
 
 def _own(layer: nn.Module, name: str) -> Any:
@@ -179,16 +165,13 @@ def tune(layer: nn.Module, config: LoraConfig, factors: tuple[Tensor, Tensor] | 
 
     `factors` are A [r, in] and B [out, r] of a saved tuning; without them both are drawn as the module says.
     """
-    form = LAYERS[type(layer)]
-    tuned = form.__new__(form)
-    tuned.__dict__ = dict(layer.__dict__)
-    tuned.__dict__["_parameters"] = dict(layer._parameters)
+    tuned = LAYERS[type(layer)].of(layer)
     weight, dtype = cast("Tensor", layer.weight), factor_dtype(layer)
     a, b = factors or _draw(layer, weight, config.r, dtype)
     tuned.lora_A = nn.Parameter(a.to(weight.device, dtype))
     tuned.lora_B = nn.Parameter(b.to(weight.device, dtype))
     tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
-    tuned.dropout, tuned.active, tuned.merged = config.dropout, True, False
+    tuned.dropout = config.dropout
     return tuned
 
 

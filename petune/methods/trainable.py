@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import cast
 
 from torch import Tensor, nn
 
@@ -94,5 +93,5 @@ def untouched(model: nn.Module) -> str | None:
     record = tuning(model)
     if not isinstance(record.config, LoraConfig) or record.family is not None or record.config.targets not in ("auto", "all-linear"):
         return None
-    layers = [cast("nn.Module", layer) for _, layer in tuned_layers(model)]
+    layers = [layer for _, layer in tuned_layers(model)]
     return left_alone(model, layers, tuned_parameters(model).values())

@@ -15,6 +15,7 @@ import torch
 import petune
 from petune.errors import UsageError
 from petune.methods import configs, merge, merged_weights, registry, without_tuning
+from petune.methods.tuned import TunedLinear
 from petune.parallel.slices import splits_of
 from tests.methods import zoo
 from tests.methods.zoo import batch, gradients, stir, tiny
@@ -98,6 +99,19 @@ def test_a_layer_that_does_not_say_how_it_is_cut_is_refused(scale: ModuleType, m
     monkeypatch.setattr(scale.ScaleLinear, "splits", lambda self, cut: {"weight": 0, "bias": 0})
     with pytest.raises(UsageError, match="scale"):
         splits_of(layer, "column", "q")
-    monkeypatch.delattr(scale.ScaleLinear, "splits")
-    with pytest.raises(UsageError, match="ScaleLinear does not say how it is cut"):
-        splits_of(layer, "column", "q")
+
+
+def test_a_layer_of_another_class_is_never_taken_for_a_linear(scale: ModuleType) -> None:
+    class Twice(torch.nn.Linear):
+        """A linear to isinstance, with `splits` by name, and no tuned layer."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+        def splits(self, cut: str) -> dict[str, int]:
+            return {"weight": 0, "bias": 0}
+
+    with pytest.raises(UsageError, match="Twice does not say how it is cut"):
+        splits_of(Twice(4, 3), "column", "q")
+    with pytest.raises(TypeError, match="splits"):
+        type("Unsaid", (TunedLinear, torch.nn.Linear), {"base": torch.nn.Linear}).of(torch.nn.Linear(4, 3))
