@@ -25,11 +25,11 @@ from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
 from petune.kernels.offload import Parked
-from petune.kernels.parts import Bank, Part, bankable
+from petune.kernels.parts import Bank, bankable
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.segments import Segments
 from petune.log import say
-from petune.methods.tuned import TunedLinear
+from petune.methods.tuned import LowRank, TunedLinear
 from petune.running import running
 
 
@@ -236,7 +236,7 @@ class FusedBlock(nn.Module):
         def one(p: float) -> Drop | None:
             return draw(places(), p) if p and self.training else None
 
-        def each(group: tuple[Part, ...]) -> tuple[Drop | None, ...]:
+        def each(group: tuple[LowRank, ...]) -> tuple[Drop | None, ...]:
             return tuple(one(part.dropout) for part in group)
 
         qkv, attention = each(parts[0]), one(self.spec.attention_dropout)
@@ -266,10 +266,10 @@ _RECORDS = "transformers.utils.output_capturing"
 _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
-def _part(layer: nn.Module) -> Part:
-    """`part_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
+def _part(layer: nn.Module) -> LowRank:
+    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
     if type(layer) is nn.Linear:
-        return Part(layer.weight, layer.bias)
+        return LowRank(layer.weight, layer.bias)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from petune.kernels.ops import Ops
 from petune.kernels.reference import Low
-from petune.methods.tuned import LowRank, low_rank_of
+from petune.methods.tuned import LowRank
 
 
 def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -32,9 +32,6 @@ def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
     product = (x @ y).to(wide)
     return product if scale == 1.0 else product.mul_(scale)
 
-
-Part = LowRank
-part_of = low_rank_of
 
 WIDE = 2  # times as many outputs as inputs, from which on one product gives dy W and dy b sooner than two
 
