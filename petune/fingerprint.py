@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, tuned_parameters, tuning
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.methods.tuned import tuned_layers
 
 VERSION = 1
@@ -68,7 +68,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     """
     model = bare(model)
     refuse_merged(model)
-    if is_wrapped(model) and isinstance(tuning(model).config, FullConfig):
+    if is_wrapped(model) and method_of(tuning(model).config).trains_base:
         rows = {plain_name(name): [*_build(value), None] for name, value in model.state_dict(keep_vars=True).items()}
         return {"version": VERSION, "tensors": rows}
     tensors = base_tensors(model)
@@ -158,7 +158,7 @@ def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
     Raises UsageError for a fully tuned model, whose base is gone, and inside merged_weights.
     """
     refuse_merged(bare(model))
-    if is_wrapped(bare(model)) and isinstance(tuning(bare(model)).config, FullConfig):
+    if is_wrapped(bare(model)) and method_of(tuning(bare(model)).config).trains_base:
         raise UsageError("full fine-tuning keeps no untouched base to hash", remedy="hash the base before wrapping it")
     digest = hashlib.sha256()
     for name, value in sorted(base_tensors(model, heads).items()):

@@ -17,7 +17,7 @@ from torch import nn
 from petune import attention
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
-from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
+from petune.methods.configs import method_of
 from petune.methods.saving import forget
 from petune.methods.tuned import TunedLinear, tuned_layers, tuning
 from petune.stack import disown_stacks
@@ -99,11 +99,12 @@ def _refuse_training(model: nn.Module, args: Any) -> None:
 
 def _refuse_unmergeable(model: nn.Module) -> None:
     record = tuning(model)
-    if isinstance(record.config, AdapterConfig | SideConfig):
+    method = method_of(record.config)
+    if not method.mergeable:
         raise UsageError(
             f"{record.method} cannot be merged into the weights", remedy="keep the base model and use petune.load(base, folder)"
         )
-    assert isinstance(record.config, FullConfig) or any(True for _ in tuned_layers(model))
+    assert method.trains_base or any(True for _ in tuned_layers(model))
 
 
 def _untie(model: nn.Module, layer: TunedLinear) -> None:

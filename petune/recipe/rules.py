@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from petune.errors import Problem, UsageError
 from petune.kernels.configs import MemoryConfig
+from petune.methods.configs import method_of
 from petune.parallel.configs import DpConfig, ParallelConfig, axis_contradictions, size_of, too_many_cuts
 from petune.patterns import compile_pattern
 from petune.recipe.schema import Recipe
@@ -89,7 +90,7 @@ def _streamed(key: str, holds: Callable[[Recipe], bool], what: str, remedy: str)
 STREAMED = (
     _streamed(
         "method",
-        lambda recipe: recipe.method_name == "full",
+        lambda recipe: method_of(recipe.method).trains_base,
         "memory.stream is for blocks whose weights all train",
         "set method: full",
     ),
@@ -191,7 +192,7 @@ RULES = (
     ),
     Rule(
         ("init_adapter", "method"),
-        lambda recipe: recipe.init_adapter is None or recipe.method_name != "full",
+        lambda recipe: recipe.init_adapter is None or not method_of(recipe.method).trains_base,
         "full fine-tuning has no adapter to start from",
         "put the folder of the tuned model in model",
     ),
@@ -230,7 +231,7 @@ RULES = (
     *STREAMED,
     Rule(
         ("base_dtype", "method"),
-        lambda recipe: recipe.base_dtype is None or recipe.method_name == "lora",
+        lambda recipe: recipe.base_dtype is None or method_of(recipe.method).fusable,
         "it quantises linears that do not train, beside the factors of lora",
         "remove base_dtype, or set method: lora",
     ),

@@ -14,7 +14,7 @@ import torch
 
 import petune
 from petune.errors import UsageError
-from petune.methods import configs, merge, merged_weights, registry, without_tuning
+from petune.methods import configs, merge, merged_weights, without_tuning
 from petune.methods.tuned import TunedLinear
 from petune.parallel.slices import splits_of
 from tests.methods import zoo
@@ -25,10 +25,10 @@ from tests.parallel.plans import BACKENDS, settings_of
 ROOT = Path(__file__).parents[2]
 # What the three pieces of code find around them in the files that they are written into.
 AROUND = (
-    "from __future__ import annotations\nfrom dataclasses import dataclass, field\nfrom petune.methods.configs import ALSO_TRAIN\n{}",
+    "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
+    "from petune.methods.configs import ALSO_TRAIN, MethodConfig\n{}",
+    "from petune.methods.configs import Method, ScaleConfig\nMETHODS = {{\n{}}}\n",
     "{}",
-    "from petune.methods import scale\nfrom petune.methods.configs import CONFIGS\n"
-    "from petune.methods.registry import Method\nMETHODS = {{\n{}}}\n",
 )
 
 
@@ -37,7 +37,7 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tutorial followed: config, method and line in the table."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     pieces = re.findall(r"```python\n(.*?)```", text[text.index("## Add a method") : text.index("## Add a family")], re.S)
-    config, method, line = [around.format(piece) for around, piece in zip(AROUND, pieces, strict=True)]
+    config, line, method = [around.format(piece) for around, piece in zip(AROUND, pieces, strict=True)]
 
     def load(name: str, source: str) -> ModuleType:
         path = tmp_path / f"{name.rpartition('.')[2]}.py"
@@ -51,10 +51,10 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     own: Any = load("petune.methods.config_of_the_tutorial", config).ScaleConfig
     monkeypatch.setattr(configs, "ScaleConfig", own, raising=False)
-    monkeypatch.setitem(configs.CONFIGS, "scale", own)
+    of_the_table: Any = load("petune.methods.line_of_the_tutorial", line)
+    monkeypatch.setitem(configs.METHODS, "scale", of_the_table.METHODS["scale"])
     found = load("petune.methods.scale", method)
     monkeypatch.setattr(sys.modules["petune.methods"], "scale", found, raising=False)
-    monkeypatch.setitem(registry.METHODS, "scale", load("petune.methods.line_of_the_tutorial", line).METHODS["scale"])  # type: ignore[arg-type]
     monkeypatch.setitem(zoo.SETTINGS, "scale", {})
     return found
 
