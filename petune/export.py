@@ -27,7 +27,7 @@ from petune.folder_manifest import MANIFEST, RECORD, check_folder
 from petune.folders import commit_folder
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
-from petune.methods.configs import METHODS, MethodConfig, method_of
+from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
 from petune.methods.tuned import TunedLinear, tuned_layers
@@ -234,14 +234,16 @@ def verify(folder: Path) -> str:
 
 def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
-    config = read_json(folder / CONFIG, links=True)
-    check_config(config, folder / CONFIG)
-    adapter = from_peft(model, config, read_tensors(folder / TENSORS, links=True), folder)
+    fields = read_json(folder / CONFIG, links=True)
+    check_config(fields, folder / CONFIG)
+    adapter = from_peft(model, fields, read_tensors(folder / TENSORS, links=True), folder)
     state = adapter.state
     if record is not None:
         check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TENSORS, record.also_train)
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
-    wanted = {f"{name}.lora_{factor}": lora.factor_dtype(plain[name][1]) for name in adapter.layers for factor in "AB"}
+    forms = {name: adapter.forms[type(plain[name][1])] for name in adapter.layers}
+    own_names = {name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()}
+    wanted = {f"{name}.{leaf}": lora.factor_dtype(plain[name][1]) for name, leaves in own_names.items() for leaf in leaves}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
@@ -249,8 +251,9 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
     for name, own in adapter.layers.items():
         full, layer = plain[name]
-        model.set_submodule(full, lora.tune(layer, own, (state[f"{name}.lora_A"], state[f"{name}.lora_B"])))
-    remember(model, Tuning("lora", record.config if record else adapter.config, family_name(model), also_train))
+        model.set_submodule(full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]}))
+    config = record.config if record else adapter.config
+    remember(model, Tuning(name_of(config), config, family_name(model), also_train))
     _fill(heads, state)
 
 
