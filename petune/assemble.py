@@ -24,7 +24,7 @@ from petune.kernels.fuse import fuse, fuse_modules
 from petune.kernels.unmade import has_fused_head, head_loss
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES, family_of
 from petune.models.load import (
@@ -131,7 +131,7 @@ def load_base(
 ) -> Loaded:
     """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory."""
     torch.manual_seed(recipe.seed)
-    whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
+    whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
     head = cast("Head", task.head)
     loaded = load_model(source, head, labels, dtype) if given is None else adopt_model(given, source, head, labels, dtype)
@@ -264,7 +264,7 @@ def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
     """The method's config with fresh modules added to what trains beside it."""
-    if isinstance(method, FullConfig) or not loaded.new:
+    if method_of(method).trains_base or not loaded.new:
         return method
     named = head_modules(model, loaded.family, method.also_train)
     return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))

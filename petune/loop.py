@@ -31,7 +31,7 @@ from petune.file_hashes import FileHashes
 from petune.generators import rng_state, seed_others, set_rng_state
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.models.source import model_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, local
@@ -556,7 +556,7 @@ class Training:
 
     def _hashed_object(self, model: nn.Module) -> str | None:
         """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its place."""
-        if self.prepared.objects.model is None or isinstance(self.recipe.method, FullConfig):
+        if self.prepared.objects.model is None or method_of(self.recipe.method).trains_base:
             return None
         with phase("hashing the base"):
             return export.full_hash(model)

@@ -17,7 +17,7 @@ from petune.errors import FileError, UsageError
 from petune.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.models.source import model_files, resolve_model
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.plot import run_html
@@ -99,7 +99,7 @@ class Run:
         None for the other methods, which can be switched off, and for a model given in memory, which was tuned in place.
         """
         source = resolve_model(self.recipe.model, self.recipe.folder)
-        if not isinstance(self.recipe.method, FullConfig) or source.kind == "object":
+        if not method_of(self.recipe.method).trains_base or source.kind == "object":
             return None
         tuned, record = self.speaker, self._record
         if source.kind != "config":
@@ -181,9 +181,9 @@ class Run:
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
         if to != "peft":
             raise UsageError(f"there is no export to {to!r}", expected="peft, hf")
-        if self.recipe.method_name != "lora":
+        if (files := method_of(self.recipe.method).files) != "peft":
             name = self.recipe.method_name
-            remedy = "petune.load(base, folder) reads it" if name != "full" else "use --to hf"
+            remedy = "petune.load(base, folder) reads it" if files == "petune" else "use --to hf"
             raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
         place = Path(out) if out else self.folder / "peft"
         speaker = self.speaker

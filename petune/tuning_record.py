@@ -19,7 +19,7 @@ from petune.folder_manifest import RECORD, check_folder
 from petune.json_fields import Anything, Digest, Fields, Kind, ListOf, MapOf, Number, OneOf, Row, Text, Whole, check_fields, check_version
 from petune.log import say, warn
 from petune.methods import Tuning
-from petune.methods.configs import CONFIGS, MethodConfig, make_config
+from petune.methods.configs import METHODS, MethodConfig, make_config
 from petune.models import family_of
 from petune.models.source import is_weights, model_files
 from petune.tensorfile import read_json, reading, write_file
@@ -41,7 +41,7 @@ def _table(form: int) -> Mapping[str, Kind]:
     fields: dict[str, Kind] = {
         "format": Whole(1),
         "petune": Text(),
-        "method": Text(tuple(CONFIGS)),
+        "method": Text(tuple(METHODS)),
         "config": MapOf(Anything()),  # make_config knows each method's settings
         "family": OneOf(Text(), None),
         "also_train": ListOf(Text()),
@@ -85,7 +85,7 @@ class Record:
         self._check_build(model)
         base = self.facts["base"]
         compare(base["fingerprint"], model, str(self.file), self.also_train)
-        if self.method == "full":
+        if METHODS[self.method].trains_base:
             return  # every value of the base is replaced
         if base["files"] and (files or verify):
             self.check_files(files, afresh=verify)

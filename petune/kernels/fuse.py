@@ -26,11 +26,12 @@ from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
 from petune.kernels.padding import FindSegments, Unpadded
-from petune.kernels.parts import Bank, Part, bankable, part_of
+from petune.kernels.parts import Bank, bankable
 from petune.kernels.region import fuse_sites, unfuse_sites
 from petune.kernels.specs import spec_of
 from petune.kernels.unmade import fuse_head, unfuse_head
 from petune.log import say
+from petune.methods.tuned import LowRank, low_rank_of
 from petune.sites import Family
 from petune.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 
@@ -246,7 +247,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     alone: of a single linear, a rank that the activation adds needs no room.
     """
     weights = [cast("torch.Tensor", layer.weight) for layer in layers]
-    parts = [cast("Part", part_of(layer)) for layer in layers]
+    parts = [cast("LowRank", low_rank_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
     single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
     if single or not bankable(layers):

@@ -71,7 +71,7 @@ def layer(k: int = 6, n: int = 5, *, bias: bool = True, dtype: torch.dtype = tor
     """One tuned linear with an update."""
     torch.manual_seed(3)
     base = nn.Linear(k, n, bias=bias, dtype=dtype).requires_grad_(False)
-    tuned = tune(base, LoraConfig(r=2, **settings), (torch.randn(2, k), torch.randn(n, 2)))
+    tuned = tune(base, LoraConfig(r=2, **settings), {"lora_A": torch.randn(2, k), "lora_B": torch.randn(n, 2)})
     assert isinstance(tuned, LoraLinear)
     return tuned.to(dtype) if dtype == torch.float64 else tuned
 
