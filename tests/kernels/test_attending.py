@@ -129,7 +129,8 @@ def test_on_the_cpu_torch_attends() -> None:
         ((8, 0), BF16, 128, 2048, "", "flash", "no faster"),
         ((9, 0), BF16, 160, 2048, "", "flash", "not 160"),
         ((9, 0), BF16, 128, 1, "", "flash", "one token"),
-        ((9, 0), BF16, 256, 2048, "", "sdpa", "head dim 256"),
+        ((9, 0), BF16, 256, 2048, "", "flash", "not 256"),
+        ((8, 6), BF16, 256, 2048, "", "sdpa", "head dim 256"),
         ((9, 0), BF16, 20, 2048, "", "sdpa", "head dim 20"),
         ((9, 0), torch.float32, 64, 2048, "", "sdpa", "float32"),
         ((9, 0), BF16, 64, 2048, "masked", "sdpa", "a mask"),
@@ -141,6 +142,33 @@ def test_the_form_follows_from_device_dtype_and_call(
 ) -> None:
     device.capability = capability
     found = choose(GPU, dtype, head_dim, tokens, segmented=kind == "segmented", masked=kind == "masked")
+    assert found.backend == expected
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "reason"),
+    [
+        ({"keys": 512}, "cudnn", "equal length"),
+        ({"keys": 1}, "flash", "one token"),
+        ({"keys": 512, "segmented": True}, "varlen", "unequal length"),
+        ({"keys": 512, "segmented": True, "drops": True}, "triton", "dropout of attention"),
+        ({"keys": 512, "segmented": True, "dtype": torch.float32}, "triton", "segments, and float32"),
+        ({"window": 128}, "flash", "sliding window"),
+        ({"window": 512}, "cudnn", "equal length"),
+        ({"window": 128, "segmented": True}, "triton", "narrow heads on Hopper"),
+        ({"window": 128, "segmented": True, "head_dim": 256}, "varlen", "unequal length"),
+        ({"distant": True}, "triton", "a bias by distance"),
+        ({"distant": True, "segmented": True, "drops": True}, "triton", "dropout of attention"),
+        ({"distant": True, "plain": True}, "sdpa", "plain torch"),
+        ({"distant": True, "masked": True}, "sdpa", "a mask"),
+        ({"capped": True}, "triton", "a soft cap"),
+        ({"capped": True, "head_dim": 256}, "sdpa", "head dim 256"),
+    ],
+)
+def test_what_other_families_ask_for_has_the_form_that_knows_it(device: Any, asked: dict[str, Any], expected: str, reason: str) -> None:
+    given = {"dtype": BF16, "head_dim": 64, "tokens": 512, **asked}
+    found = choose(GPU, **given)
     assert found.backend == expected
     assert reason in found.reason
 
