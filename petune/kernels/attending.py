@@ -34,7 +34,7 @@ from torch import Tensor
 
 from petune.attention import probabilities
 from petune.dropout import Drop, dropped_attention
-from petune.kernels.distance import by_distance
+from petune.kernels.distance import by_distance, longest_of
 from petune.kernels.ops import refusal
 from petune.kernels.segments import Segments, of_rows, paired
 from petune.log import say
@@ -229,6 +229,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
     if not len(q) or not len(k):
         return torch.zeros_like(q, memory_format=torch.contiguous_format), ()
     assert len(q) == len(k) or not (how.causal or how.distant), "queries and keys have to be the same tokens here"
+    if how.bias is not None and how.distant:
+        longest = len(q) // how.batch if how.segments is None else how.segments.longest
+        assert longest <= longest_of(how.bias), f"a bias up to {longest_of(how.bias)} tokens, but {longest} attend"
     return _FORMS[how.backend][0](q, k, v, how)
 
 
@@ -323,20 +326,28 @@ def _kernels() -> Any:
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
-    assert how.memory is None and how.window is None and how.bias is None and not how.softcap
-    out, lse = _kernels().forward(q, k, v, *_rows(how, q), how.causal, how.scale, how.drop)
+    sides, more = _more(how, q, k)
+    out, lse = _kernels().forward(q, k, v, *sides, how.causal, how.scale, how.drop, more)
     return out, (lse,)
 
 
-def _triton_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How) -> Gradients:
-    found: Gradients = _kernels().backward(dout, q, k, v, out, kept[0], *_rows(how, q), how.causal, how.scale, how.drop)
+def _triton_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How, dbias: Tensor | None = None
+) -> Gradients:
+    sides, more = _more(how, q, k)
+    given = (dout, q, k, v, out, kept[0], *sides, how.causal, how.scale, how.drop, more, dbias)
+    found: Gradients = _kernels().backward(*given)
     return found
 
 
-def _rows(how: How, q: Tensor) -> tuple[Tensor, int]:
-    """(where rows or segments begin, the longest of them)."""
-    queries = how.sides(q, q)[0]
-    return queries.starts, queries.longest
+def _more(how: How, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, int], Any]:
+    """((where the queries' rows or segments begin, the longest of them), what our kernels take beside)."""
+    assert how.mask is None and (how.bias is None or how.distant), "our kernels take no dense mask"
+    queries, keys = how.sides(q, k)
+    more = {"window": how.window or 0, "bias": how.bias, "cap": how.softcap or 0.0}
+    if keys is not queries:
+        more |= {"starts": keys.starts, "longest": keys.longest, "tokens": _key_tokens(how, q, k)}
+    return (queries.starts, queries.longest), _kernels().More(**more)
 
 
 # ------------------------------------------------------------------ sdpa
@@ -391,7 +402,7 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
     q, k, v = _by_head(how.batch, q, k, v)
     mask, bias = _seen(how, q.shape[2], k.shape[2], q.device), how.bias
     if bias is not None and how.distant:
-        bias = by_distance(bias, q.shape[2], k.shape[2])[None]
+        bias = by_distance(bias, q.shape[2])[None]
     if how.drop is None and not how.softcap:
         causal = how.causal and mask is None
         if bias is not None:

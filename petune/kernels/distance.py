@@ -20,7 +20,7 @@ def from_table(table: Tensor, longest: int, bidirectional: bool, max_distance: i
     bidirectional: an encoder; in a decoder all later keys, which it does not see, share a bucket (Raffel et al. 2020).
     """
     distance = torch.arange(1 - longest, longest, device=table.device)
-    return F.embedding(_bucket(distance, len(table), bidirectional, max_distance), table).T
+    return F.embedding(_bucket(distance, len(table), bidirectional, max_distance), table).T.contiguous()
 
 
 def _bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
@@ -36,7 +36,12 @@ def _bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance: i
     return first + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
 
 
-def by_distance(bias: Tensor, queries: int, keys: int) -> Tensor:
-    """The dense bias [heads, queries, keys] of one by distance [heads, 2 L - 1]; differentiable."""
-    longest = (bias.shape[1] + 1) // 2
-    return bias.unfold(1, keys, 1)[:, longest - queries : longest].flip(1)
+def longest_of(bias: Tensor) -> int:
+    """L of a bias by distance [heads, 2 L - 1]: the most tokens that a row or segment may have."""
+    return (bias.shape[1] + 1) // 2
+
+
+def by_distance(bias: Tensor, tokens: int) -> Tensor:
+    """The dense bias [heads, tokens, tokens] of one by distance [heads, 2 L - 1], L >= tokens; differentiable."""
+    longest = longest_of(bias)
+    return bias.unfold(1, tokens, 1)[:, longest - tokens : longest].flip(1)

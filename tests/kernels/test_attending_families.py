@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64 = torch.float64
 QUERIES, KEYS = (5, 1, 8, 3), (4, 6, 1, 9)  # tokens of each text in the decoder, and in the encoder
 LONG, SHORT = (40, 1, 33, 17), (9, 35, 1, 32)  # on both sides of the edges of a kernel's blocks
-HERE = Running(key=step_key(0, 3), site="decoder.4", rows=torch.tensor([5, -1, 2**20, 0], device=DEVICE))
+ROWS = (5, -1, 2**20, 0)
 BUCKETS, MAX_DISTANCE = 8, 20
 
 
@@ -71,6 +71,10 @@ CASES = {
 }
 
 
+def here(case: Case) -> Running:
+    return Running(key=step_key(0, 3), site="decoder.4", rows=torch.tensor(ROWS[: len(case.tokens)], device=DEVICE))
+
+
 def segments(lengths: tuple[int, ...]) -> Segments:
     """Of texts padded on the right to the longest."""
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
@@ -106,7 +110,7 @@ def ours(case: Case, ask: Given, backend: Backend = "sdpa") -> list[Tensor]:
     memory = None if case.keys is None or (own is None and "keys" in case.rows) else ask.keys
     if memory is not None and "keys" in case.rows:
         memory = of_rows(*memory.shape[:1], memory.total, memory.starts.device)
-    with bound_to(HERE):
+    with bound_to(here(case)):
         numbers = places(*ask.queries.shape, ask.dout.device)[ask.queries._places]
         drop = draw(numbers, case.p) if case.p else None
     table, bias = ask.bias, ask.bias
@@ -141,7 +145,7 @@ def theirs(case: Case, ask: Given) -> list[Tensor]:
     if ask.bias is not None:
         leaves.append(bias := ask.bias.detach().to(F64).requires_grad_())
         more["position_bias"] = t5_bias(bias, t, case.causal) if case.bias == "distance" else bias
-    with drawing(HERE):
+    with drawing(here(case)):
         out = case.eager(module, q, k, v, added, scaling=case.scale, dropout=case.p, **more)[0]
     out = out.flatten(0, 1)[ask.queries._places]
     return [out.detach(), *torch.autograd.grad(out, leaves, ask.dout.to(F64))]
@@ -201,3 +205,106 @@ def test_masks_and_a_bias_by_distance_act_together_on_padded_rows() -> None:
     found = (out, *attending.backward(whole[3], *whole[:3], out, kept, how))
     for one, wanted in zip(found, expected, strict=False):
         torch.testing.assert_close(one[ask.queries._places], wanted, rtol=1e-12, atol=1e-12)
+
+
+# ------------------------------------------------------------------ our kernels
+
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # of the largest element
+KERNELS = {
+    "across": Case(t5, LONG, SHORT, heads=2, kv=1, d=32, p=0.3),
+    "across, full rows of queries": Case(t5, (17,) * 4, (3, 33, 1, 7), "queries", heads=1, kv=1, d=64, scale=0.2),
+    "across, full rows, dropout": Case(t5, (3,) * 4, (18,) * 4, "queries keys", heads=1, kv=1, d=32, p=0.3),
+    "bias": Case(t5, LONG, bias="distance", heads=2, kv=2, d=32, p=0.1, scale=0.4),
+    "bias, decoder": Case(t5, LONG, bias="distance", causal=True, heads=2, kv=2, d=64, scale=0.2),
+    "bias, wide heads": Case(t5, (20, 1, 3, 9), bias="distance", heads=1, kv=1, d=128, scale=0.2),
+    "window": Case(bart, LONG, causal=True, window=7, heads=2, kv=2, d=32, scale=0.4),
+    "window past a block": Case(gemma, LONG, causal=True, window=33, heads=2, kv=1, d=64, scale=0.2, p=0.1),
+    "window of one token": Case(bart, (33, 1, 2, 5), causal=True, window=1, heads=1, kv=1, d=32),
+    "soft cap": Case(gemma, LONG, causal=True, window=16, softcap=0.7, heads=2, kv=1, d=32, bias="", scale=0.4),
+}
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, times: int = 1) -> None:
+    for one, exact in zip(found, expected, strict=True):
+        assert one.shape == exact.shape and one.isfinite().all()
+        assert float((one.double() - exact).abs().max()) <= times * NEAR[dtype] * max(float(exact.abs().max()), 0.5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_our_kernels_agree_with_hugging_face(name: str) -> None:
+    case = KERNELS[name]
+    ask = given(case, torch.float32)
+    assert_near(ours(case, ask, "triton"), theirs(case, ask), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["across", "bias", "soft cap"])
+def test_our_kernels_sum_bfloat16_in_float32(name: str) -> None:
+    case = KERNELS[name]._replace(tokens=(65, 1), p=0.0, heads=1, kv=1)
+    case = case._replace(keys=case.keys and (3, 64))
+    ask = given(case, torch.bfloat16)
+    assert_near(ours(case, ask, "triton"), theirs(case, ask), torch.bfloat16, 2)
+
+
+def test_a_bias_of_any_size_leaves_what_is_no_token_alone() -> None:
+    """Where a block goes on behind a segment's end there are zeros instead of queries, which a bias may blow up."""
+    case = KERNELS["bias"]._replace(tokens=(17, 40), heads=1, kv=1, p=0.0)
+    ask = given(case, torch.float32)
+    assert ask.bias is not None
+    ask = ask._replace(bias=ask.bias - ask.bias.min() + 200)
+    assert_near(ours(case, ask, "triton"), theirs(case, ask), torch.float32, 10)
+
+
+def test_the_gradient_of_a_bias_is_added_and_its_bits_repeat() -> None:
+    case = KERNELS["bias"]._replace(heads=1, kv=1)
+    ask = given(case, torch.float32)
+    bias = from_table(ask.bias, 50, True, MAX_DISTANCE)  # type: ignore[arg-type]
+    how = How(False, 0.4, 1, ask.queries, backend="triton", bias=bias)
+    out, kept = attending.forward(*ask.tensors, how)
+    sums = [torch.full_like(bias, start) for start in (0.0, 0.0, 3.0)]
+    for dbias in sums:
+        attending.backward(ask.dout, *ask.tensors, out, kept, how, dbias)
+    assert torch.equal(sums[0], sums[1])
+    torch.testing.assert_close(sums[2] - 3, sums[0], rtol=0, atol=1e-5)
+    reach = max(case.tokens) - 1
+    assert not sums[0][:, : 49 - reach].any() and not sums[0][:, 50 + reach :].any() and sums[0].any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_queries_without_keys_get_zeros(backend: Backend) -> None:
+    case = Case(t5, (3, 2), (4, 0), heads=1, kv=1, d=32)
+    ask = given(case, torch.float32)
+    out, dq, dk, dv = ours(case, ask, backend)
+    assert out[:3].any() and not out[3:].any() and not dq[3:].any()
+    assert dk.shape == (4, 1, 32) and all(x.isfinite().all() for x in (out, dq, dk, dv))
+    empty = [ask.tensors[0], *(x[:0] for x in ask.tensors[1:])]
+    how = How(False, 1.0, 2, backend=backend)
+    out, kept = attending.forward(*empty, how)
+    assert not out.any() and not attending.backward(out, *empty, out, kept, how)[0].any()
+
+
+# ------------------------------------------------------------------ on devices
+
+GPU = {
+    "across": (Case(t5, (300, 1, 77, 130), (512, 64, 1, 300), heads=8, kv=8, d=64, scale=0.125), ("varlen", "triton")),
+    "across, full rows": (Case(t5, (128,) * 4, (300,) * 4, "queries keys", heads=8, kv=8, d=64, scale=0.125), ("cudnn", "flash", "triton")),
+    "window": (Case(bart, (300, 1, 77, 513), causal=True, window=100, heads=8, kv=2, d=128, scale=0.09), ("varlen", "triton")),
+    "window, wide": (Case(bart, (300, 1, 77, 513), causal=True, window=100, heads=4, kv=1, d=256, scale=0.06), ("varlen",)),
+    "window, full rows": (Case(bart, (513,) * 4, None, "queries", True, 100, heads=8, kv=2, d=128, scale=0.09), ("flash",)),
+    "bias": (Case(t5, (300, 1, 77, 512), bias="distance", heads=8, kv=8, d=64, p=0.1, scale=0.125), ("triton",)),
+    "bias, decoder": (Case(t5, (300, 1, 77, 512), None, "", True, bias="distance", heads=8, kv=8, d=128, scale=0.09), ("triton",)),
+    "soft cap": (Case(gemma, (300, 1, 77, 512), causal=True, softcap=5.0, heads=8, kv=2, d=128, scale=0.09), ("triton",)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "backend"), [(name, form) for name, (_, forms) in GPU.items() for form in forms])
+def test_every_form_agrees_with_hugging_face_on_a_gpu(name: str, backend: Backend, dtype: torch.dtype) -> None:
+    if backend == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN is not chosen here")
+    case = GPU[name][0]
+    ask = given(case, dtype)
+    for found, exact in zip(ours(case, ask, backend), theirs(case, ask), strict=True):
+        assert found.shape == exact.shape
+        assert float((found.double() - exact).norm() / exact.norm()) < 1e-2
