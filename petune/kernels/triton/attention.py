@@ -136,7 +136,8 @@ def _capped(products, scale, CAP: tl.constexpr):
 
 @triton.jit
 def _biased(scores, bias, distance, real):
-    """Scores in base 2 with `bias`, where its middle lies, at each distance key - query added, if there is one."""
+    """Scores in base 2, with `bias` at each `distance` added if there is one: zero beside a token that is not `real`,
+    as whatever is computed there is multiplied by zeros later, and has to be finite for that."""
     if bias is None:
         return scores
     else:
@@ -269,10 +270,8 @@ def _keys_kernel(
             if CAP != 0.0:
                 tanh = _capped(products, scale, CAP)
             scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
-            if bias is not None:  # may be of any size where there is no query, whose weights are multiplied by zeros
-                inside = real[None] & there[:, None]
-                scores = _biased(scores, bias + head * bias_head + middle, key[:, None] - query[None], inside)
-                scores = tl.where(real[None], scores, float("-inf"))
+            distance = key[:, None] - query[None] + (head * bias_head + middle)
+            scores = _biased(scores, bias, distance, real[None] & there[:, None])
             if CAUSAL:
                 scores = tl.where(_seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf"))
             logs = tl.load(lse + head * m + row, real, 0.0) * _LOG2E
@@ -329,8 +328,8 @@ def _queries_kernel(
             tanh = _capped(products, scale, CAP)
         scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
         scores = _biased(scores, bias, key[None] - query[:, None], real[:, None] & there[None])
-        seen = there[None] if parts is None else real[:, None] & there[None]
-        weights = tl.exp2(tl.where(_seen(seen, query[:, None], key[None], CAUSAL, WINDOW), scores, float("-inf")) - logs)
+        seen = _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW)
+        weights = tl.exp2(tl.where(seen, scores, float("-inf")) - logs)
         values = _load(v + head // GROUP * v_head, other, v_row, there, D, W)
         dweights = tl.dot(grads, tl.trans(values), input_precision="ieee")
         if places is not None:
