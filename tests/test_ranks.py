@@ -25,7 +25,6 @@ from petune import checkpoint
 from petune.errors import UsageError
 from tests.group_pool import assert_same_but_for_rounding, files, ranks
 from tests.small_runs import as_yaml, newest, numbers, run, settings
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parent.parent
