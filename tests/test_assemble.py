@@ -16,7 +16,6 @@ from petune.methods import tuned_state
 from petune.recipe import load_recipe
 from petune.tuning_record import read_record
 from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 

@@ -87,7 +87,7 @@ def test_petune_load_compares_the_folder_that_the_model_came_from(tuned: Path) -
     petune.load(base, tuned / "run" / "tuned")
 
 
-def test_a_full_tuning_needs_the_configs_of_its_base_and_the_weights_only_to_show_the_base(tuned: Path) -> None:
+def test_a_full_tuning_needs_its_bases_configs_and_the_weights_only_to_show_the_base(tuned: Path) -> None:
     finished = load_run(tuned / "full")
     weights = sorted((tuned / "llama").glob("model*.safetensors"))[0]
     for _ in flipped(weights, 1, 5):

@@ -18,8 +18,7 @@ from petune.folder_manifest import seal_folder
 from petune.loop import Training
 from petune.run_lock import RunLock
 from petune.runs import load_run
-from tests.small_runs import going_wrong, run, settings, terminate_at
-from tests.test_resume import snapshot
+from tests.small_runs import going_wrong, run, settings, snapshot, terminate_at
 
 
 @pytest.fixture(scope="module")

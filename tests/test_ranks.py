@@ -28,7 +28,6 @@ from petune.recipe import load_recipe
 from petune.run_folder import RunFolder
 from tests.group_pool import assert_same_but_for_rounding, files, ranks
 from tests.small_runs import as_yaml, newest, numbers, run, settings
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parent.parent

@@ -32,7 +32,6 @@ from tests.forked_launch import Forks, note_loads
 from tests.forked_launch import forks as forks
 from tests.group_pool import ranks
 from tests.small_runs import Listener, assert_same_run, run, settings
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = [pytest.mark.usefixtures("no_picture"), pytest.mark.timeout(120)]
 PLANS: dict[str, Any] = {

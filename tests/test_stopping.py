@@ -23,9 +23,8 @@ from petune.parallel import group
 from petune.runs import load_run
 from petune.stopping import StopNow, StopRequest
 from tests.group_pool import ends
+from tests.planned_runs import PLANS, small
 from tests.small_runs import assert_same_run, newest, run, settings
-from tests.small_runs import no_picture as no_picture
-from tests.test_parallel_runs import PLANS, small
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
