@@ -25,7 +25,8 @@ class Running:
     from. site: names the place in the model, `stack.block`; drawn counts the dropouts of that site so far. sizes: tokens per rank of the
     tp axis when the sequence is cut, else empty. token, feature: the place in the whole sequence and in the whole last dim of the first
     element that is held here. segments: which tokens of a padded or packed batch are kept and attend to each other
-    (petune.kernels.segments.Segments), inside the model that has them, else None.
+    (petune.kernels.segments.Segments), inside the model that has them, else None. memory: those of the encoder's tokens, inside a decoder
+    that attends across to them.
     """
 
     rows: Tensor | None = None
@@ -36,6 +37,7 @@ class Running:
     token: int = 0
     feature: int = 0
     segments: Any = None
+    memory: Any = None
 
 
 _now = local()
