@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.kernels.around import InDtype, NoCache, Ready, dense
 from petune.kernels.block import FusedBlock, fused_class
-from petune.kernels.call import UP, Spec
+from petune.kernels.call import Spec
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
 from petune.kernels.eight import Eight, refuse_eight
 from petune.kernels.graphs import Graphs, ungraph
@@ -31,10 +31,8 @@ from petune.kernels.region import fuse_sites, unfuse_sites
 from petune.kernels.specs import spec_of
 from petune.kernels.unmade import fuse_head, unfuse_head
 from petune.log import say
-from petune.sites import Family
+from petune.sites import Family, StackRule
 from petune.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
-
-OWN_INPUT = 1  # the group whose input attention writes, where no s can be put beside it: o
 
 
 @dataclass(frozen=True)
@@ -161,15 +159,20 @@ def _refusals(model: nn.Module, family: Family | None) -> list[str]:
     """Why no stack of the model can be fused; nothing where one may."""
     if family is None:
         return [f"{type(model).__name__} is of no family with a table"]
-    if all(rule.norms is None for rule in family.stacks.values()):
+    if not any(_has_form(rule) for rule in family.stacks.values()):
         return [f"blocks of {family.name} have no fused form"]
     reason = unownable(model)
     return [] if reason is None else [reason]
 
 
+def _has_form(rule: StackRule) -> bool:
+    """Whether blocks of a stack may be fused: those of an encoder beside a decoder are not."""
+    return len(rule.carry) == 1 and not any(getattr(sublayer.core, "memory", None) == "key_value_states" for sublayer in rule.sublayers)
+
+
 def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
     """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
-    if stack.rule.norms is None:
+    if not _has_form(stack.rule):
         return "its blocks have no fused form"
     if stack.ladder is not None:
         return "a ladder climbs beside it"
@@ -190,7 +193,10 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = store, said
-        spec.banks = [_bank(layers, plan, room=at != OWN_INPUT, alone=at == UP and spec.defers) for at, layers in enumerate(spec.layers)]
+        spec.banks = [  # what attention writes has no room for s beside it
+            _bank(layers, plan, room=group.kind != "out", alone=group.kind == "up" and spec.defers)
+            for group, layers in zip(spec.program.groups, spec.layers, strict=True)
+        ]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
         layers = {id(layer) for group in spec.layers for layer in group}
         spec.homes = [(parent, name, child) for parent in block.modules() for name, child in parent.named_children() if id(child) in layers]

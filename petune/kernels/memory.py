@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,12 +18,9 @@ from petune.kernels.cost import rates_of
 from petune.kernels.eight import Eight
 from petune.kernels.parts import part_of
 from petune.kernels.policy import Policy, choose
-from petune.kernels.prenorm import PreNorm
 from petune.kernels.shape import BlockShape, Ranks
-from petune.kernels.specs import GROUPS
 from petune.log import say
 from petune.running import running
-from petune.sites import Role
 from petune.stack import Stack
 
 GIB = 2**30
@@ -156,26 +153,23 @@ def pinnable(config: MemoryConfig) -> int:
 
 def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
-    parts = {role: part_of(layer) for roles, layers in zip(GROUPS, spec.layers, strict=True) for role, layer in _named(roles, layers)}
+    program, sizes = spec.program, spec.program.sizes
+    roles = (role for group in program.groups for role in group.roles)
+    parts = {role: part_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
     down = parts["down"]
     assert down is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}
     return BlockShape(
         width=len(down.weight),
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
         columns=down.weight.shape[1],
-        gated=spec.gated,
+        gated=program.gated,
         ranks=Ranks(**ranks),
         trained=down.weight.requires_grad,
         itemsize=(dtype or spec.dtype).itemsize,
-        norm="rms" if spec.kind is PreNorm else "layer",
-        causal=spec.causal,
+        norm=program.norms[0].kind,
+        causal=program.attends[0].causal,
         fp8=any(bank is not None and isinstance(bank.base, Eight) for bank in spec.banks),
     )
-
-
-def _named(roles: Sequence[Role], layers: Sequence[nn.Module]) -> zip[tuple[Role, nn.Module]]:
-    """Layers by role; an MLP without a gate has `up` alone."""
-    return zip(roles[-len(layers) :], layers, strict=True)

@@ -93,44 +93,54 @@ class PostNorm(WithMlp):
             qkv, s = self.qkv(x)
             out, lse = attending.forward(*self.frame.heads_of(qkv), self.frame.how)
             a = out.flatten(1)
-        found: list[tuple[Tensor, Tensor]] = []
+        found: list[tuple[Tensor]] = []
         for rows in self._tiles(len(dy)):
             part = {name: None if value is None else value[rows] for name, value in kept.items() if name in _OF_ROWS}
-            found.append(self._half_backward(dy[rows], x[rows], a[rows], part, sink))
-        da, dt = (cast("Tensor", joined([piece[at] for piece in found])) for at in (0, 1))
+            found.append((self._half_backward(dy[rows], x[rows], a[rows], part, sink),))
+        dt = cast("Tensor", joined([piece[0] for piece in found]))
         del found, dy
+        do = dt if self.drops[0] is None else self.drops[0](dt, None)
+        da, ds = self.o.dproducts(do)
+        self.o.learn(sink, do, Rows.of(a), kept["s_o"], ds)
+        da = self.o.dupdated(da, ds)
         if qkv is None:
             qkv, s = self.qkv(x)
         return self._attention_backward(da, dt, x, (qkv, s), a, lse, needs_x, sink)
 
-    def _half_backward(self, dy: Tensor, x: Tensor, a: Tensor, kept: Kept, sink: Sink) -> tuple[Tensor, Tensor]:
+    def _half_backward(self, dy: Tensor, x: Tensor, a: Tensor, kept: Kept, sink: Sink) -> Tensor:
         """The gradients of a, and of x by way of the connection, for some rows."""
-        first, last, h, u, s_up = self._middle(x, a, kept)
-        dz, dd = self._norm_backward(1, dy, last, sink)
+        if kept.get("t") is not None:
+            dz, dd = self._norm_backward(1, dy, Normed(kept["z"], kept["z_mean"], kept["z_rstd"]), sink)
+            first, last, h, u, s_up = self._middle(x, a, kept)
+        else:
+            first, last, h, u, s_up = self._middle(x, a, kept)
+            dz, dd = self._norm_backward(1, dy, last, sink)
         du, db = self._down_backward(dd, u, s_up, kept["s_down"], sink)
         dh, ds = self.up.dproducts(du)
-        self.up.learn(sink, du, Rows.of(h), s_up, ds, db=db)
-        dt, do = self._norm_backward(0, self.up.dupdated(dh, ds).add_(dz), first, sink)
-        da, ds = self.o.dproducts(do)
-        self.o.learn(sink, do, Rows.of(a), kept["s_o"], ds)
-        return self.o.dupdated(da, ds), dt
+        weight, bias = self.norms[:2]
+        entered = Rows.of(h) if h is not None else Rows.again(lambda: self.ops.layer_norm(first.total, weight, bias, self.frame.eps)[0])
+        self.up.learn(sink, du, entered, s_up, ds, db=db)
+        return self._norm_backward(0, self.up.dupdated(dh, ds).add_(dz), first, sink, False)[0]
 
-    def _middle(self, x: Tensor, a: Tensor, kept: Kept) -> tuple[Normed, Normed, Tensor, Tensor, Tensor | None]:
+    def _middle(self, x: Tensor, a: Tensor, kept: Kept) -> tuple[Normed, Normed, Tensor | None, Tensor, Tensor | None]:
         """What both norms read, h, u and s of the up projection, from what is kept."""
         weight, bias = self.norms[:2]
         if kept.get("t") is not None:
             first, last = (Normed(kept[name], kept[f"{name}_mean"], kept[f"{name}_rstd"]) for name in ("t", "z"))
+            if kept.get("u") is not None:
+                return first, last, None, kept["u"], kept["s_up"]
             h, inlet = self.up.inlet(x)
             self.ops.layer_norm(first.total, weight, bias, self.frame.eps, out=h)
-            u, s_up = (kept["u"], kept["s_up"]) if kept.get("u") is not None else self.up(h, inlet)
+            u, s_up = self.up(h, inlet)
             return first, last, h, u, s_up
+        o = self.o.product(a, kept["s_o"])
         h, inlet = self.up.inlet(x)
-        first = self._norm(0, self.o.product(a, kept["s_o"]), x, h)[1]
+        first = self._norm(0, o, x, h)[1]
         u, s_up = self.up(h, inlet)
         d = self._activated(u, s_up)[0]
         return first, self._norm(1, d, h)[1], h, u, s_up
 
-    def _norm_backward(self, at: int, dy: Tensor, read: Normed, sink: Sink) -> tuple[Tensor, Tensor]:
+    def _norm_backward(self, at: int, dy: Tensor, read: Normed, sink: Sink, drops: bool = True) -> tuple[Tensor, Tensor]:
         """The gradient of the residual, and that of what was added to it."""
         own = self.norms_at + 2 * at
         trains = sink.needs[own] or sink.needs[own + 1]
@@ -138,7 +148,7 @@ class PostNorm(WithMlp):
         sink.add(own, dweight)
         sink.add(own + 1, dbias)
         drop = self.drops[at]
-        return total, total if drop is None else drop(total, self.rows)
+        return total, total if drop is None or not drops else drop(total, self.rows)
 
     def _attention_backward(
         self, da: Tensor, dt: Tensor, x: Tensor, first: tuple[Tensor, Tensor | None], a: Tensor, lse: Any, needs_x: bool, sink: Sink
@@ -148,9 +158,9 @@ class PostNorm(WithMlp):
         out = a.view(len(a), frame.heads, frame.head_dim)
         grads = attending.backward(da.view_as(out), *frame.heads_of(qkv), out, lse, frame.how)
         dqkv = torch.cat(grads, 1).flatten(1)
-        dx, ds = self.qkv.dproducts(dqkv)
+        dx, ds = self.qkv.dproducts(dqkv) if needs_x else (None, self.qkv.dlow(dqkv))
         self.qkv.learn(sink, dqkv, Rows.of(x), s, ds)
-        return self.qkv.dupdated(dx, ds).add_(dt) if needs_x else None
+        return None if dx is None else self.qkv.dupdated(dx, ds).add_(dt)
 
 
 _OF_ROWS = ("t", "t_mean", "t_rstd", "z", "z_mean", "z_rstd", "u", "s_up", "s_o", "s_down")

@@ -134,8 +134,12 @@ class PreNorm(WithMlp):
             a = out.flatten(1)
             del out
         dr = self._mlp_backward(dy, x, a, kept, sink)
+        da, ds = self.o.dproducts(dr)
+        self.o.learn(sink, dr, Rows.of(a), kept.pop("s_o"), ds)
+        da = self.o.dupdated(da, ds)
         first = first or self._project(x)
-        dqkv = self._through_attention(dr, a, lse, first.qkv, kept.pop("s_o"), sink)
+        dqkv = self._through_attention(da, a, lse, first.qkv, sink)
+        del da
         s, rstd = first.s, first.rstd
         kept.clear()  # what came back from the host or was made again is in the way from here on
         del a, lse, first
@@ -174,12 +178,9 @@ class PreNorm(WithMlp):
         u, s_up = self.up(h, inlet)
         return r, rstd, u, s_up, h
 
-    def _through_attention(self, dr: Tensor, a: Tensor, lse: Any, qkv: Tensor, s: Tensor | None, sink: Sink) -> Tensor:
+    def _through_attention(self, da: Tensor, a: Tensor, lse: Any, qkv: Tensor, sink: Sink) -> Tensor:
         """The gradient of q | k | v as the projection gave it."""
         frame = self.frame
-        da, ds = self.o.dproducts(dr)
-        self.o.learn(sink, dr, Rows.of(a), s, ds)
-        da = self.o.dupdated(da, ds)
         out = a.view(len(a), frame.heads, frame.head_dim)
         grads = attending.backward(da.reshape(out.shape), *frame.heads_of(self._turned(qkv)), out, lse, frame.how)
         del da

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
 from petune.parallel.plan import Cut
-from petune.sites import Region, StackRule, child_of
+from petune.sites import Attention, Mlp, Region, StackRule, child_of
 
 NORM = 4  # bytes of what a norm saves, whatever the activations are
 OPEN = 4  # bytes of a softmax that is computed openly
@@ -63,11 +63,12 @@ def saved_by(block: nn.Module, rule: StackRule, cut: Cut | None, extent: Extent,
     """
     connection = extent.whole if cut is None or cut.connection == "whole" else extent.own
     found = Saved()
-    for region in rule.regions:
+    for core in (sublayer.core for sublayer in rule.sublayers):
+        region = core.region
         if child_of(block, region.enter) is None:
             continue
         tokens = connection if cut is None or cut.layout(region.kind) == "sequence" else extent.whole
-        found += _of_region(block, region, rule, cut, extent, tokens, itemsize, dropouts[0])
+        found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
             found += Saved(connection * _layer(block, region.leave).out_features)
         found += Saved(connection * _bottleneck(_layer(block, region.leave), itemsize))
@@ -81,8 +82,16 @@ def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> flo
 
 
 def _of_region(
-    block: nn.Module, region: Region, rule: StackRule, cut: Cut | None, extent: Extent, tokens: int, itemsize: int, dropout: float
+    block: nn.Module,
+    core: Attention | Mlp,
+    rule: StackRule,
+    cut: Cut | None,
+    extent: Extent,
+    tokens: int,
+    itemsize: int,
+    dropout: float,
 ) -> Saved:
+    region = core.region
     layers = {role: cast("nn.Linear", found[1]) for role, path in region.sites.items() if (found := child_of(block, path))}
     leave = _layer(block, region.leave)
     keys = extent.across if region.cross else extent.own if _exchanged(cut, "ulysses", "ring") else extent.whole
@@ -95,12 +104,11 @@ def _of_region(
             source = id(layer) if itemsize < NORM else read[role]  # in float32 layers that read the same save one tensor
             entering[source] = read[role] * layer.in_features * itemsize
     total += sum(entering.values())
-    if region.kind == "attention":
+    if isinstance(core, Attention):
         made = {role: layer.out_features for role, layer in layers.items()}
         total += itemsize * (tokens * (made["q"] + leave.in_features) + keys * (made["k"] + made["v"]))
-        by_head = () if rule.norms is None else ((rule.norms.q, made["q"]), (rule.norms.k, made["k"]))
-        for path, size in by_head:
-            if path is not None and (norm := child_of(block, path)) is not None:
+        for by_head, size in ((core.q_norm, made["q"]), (core.k_norm, made["k"])):
+            if by_head is not None and (norm := child_of(block, by_head.path)) is not None:
                 total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
         if itemsize < NORM and _declared(leave)[0]:
             total += tokens * leave.in_features * itemsize
