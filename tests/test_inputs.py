@@ -12,10 +12,10 @@ from petune.assemble import prepare
 from petune.draft import draft
 from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError, UsageError
 from petune.inputs import check_inputs
+from petune.methods.configs import METHODS
 from petune.models.load import read_config
 from petune.models.source import resolve_model
-from petune.recipe import METHOD_LR, load_recipe
-from tests.small_runs import no_picture as no_picture
+from petune.recipe import load_recipe
 from tests.small_runs import run, settings, write_model
 
 
@@ -125,7 +125,7 @@ def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) 
     assert check_inputs(written).distant == () and written.notes == ()
     different = {key for key, value in written.resolved().items() if value != asked.resolved()[key]}
     assert different == {"name", "task", "data", "out"}
-    assert (written.task, written.lr, written.out) == ("classify", METHOD_LR["lora"], "runs/own")
+    assert (written.task, written.lr, written.out) == ("classify", METHODS["lora"].usual_lr, "runs/own")
     assert (written.data.max_length, written.data.split, written.data.path) == (64, 0.2, "rows.csv")
 
 
@@ -138,7 +138,7 @@ def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, m
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_the_readme_of_a_run_says_what_few_rows_show_and_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
+def test_the_readme_of_a_run_says_what_few_rows_show_and_resume_keeps_its_name(mine: Path) -> None:
     asked = load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2})
     (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
     from petune.training import train

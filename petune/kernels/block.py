@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from petune.kernels.attending import Backend, How
 from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.eight import Eight
 from petune.kernels.node import Node, forward
-from petune.kernels.parts import Bank, Part, bankable
+from petune.kernels.parts import Bank, bankable
 from petune.kernels.segments import Segments
 from petune.log import say
+from petune.methods.tuned import LowRank, TunedLinear
 from petune.running import running
 
 
@@ -201,15 +202,15 @@ _RECORDS = "transformers.utils.output_capturing"
 _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
-def _part(layer: nn.Module) -> Part:
-    """`part_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than
+def _part(layer: nn.Module) -> LowRank:
+    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than
     the part."""
     if type(layer) is nn.Linear:
-        return Part(layer.weight, layer.bias)
-    part = getattr(layer, "part", None)
+        return LowRank(layer.weight, layer.bias)
+    part = layer.low_rank() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
-    return cast("Part", part())
+    return part
 
 
 def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

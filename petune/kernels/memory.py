@@ -16,10 +16,10 @@ from petune.kernels.call import Spec
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.cost import rates_of
 from petune.kernels.eight import Eight
-from petune.kernels.parts import part_of
 from petune.kernels.policy import Policy, choose
 from petune.kernels.shape import BlockShape, Ranks
 from petune.log import say
+from petune.methods.tuned import low_rank_of
 from petune.running import running
 from petune.stack import Stack
 
@@ -155,7 +155,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
-    parts = {role: part_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
+    parts = {role: low_rank_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
     down = parts["down"]
     assert down is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}

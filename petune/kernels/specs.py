@@ -13,10 +13,10 @@ from transformers.activations import ACT2FN
 
 from petune.kernels.call import Spec
 from petune.kernels.ops import Ops
-from petune.kernels.parts import part_of
 from petune.kernels.program import Sizes, compiled
 from petune.kernels.reference import Act
 from petune.kernels.region import is_rms_norm
+from petune.methods.tuned import low_rank_of
 from petune.sites import Attention, LinearGroup, Mlp, Norm, Shape, SubLayer, child_of
 from petune.stack import Stack
 
@@ -38,7 +38,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         core = sublayer.core
         for path in core.region.sites.values():
             layer = block.get_submodule(path)
-            if part_of(layer) is None:
+            if low_rank_of(layer) is None:
                 return f"{path} is a {type(layer).__name__}"
     if (act := _ACTS.get(name)) is None:
         return f"its activation {name!r} has no kernel"

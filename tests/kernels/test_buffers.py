@@ -18,10 +18,11 @@ from petune.kernels import attending, buffers, fold, parts
 from petune.kernels.cost import Keep
 from petune.kernels.group import Group
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Dense, Part
+from petune.kernels.parts import Dense
 from petune.kernels.program import Program, Sizes, compiled
 from petune.kernels.shape import BlockShape, Ranks
 from petune.kernels.steps import Run
+from petune.methods.tuned import LowRank
 from petune.models import bert, llama
 from petune.sites import Attention, LinearGroup
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
@@ -191,11 +192,11 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     frozen = {"dtype": torch.bfloat16, "device": "meta"}
     program = program_of(shape)
 
-    def part(role: str) -> Part:
+    def part(role: str) -> LowRank:
         outputs, inputs = sizes_of(shape)[role]
         rank = getattr(shape.ranks, role)
         factors = (torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")) if rank else (None, None)
-        return Part(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
+        return LowRank(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
 
     groups: list[Group] = []
     for place in program.groups:

@@ -18,11 +18,12 @@ from petune.kernels.configs import Level, Rung
 from petune.kernels.frame import Frame
 from petune.kernels.group import Group, Sink
 from petune.kernels.ops import NAMES, Ops, reference_ops
-from petune.kernels.parts import Dense, Part
+from petune.kernels.parts import Dense
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.program import Program, Sizes, compiled
 from petune.kernels.steps import Run
+from petune.methods.tuned import LowRank
 from petune.models import bert, llama
 from petune.sites import Attention
 
@@ -97,7 +98,7 @@ def groups_of(program: Program, ops: Ops, rank: dict[str, int], dropout: bool, r
             outputs, inputs = sizes[role]
             own = rank.get(role, 0)
             factors = (random(own, inputs), random(outputs, own)) if own else (None, None)
-            parts.append(Part(random(outputs, inputs), random(outputs), *factors, 0.5))
+            parts.append(LowRank(random(outputs, inputs), random(outputs), *factors, 0.5))
         total = sum(0 if part.a is None else len(part.a) for part in parts)
         whole = torch.zeros(sum(len(part.weight) for part in parts), parts[0].weight.shape[1] + total, dtype=torch.float64)
         k = parts[0].weight.shape[1]
