@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petune.kernels import attending
+from petune.kernels.block import attention as attending
 from petune.kernels.steps import Run, Step, Values
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from petune.kernels.block.packed_linear import Rows
 from petune.kernels.configs import Level
-from petune.kernels.group import Rows
 from petune.kernels.reference import Act
 from petune.kernels.steps import Normalize, Run, Step, Values
 

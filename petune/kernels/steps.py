@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from petune.kernels.attending import How
+from petune.kernels.block.attention import How
+from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink
 from petune.kernels.configs import Level
-from petune.kernels.group import Dropping, Group, Rows, Sink
-from petune.kernels.ops import Ops
+from petune.kernels.dispatch import Ops
 
 _MIDDLE: Level = "projections"
 Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
