@@ -252,7 +252,7 @@ def test_the_json_schema_names_every_setting() -> None:
     assert set(schema["properties"]) == set(Recipe.model_fields)
     assert schema["required"] == ["model", "data", "method"]
     short, *methods = schema["properties"]["method"]["anyOf"]
-    assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "adapter", "side"]
+    assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "dora", "adapter", "side"]
     assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
     keeps, memory = schema["properties"]["memory"]["anyOf"]
     assert keeps["enum"] == [*KEEPS, None] and set(memory["properties"]) == {entry.name for entry in dataclasses.fields(MemoryConfig)}
@@ -319,7 +319,7 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "one word": (b"lora\n", 1, ("is a mapping", "found the text 'lora'")),
     "no model": (b"data: d\nmethod: lora\n", 1, ("model is missing", "model: demo:minilm")),
     "no data": (b"model: m\nmethod: lora\n", 1, ("data is missing", "data: demo:docstrings")),
-    "no method": (b"model: m\ndata: d\n", 1, ("method is missing", "full, lora, adapter, side")),
+    "no method": (b"model: m\ndata: d\n", 1, ("method is missing", "full, lora, dora, adapter, side")),
     "rank": (
         b"model: m\ndata: d\nmethod:\n  name: lora\n  rank: 8\n",
         5,
