@@ -167,8 +167,7 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, ba
     model.
     """
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
-    if is_wrapped(model):
-        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+    _refuse_wrapped(model)
     if not (folder / RECORD).is_file():
         _explain(folder)
         check_folder(folder)
@@ -176,7 +175,23 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, ba
             raise FileError("stores no hash of its base: peft's files do not", where=str(folder), remedy="load without verify_base")
         _load_peft(model, folder, None)
         return base_model
-    record = read_record(folder)
+    return _load_recorded(base_model, read_record(folder), verify_base, base_files)
+
+
+def load_recorded(base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+    """`load` of the folder whose `record` was read already; its files are compared with their hashes once more. Raises as `load`."""
+    _refuse_wrapped(bare(base_model))
+    record.check_again()
+    return _load_recorded(base_model, record, verify_base, base_files)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if is_wrapped(model):
+        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+
+
+def _load_recorded(base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+    folder, model = record.file.parent, bare(base_model)
     record.check_base(model, origin_files(model, verify_base) if base_files is None else base_files, verify_base)
     fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[METHODS[record.method].files]
     fill(model, folder, record)

@@ -25,7 +25,7 @@ from petune.recipe import load_recipe
 from petune.results import read_metrics, read_summary
 from petune.tasks import METRICS, TASKS, pad_token_id
 from petune.tasks.configs import FORMATS
-from petune.tuning_record import read_record
+from petune.tuning_record import Record, read_record
 
 
 class Run:
@@ -81,10 +81,15 @@ class Run:
         return read_metrics(self.folder / "metrics.jsonl")
 
     @cached_property
+    def _record(self) -> Record:
+        """What tuned/ says of itself."""
+        return read_record(self.folder / "tuned")
+
+    @cached_property
     def speaker(self) -> Speaker:
         """The tuned model, ready to be asked."""
-        summary, folder = self.summary, self.folder / "tuned"
-        model, tokenizer = self._tuned or rebuild(self.recipe, folder, summary["task"], self.verify_base, self.objects.model)
+        summary, given = self.summary, self.objects.model
+        model, tokenizer = self._tuned or rebuild(self.recipe, self._record, summary["task"], self.verify_base, given)
         return Speaker(model, tokenizer, TASKS[summary["task"]], self.recipe.data, summary["format"], choose_place(self.recipe))
 
     @cached_property
@@ -96,7 +101,7 @@ class Run:
         source = resolve_model(self.recipe.model, self.recipe.folder)
         if not method_of(self.recipe.method).trains_base or source.kind == "object":
             return None
-        tuned, record = self.speaker, read_record(self.folder / "tuned")
+        tuned, record = self.speaker, self._record
         if source.kind != "config":
             record.check_files(model_files(source.place, source.revision), afresh=self.verify_base)
         model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.tokenizer).model
@@ -136,7 +141,7 @@ class Run:
         """
         summary = self.summary
         objects = self.objects if self.objects.model is None else replace(self.objects, tokenizer=self.speaker.tokenizer)
-        prepared = prepare(self.recipe, read_record(self.folder / "tuned").labels, objects)
+        prepared = prepare(self.recipe, self._record.labels, objects)
         after = self._score(self.speaker.model, prepared)
         same = prepared.rows.sha256 == summary["rows"]
         if same:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
@@ -51,12 +50,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "adapter": {"name": "adapter", "reduction": 8, "dropout": 0.1},
     "side": {"name": "side", "reduction": 4, "dropout": 0.1},
 }
-
-
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No loss.png at the end of a run: drawing it takes longer than the run."""
-    monkeypatch.setattr("petune.run_folder.draw_loss", lambda metrics, picture: False)
 
 
 # ---------------------------------------------------------------- models and data
@@ -257,3 +250,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert any(path.suffix == ".safetensors" for path in files)
     for path in files:
         assert (found / path).read_bytes() == (expected / path).read_bytes(), path
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file but the log."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.log"}

@@ -69,7 +69,7 @@ def test_a_model_of_each_family_computes_what_it_did_with_sdpa(name: str, padded
 
 
 @pytest.mark.parametrize("name", zoo.FOUR)
-def test_every_attention_of_a_model_and_of_its_side_network_goes_through_module_exchange(name: str) -> None:
+def test_every_attention_of_a_model_and_of_its_ladder_goes_through_module_exchange(name: str) -> None:
     model = zoo.tiny(name)
     wrap(model, "side", reduction=4)
     attention.use(model)

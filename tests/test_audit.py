@@ -20,7 +20,6 @@ from petune.evaluate import forward
 from petune.loop import Training
 from petune.tensorfile import is_finite
 from tests.small_runs import METHODS, TASK, Listener, newest, run, settings, training
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -46,7 +45,7 @@ def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], 
     return models
 
 
-def test_a_tuned_tensor_that_the_forward_pass_never_reaches_is_named_after_two_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tuned_tensor_that_no_forward_pass_reaches_is_named_after_two_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def disconnect(model: nn.Module) -> None:
         layer = model.get_submodule("model.layers.1.mlp.up_proj")
         layer.update = lambda x: torch.zeros(())  # type: ignore[assignment, method-assign]
@@ -83,7 +82,7 @@ def test_a_tuned_tensor_that_never_moves_is_named_after_three_updates(tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
-def test_a_frozen_tensor_that_is_moved_behind_the_loops_back_is_named_and_nothing_is_saved(
+def test_a_frozen_tensor_moved_behind_the_loops_back_is_named_and_nothing_is_saved(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     models = caught_model(monkeypatch)
@@ -182,7 +181,7 @@ def test_the_checksum_is_the_weighted_sum_of_32_bit_words_modulo_2_to_64(number:
     assert checksum(value) == sum(word * weights[at % 1024] * weights[1024 + at // 1024] for at, word in enumerate(words)) % 2**64
 
 
-def test_weights_are_odd_and_differ_so_that_no_changed_word_and_no_exchange_is_missed():
+def test_weights_are_odd_and_differ_so_that_every_changed_or_exchanged_word_is_seen():
     weights = _weights(100_000, torch.device("cpu"))
     assert bool((weights % 2 != 0).all()) and len(weights.unique()) == len(weights)
 

@@ -26,7 +26,7 @@ from petune.recipe import Recipe
 from petune.tasks import Example
 from tests.methods.zoo import tiny
 from tests.small_runs import settings, write_model
-from tests.test_forecast import recipe_of
+from tests.written_recipes import recipe_of
 
 ROOT = Path(__file__).parent.parent
 MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
@@ -80,7 +80,7 @@ def test_lora_is_four_flop_a_weight_and_its_own_are_only_executed(tmp_path: Path
     assert flops.executed(example(9), keeps_all) == dispatched(model.model, 9)
 
 
-def test_attention_is_quadratic_halved_by_a_causal_mask_and_ends_where_a_packed_row_does(tmp_path: Path) -> None:
+def test_attention_is_quadratic_halved_by_a_causal_mask_and_ends_with_a_packed_row(tmp_path: Path) -> None:
     def attention(name: str, row: Example) -> float:
         flops = counted(name, tmp_path)
         return flops.model(row) - replace(without_attention(flops), head=flops.head).model(row)

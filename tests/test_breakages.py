@@ -48,17 +48,17 @@ def case(name: str, method: str, backend: str, **changes: Any) -> Case:
     return Case(name, method, plan, settings=changes.pop("settings", ()) + settings_of(name, plan), **changes)
 
 
-# ------------------------------------------------------------------ 1: an argument looked up by a name that is not there
+# ------------------------------------------------------------------ an argument looked up by a name that is not there
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])
-def test_1_a_region_whose_way_in_calls_its_input_something_else_is_entered_all_the_same(backend: str) -> None:
+def test_a_region_whose_way_in_calls_its_input_something_else_is_entered(backend: str) -> None:
     """The parameter of BART's fc1 is `input` in a plain linear and `x` in a tuned one; a copy that is skipped leaves the loss right."""
     for method in ("lora", "full"):
         check(case("bart-seq2seq", method, backend))
 
 
-def test_1_a_region_entered_without_hidden_states_is_an_error() -> None:
+def test_a_region_entered_without_hidden_states_is_an_error() -> None:
     def enter() -> str:
         this = case("llama-causal", "lora", "tp")
         block = place(this, this.plan).model.model.layers[0]  # type: ignore[union-attr]
@@ -71,15 +71,15 @@ def test_1_a_region_entered_without_hidden_states_is_an_error() -> None:
     assert all("without hidden states" in found for found in run(2, enter))
 
 
-# ------------------------------------------------------------------ 2: the order of receive and enter
+# ------------------------------------------------------------------ the order of receive and enter
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_2_a_stage_takes_its_part_of_what_it_received_and_not_of_what_it_made_up(name: str) -> None:
+def test_a_stage_takes_its_part_of_what_it_received_and_not_of_what_it_made_up(name: str) -> None:
     check(case(name, "lora", "galaxy x pp"))
 
 
-# ------------------------------------------------------------------ 3: sizes remembered by a module
+# ------------------------------------------------------------------ sizes remembered by a module
 
 
 def _two_lengths_at_once(model: nn.Module, batch: Batch) -> Tensor:
@@ -98,7 +98,7 @@ def _two_lengths_at_once(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("backend", SEQUENCE)
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
-def test_3_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_length(name: str, backend: str) -> None:
+def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_length(name: str, backend: str) -> None:
     this = case(name, "lora", backend, recompute=True)
 
     def both() -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def _runner(model: nn.Module, this: Case, **work: Any) -> Runner:
     return Runner(model, family_of(model), this.plan, mesh, replace(plain_work(this), **work), recompute=this.recompute)
 
 
-# ------------------------------------------------------------------ 4: generation guessed from the presence of a cache
+# ------------------------------------------------------------------ generation guessed from the presence of a cache
 
 
 def _with_cache(model: nn.Module, batch: Batch) -> Tensor:
@@ -132,7 +132,7 @@ def _with_cache(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", [*SEQUENCE, "tp", "sp x pp", "galaxy x pp"])
-def test_4_a_cache_in_training_is_not_taken_for_generation(backend: str) -> None:
+def test_a_cache_in_training_is_not_taken_for_generation(backend: str) -> None:
     this = case("llama-causal", "lora", backend)
 
     def gradients() -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def test_4_a_cache_in_training_is_not_taken_for_generation(backend: str) -> None
     assert_same(run(this.plan.world, gradients)[0], oracle(this).gradients, 1e-6, "gradients", relative=1e-5)
 
 
-# ------------------------------------------------------------------ 5: reentrant checkpointing
+# ------------------------------------------------------------------ reentrant checkpointing
 
 
 def _with_theirs(this: Case, before: bool) -> dict[str, Tensor]:
@@ -161,24 +161,24 @@ def _with_theirs(this: Case, before: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("backend", ["tp", "sp-gather"])
 @pytest.mark.parametrize("name", FOUR)
-def test_5_reentrant_checkpointing_becomes_the_stacks_own(name: str, backend: str) -> None:
+def test_reentrant_checkpointing_becomes_the_stacks_own(name: str, backend: str) -> None:
     """With it T5 hung under tp."""
     this = case(name, "lora", backend)
     assert_same(run(2, _with_theirs, this, True, timeout=20)[0], oracle(this).gradients, 1e-6, "gradients", relative=1e-5)
 
 
-def test_5_checkpointing_turned_on_behind_the_runners_back_is_refused() -> None:
+def test_checkpointing_turned_on_behind_the_runners_back_is_refused() -> None:
     this = case("t5-seq2seq", "lora", "tp")
     with pytest.raises(RankError, match=r"UsageError(.|\n)*checkpointing"):
         run(2, _with_theirs, this, False, timeout=20)
 
 
-# ------------------------------------------------------------------ 6: state in closures
+# ------------------------------------------------------------------ state in closures
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy", "galaxy overlapped", "sp-gather", "sp-ring"])
 @pytest.mark.parametrize(("name", "method"), [("t5-seq2seq", "side"), ("llama-causal", "lora")])
-def test_6_a_copy_of_a_placed_model_shares_nothing_with_it(name: str, method: str, backend: str) -> None:
+def test_a_copy_of_a_placed_model_shares_nothing_with_it(name: str, method: str, backend: str) -> None:
     """A copy with other weights computes other things, and the original what it did before."""
     this = case(name, method, backend)
 
@@ -203,15 +203,15 @@ def test_6_a_copy_of_a_placed_model_shares_nothing_with_it(name: str, method: st
         assert untouched, "gradients of the copy arrived in the original"
 
 
-# ------------------------------------------------------------------ 7: a method's own modules that cross layouts
+# ------------------------------------------------------------------ a method's own modules that cross layouts
 # A ladder that looks across at the encoder is the cell of `side` of tests/test_matrix.py, for BART and T5 under every backend.
 
 
-# ------------------------------------------------------------------ 8: layer drop
+# ------------------------------------------------------------------ layer drop
 
 
 @pytest.mark.parametrize("setting", ["encoder_layerdrop", "decoder_layerdrop"])
-def test_8_layer_drop_is_refused_before_anything_is_cut(setting: str) -> None:
+def test_layer_drop_is_refused_before_anything_is_cut(setting: str) -> None:
     """Hugging Face would drop the whole stack."""
     this = case("bart-seq2seq", "full", "tp", settings=((setting, 0.5),))
     with pytest.raises(RankError, match=rf"UsageError(.|\n)*config\.{setting} = 0\.5"):
@@ -219,17 +219,17 @@ def test_8_layer_drop_is_refused_before_anything_is_cut(setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["encoder_layerdrop", "decoder_layerdrop"])
-def test_8_a_ladder_refuses_layer_drop_in_one_process_too(setting: str) -> None:
+def test_a_ladder_refuses_layer_drop_in_one_process_too(setting: str) -> None:
     with pytest.raises(UsageError, match=setting):
         build(Case("bart-seq2seq", "side", settings=((setting, 0.5),)))
 
 
-# ------------------------------------------------------------------ 9: recorded shards
+# ------------------------------------------------------------------ recorded shards
 
 
 @pytest.mark.parametrize(("backend", "what"), [("galaxy", "output_attentions"), ("sp-gather", "output_hidden_states")])
 @pytest.mark.parametrize("name", FOUR)
-def test_9_recording_what_is_only_a_shard_is_refused(name: str, backend: str, what: str) -> None:
+def test_recording_what_is_only_a_shard_is_refused(name: str, backend: str, what: str) -> None:
     this = case(name, "lora", backend)
 
     def ask(model: nn.Module, batch: Batch) -> Tensor:
@@ -246,7 +246,7 @@ def test_9_recording_what_is_only_a_shard_is_refused(name: str, backend: str, wh
     assert all(what in found for found in run(2, record))
 
 
-def test_9_hidden_states_that_are_whole_are_those_of_one_process() -> None:
+def test_hidden_states_that_are_whole_are_those_of_one_process() -> None:
     this = case("llama-causal", "lora", "tp")
     batch = {name: value for name, value in collate(rows(this, 0)[0], this).items() if name in ("input_ids", "attention_mask")}
 
@@ -261,12 +261,12 @@ def test_9_hidden_states_that_are_whole_are_those_of_one_process() -> None:
             assert torch.allclose(one, other, atol=1e-5)
 
 
-# ------------------------------------------------------------------ 10: what an exception leaves behind
+# ------------------------------------------------------------------ what an exception leaves behind
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy", "sp-gather"])
 @pytest.mark.parametrize("method", ["side", "lora"])
-def test_10_after_an_exception_inside_a_stack_training_goes_on_as_if_nothing_had_been(method: str, backend: str) -> None:
+def test_after_an_exception_inside_a_stack_training_goes_on_as_before(method: str, backend: str) -> None:
     """A ladder's backbone runs without gradients; left so, all later training is dead without a word."""
     this = case("llama-causal", method, backend)
     expected = oracle(this)

@@ -12,7 +12,6 @@ import petune
 from petune.callbacks import Callbacks
 from petune.errors import UsageError
 from tests.small_runs import Listener, run, settings
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -53,7 +52,7 @@ def test_callbacks_hear_what_the_history_holds(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("method", "at"), [("on_step", 3), ("on_eval", 4)])
-def test_a_callback_that_answers_true_ends_the_run_which_is_scored_saved_and_finished(method: str, at: int, tmp_path: Path):
+def test_a_callback_that_answers_true_ends_the_run_scored_saved_and_finished(method: str, at: int, tmp_path: Path):
     listener = Listener()
     found = run(settings(tmp_path, eval_every=4, save_every=50), listener, callbacks=[Heard(method, at), Heard()])
     assert found.summary["steps"] == at and found.history[-1]["step"] == at

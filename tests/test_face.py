@@ -18,7 +18,6 @@ import transformers
 
 import petune
 from petune.recipe import Recipe
-from tests.small_runs import no_picture as no_picture
 from tests.small_runs import write_model, write_rows
 
 ROOT = Path(__file__).parent.parent

@@ -58,9 +58,7 @@ def test_a_file_that_changes_meanwhile_or_is_not_there_is_named(tmp_path: Path, 
         hashes.result()
 
 
-def test_a_large_file_that_has_not_changed_is_not_read_again_not_even_by_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_that_has_not_changed_is_not_read_again_by_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("petune.file_hashes.REMEMBERED", 100)
     monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
@@ -98,7 +96,7 @@ def test_a_large_file_that_has_not_changed_is_not_read_again_not_even_by_another
     assert list(differing(files, right)) == ["large"]
 
 
-def test_a_file_that_changed_just_now_is_not_remembered_and_a_wrong_memory_accuses_nobody(
+def test_a_file_that_changed_just_now_is_not_remembered_nor_a_wrong_record_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

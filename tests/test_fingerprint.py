@@ -11,7 +11,7 @@ import torch
 from petune.errors import FileError, UsageError
 from petune.fingerprint import base_tensors, compare, fingerprint, full_hash
 from petune.methods import merged_weights, tuning
-from tests.test_export import METHODS, MODELS, bert, llama, stir, tuned
+from tests.tiny_models import METHODS, MODELS, bert, llama, stir, tuned
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "full"])

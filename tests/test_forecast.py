@@ -18,25 +18,11 @@ from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfi
 from petune.parallel.footprint import held_by
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ParallelPlan
-from petune.recipe import Recipe, load_recipe
+from petune.recipe import load_recipe
 from tests.methods.zoo import ZOO, tiny
+from tests.written_recipes import recipe_of
 
 GB = 10**9
-
-
-def recipe_of(name: str, folder: Path, **settings: Any) -> Recipe:
-    """A recipe for a model of the zoo by its config; data that nobody reads, as the task is named."""
-    place = folder / f"{name}.json"
-    place.write_text(json.dumps(tiny(name).config.to_dict()))
-    task = {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "gated": "seq2seq"}[name.partition("-")[2]]
-    base = {
-        "model": f"config:{place}",
-        "data": {"path": "nowhere.jsonl", "max_length": 32},
-        "task": task,
-        "method": "lora",
-        "device": "cpu",
-    }
-    return load_recipe({**base, **settings})
 
 
 def plan_of(drawn: Sketch, parallel: ParallelConfig) -> ParallelPlan:

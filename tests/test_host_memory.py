@@ -23,7 +23,7 @@ def events(kills: int) -> str:
     return f"low 0\nhigh 0\nmax 31\noom {kills}\noom_kill {kills}\noom_group_kill 0\n"
 
 
-def test_a_kill_in_a_cgroup_of_version_2_is_told_with_the_nearest_limit_and_what_was_used(tmp_path: Path) -> None:
+def test_a_kill_in_a_cgroup_of_version_2_is_told_with_the_nearest_limit_and_the_use(tmp_path: Path) -> None:
     inner = {"cgroup/job/run/memory.events": events(2), "cgroup/job/run/memory.max": "max\n"}
     outer = {"cgroup/job/memory.events": events(2), "cgroup/job/memory.max": 2 * GIB, "cgroup/job/memory.peak": 2 * GIB - 4096}
     memory = HostMemory(*lay_out(tmp_path, "0::/job/run\n", **inner, **outer))

@@ -13,7 +13,8 @@ import resource
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 # A test about a banned thing makes one to show that it is refused: file -> what it may use.
 ABOUT_BANNED_THINGS: dict[str, set[str]] = {"tests/methods/test_merging.py": {"pickle"}}
 
-LONG = 300
+LONG = 300  # lines of a file
+NAME = 80  # characters of a test's name
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt|mnt|data)/[\w.-]+|[A-Z]:\\Users")
 
 
@@ -178,10 +180,24 @@ def undocumented(tree: ast.Module) -> list[str]:
     return ([] if ast.get_docstring(tree) else ["the module"]) + missing
 
 
-def unexcused(source: str) -> bool:
+def unexcused(source: str, tree: ast.Module) -> bool:
     """Whether a source is past LONG lines and its module docstring does not say why."""
-    doc = ast.get_docstring(ast.parse(source)) or ""
+    doc = ast.get_docstring(tree) or ""
     return source.count("\n") > LONG and not re.search(r"\b(long|lines)\b", doc)
+
+
+def imports_of_tests(tree: ast.AST) -> list[str]:
+    """Imports of a module of tests, by its dotted name: tests.test_x, tests.parallel.test_y."""
+    return [f"{line}: {name}" for name, line in imports(tree) if re.match(r"tests\.(\w+\.)*test_", name)]
+
+
+def long_names(tree: ast.AST) -> list[str]:
+    """Tests whose names have more than NAME characters."""
+    return [
+        f"{node.lineno}: {node.name} has {len(node.name)} characters"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > NAME
+    ]
 
 
 # ------------------------------------------------------------------ the rules can fail
@@ -250,9 +266,23 @@ def test_what_only_looks_banned_is_fine(source: str) -> None:
 
 
 def test_a_long_file_needs_a_reason_and_a_public_name_a_docstring() -> None:
-    assert unexcused('"""Idea."""\n' + "x = 1\n" * LONG)
-    assert not unexcused('"""Idea. The file is long because of it."""\n' + "x = 1\n" * LONG)
+    for doc, guilty in (("Idea.", True), ("Idea. The file is long because of it.", False)):
+        source = f'"""{doc}"""\n' + "x = 1\n" * LONG
+        assert unexcused(source, ast.parse(source)) is guilty
     assert undocumented(ast.parse("def f(): ...\nclass _C: ...")) == ["the module", "f"]
+
+
+@pytest.mark.parametrize(
+    "source", ["from tests.test_x import f", "from tests.a.test_x import f", "import tests.test_x", "from tests import test_x"]
+)
+def test_an_import_of_a_test_is_seen(source: str) -> None:
+    assert imports_of_tests(ast.parse(source))
+    assert not imports_of_tests(ast.parse("from tests.pool import run"))
+
+
+def test_a_name_that_is_too_long_is_seen() -> None:
+    assert long_names(ast.parse(f"class Tests:\n    def {'test_':x<{NAME + 1}}(): ..."))
+    assert not long_names(ast.parse(f"def {'test_':x<{NAME}}(): ..."))
 
 
 @pytest.mark.parametrize("text", ["see " + "/ho" + "me/me/model", "cd " + "/wo" + "rk/main", "'" + "/ro" + "ot/.cache'"])
@@ -268,37 +298,52 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def every(files: list[Path]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """One test per file, named after it."""
-    return pytest.mark.parametrize("path", files, ids=name_of)
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The tree of a file, which several rules read."""
+    return ast.parse(path.read_text())
 
 
-@every(SOURCE)
-def test_imports_follow_the_order(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert upward(tree, room_of(path)) + foreign(tree, room_of(path)) == []
+def complaints(files: list[Path], rule: Callable[[Path], Iterable[str]]) -> list[str]:
+    """What a rule finds in all the files, each with the file's path from the root."""
+    return [f"{name_of(path)}:{what}" for path in files for what in rule(path)]
 
 
-@every(SOURCE + TESTS)
-def test_nothing_banned_is_used(path: Path) -> None:
-    allowed = ABOUT_BANNED_THINGS.get(name_of(path), set())
-    assert [f"{line}: {what}" for what, line in banned(ast.parse(path.read_text())) if what not in allowed] == []
+def test_imports_follow_the_order() -> None:
+    def rule(path: Path) -> list[str]:
+        return upward(parsed(path), room_of(path)) + foreign(parsed(path), room_of(path))
+
+    assert complaints(SOURCE, rule) == []
 
 
-@every(SOURCE)
-def test_everything_public_is_documented(path: Path) -> None:
-    assert undocumented(ast.parse(path.read_text())) == []
+def test_nothing_banned_is_used() -> None:
+    def rule(path: Path) -> list[str]:
+        allowed = ABOUT_BANNED_THINGS.get(name_of(path), set())
+        return [f"{line}: {what}" for what, line in banned(parsed(path)) if what not in allowed]
+
+    assert complaints(SOURCE + TESTS, rule) == []
 
 
-@every(SOURCE)
-def test_a_long_file_says_why(path: Path) -> None:
-    assert not unexcused(path.read_text()), f"over {LONG} lines: say why in the module docstring, or find the two ideas in it"
+def test_no_module_imports_a_test() -> None:
+    """What tests share lies in conftest.py or in a module that is no test."""
+    assert complaints(SOURCE + TESTS, lambda path: imports_of_tests(parsed(path))) == []
 
 
-@every(SOURCE + TESTS)
-def test_files_are_named_after_their_idea(path: Path) -> None:
-    assert path.stem not in VAGUE_NAMES
-    assert path.parent.name not in VAGUE_NAMES
+def test_names_of_tests_can_be_read() -> None:
+    assert complaints(TESTS, lambda path: long_names(parsed(path))) == []
+
+
+def test_everything_public_is_documented() -> None:
+    assert complaints(SOURCE, lambda path: undocumented(parsed(path))) == []
+
+
+def test_a_long_file_says_why() -> None:
+    found = [name_of(path) for path in SOURCE if unexcused(path.read_text(), parsed(path))]
+    assert found == [], f"over {LONG} lines: say why in the module docstring, or find the two ideas in it"
+
+
+def test_files_are_named_after_their_idea() -> None:
+    assert [name_of(path) for path in SOURCE + TESTS if {path.stem, path.parent.name} & VAGUE_NAMES] == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

@@ -14,7 +14,6 @@ from petune.methods import without_tuning
 from petune.tasks import encode_prompt
 from petune.training import load_run
 from tests.small_runs import METHODS, WORDS, run, settings, write_model
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 

@@ -16,7 +16,6 @@ from petune.methods.configs import METHODS
 from petune.models.load import read_config
 from petune.models.source import resolve_model
 from petune.recipe import load_recipe
-from tests.small_runs import no_picture as no_picture
 from tests.small_runs import run, settings, write_model
 
 
@@ -139,7 +138,7 @@ def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, m
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_the_readme_of_a_run_says_what_few_rows_show_and_keeps_the_recipes_name_over_a_resume(mine: Path) -> None:
+def test_the_readme_of_a_run_says_what_few_rows_show_and_resume_keeps_its_name(mine: Path) -> None:
     asked = load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2})
     (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
     from petune.training import train

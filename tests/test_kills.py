@@ -17,9 +17,8 @@ from petune import checkpoint
 from petune.parallel import group
 from tests.group_pool import ends
 from tests.kills import arm
+from tests.planned_runs import PLANS, killed, small, trained
 from tests.small_runs import assert_same_run, run, state_of
-from tests.small_runs import no_picture as no_picture
-from tests.test_parallel_runs import PLANS, killed, small, trained
 
 KILLS = {"dp": 9, "pp": 8, "galaxy": 8}  # 25
 LONGEST = 0.2  # seconds after training began
@@ -34,7 +33,7 @@ def assert_same_bits(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_a_rank_killed_at_a_call_of_its_save_leaves_the_one_before_and_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "BEAT_S", 0.02)
     monkeypatch.setattr(group, "SILENT_S", 0.1)
     shape: dict[str, Any] = {"save_every": 1, "eval_every": 50, "max_steps": 4, "timeout": 2, "parallel": PLANS["dp"]}

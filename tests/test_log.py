@@ -12,7 +12,6 @@ import pytest
 
 import petune.log
 from petune.log import phase
-from tests.small_runs import no_picture as no_picture
 from tests.small_runs import run, settings
 
 

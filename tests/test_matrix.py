@@ -1,32 +1,25 @@
 """The matrix: every method under every backend on every family gives the gradients of one process.
 
-What a cell does and how closely it must agree stands in tests/parallel/harness.py, the plans in tests/parallel/plans.py. The long part,
-`make test-long`, crosses everything with everything.
+What a cell does and how closely it must agree stands in tests/parallel/harness.py, the plans in tests/parallel/plans.py, the cells in
+tests/parallel/cells.py: every pair here, the whole product in the long part, `make test-long`. That the pairs see what the product sees
+is tried with every fault of tests/test_mutations.py, in its own long part.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from petune.parallel.plan import ParallelPlan
-from tests.methods.zoo import FOUR, SETTINGS
+from tests.methods.zoo import FOUR
+from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, METHODS, ROUND, SQUARE, case
 from tests.parallel.harness import Case, check
-from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, LOOPED, OVERLAPPED, pp, settings_of
+from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, LOOPED, OVERLAPPED, pp
 
 long = pytest.mark.long
-METHODS = tuple(SETTINGS)
-CELLS = [(method, backend, name) for name in FOUR for method in METHODS for backend in BACKENDS]
-# One cell for each backend, so that the family and the method go round.
-ROUND = [(METHODS[at % 4], backend, FOUR[(at + at // 4) % 4]) for at, backend in enumerate(BACKENDS)]
-# Each composition with two families here, methods going round, and with the other two in the long part, which has every method too.
-COMPOSITIONS = [
-    pytest.param(METHODS[(at + turn // 2) % 4], composed, FOUR[at], marks=long if (at + turn) % 2 else ())
-    for at in range(4)
-    for turn, composed in enumerate(COMPOSED)
-]
 OTHERS = (
     "bert-tokens",
     "bert-mlm",
@@ -41,12 +34,18 @@ OTHERS = (
 )
 
 
-def case(name: str, method: str, plan: ParallelPlan, **changes: object) -> Case:
-    """The cell with as many blocks as the plan's stages say."""
-    return Case(name, method, plan, settings=settings_of(name, plan), **changes)  # type: ignore[arg-type]
+def in_part(cells: list[Any], short: list[Any]) -> list[Any]:
+    """The cells as parameters, those that are not in the short suite marked as long."""
+    return [pytest.param(*cell, marks=() if cell in short else long) for cell in cells]
 
 
-@pytest.mark.parametrize(("method", "backend", "name"), CELLS)
+@pytest.mark.parametrize("two", [(0, 1), (1, 2), (0, 2)], ids=["method, backend", "backend, family", "method, family"])
+def test_the_short_part_has_every_pair_of_a_method_a_backend_and_a_family(two: tuple[int, int]) -> None:
+    assert {tuple(cell[at] for at in two) for cell in SQUARE} == {tuple(cell[at] for at in two) for cell in CELLS}
+    assert len(SQUARE) == 4 * len(BACKENDS)
+
+
+@pytest.mark.parametrize(("method", "backend", "name"), in_part(CELLS, SQUARE))
 def test_two_ranks_train_as_one_process(method: str, backend: str, name: str) -> None:
     check(case(name, method, BACKENDS[backend](name, 2), steps=2 if method == "lora" else 1))
 
@@ -117,7 +116,7 @@ def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(backend: str
     check(case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, fused=True))
 
 
-@pytest.mark.parametrize(("method", "composed", "name"), COMPOSITIONS)
+@pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, HALF))
 def test_four_ranks_of_two_axes_train_as_one_process(method: str, composed: str, name: str) -> None:
     check(case(name, method, COMPOSED[composed](name)))
 

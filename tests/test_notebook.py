@@ -13,7 +13,6 @@ import pytest
 import petune
 from petune.notebook import NotebookReporter, fitting_reporter, in_notebook
 from petune.reporting import PlainReporter
-from tests.small_runs import no_picture as no_picture
 from tests.small_runs import settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")

@@ -27,7 +27,6 @@ from tests.small_runs import (
     terminate_at,
     write_rows,
 )
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 AUTO: dict[str, Any] = {

@@ -19,7 +19,7 @@ from petune.outlook import CARDS, on_device, outlook, policy_for
 from petune.parallel.plan import ALONE
 from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import ZOO
-from tests.test_forecast import recipe_of
+from tests.written_recipes import recipe_of
 
 H200 = int(CARDS["H200"] * GIB)
 LLAMA_8B = {

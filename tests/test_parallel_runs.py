@@ -11,8 +11,6 @@ import os
 import random
 import shutil
 import signal
-import threading
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -31,28 +29,19 @@ from petune.loop import Training
 from petune.parallel import group
 from petune.parallel.runner import Runner
 from tests.group_pool import (
-    End,
     assert_same_but_for_rounding,
     assert_same_records,
     assert_same_state,
     ends,
     ranks,
 )
-from tests.small_runs import METHODS, newest, numbers, run, settings, state_of, write_model
-from tests.small_runs import no_picture as no_picture
+from tests.planned_runs import PLANS, at_steps, infinite_loss, killed, small, spoilt, train_as_a_rank, trained
+from tests.small_runs import METHODS, newest, numbers, run, state_of, write_model
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 SHAPES = [("llama", "lora"), ("bert", "adapter"), ("bart", "full"), ("t5", "side")]
 # Encoder and decoder under every plan are in tests/test_matrix.py; whole runs of them take longest.
 MOST_LONG = [pytest.param(*shape, marks=() if shape[0] in ("llama", "bert") else pytest.mark.long) for shape in SHAPES]
-PLANS: dict[str, Any] = {
-    "dp": {"dp": {"shares": [3, 1]}},
-    "shard": {"dp": {"size": 2, "shard": True}},
-    "tp": {"tp": {"columns": [32, 16]}},
-    "sp": {"sp": {"sequence": [5, 3]}},
-    "galaxy": {"galaxy": {"columns": [32, 16], "sequence": [5, 3]}},
-    "pp": {"pp": {"size": 2, "microbatches": 2}},
-}
 EVERYWHERE: dict[str, Any] = {"none": "none", **PLANS}
 SOME = [pytest.param(plan, marks=() if plan in ("dp", "galaxy", "pp") else pytest.mark.long) for plan in PLANS]
 # Llama under every plan, BERT under some.
@@ -63,26 +52,6 @@ PAIRS = [
     for family, method in SHAPES
     for plan in PLANS
 ]
-
-
-def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, Any]:
-    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps. Dropout in every part."""
-    task = {"task": changes["task"]} if "task" in changes else {}
-    changes["data"] = settings(place, family, **task)["data"] | {"max_rows": 23} | changes.get("data", {})
-    return settings(place, family, method, **{"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, **changes})
-
-
-def trained(recipe: dict[str, Any], **options: Any) -> Path:
-    """The run folder of a recipe, in as many forked ranks as its plan asks for."""
-    wanted = petune.training.ranks.wanted(petune.training.settle(recipe))
-    if wanted.world == 1:
-        return run(recipe, **options).folder
-    ranks(wanted.world, _train, recipe, options, timeout=40)
-    return Path(recipe["out"])
-
-
-def _train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-    run(recipe, **options)
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +66,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return trained_once
-
-
-def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """What a rank calls: train, and on `rank` do something before the update of each of the steps, counted from 1."""
-
-    def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        step = Training.step
-
-        def watched(self: Training) -> dict[str, Any]:
-            if group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
-                act()
-            return step(self)
-
-        Training.step = watched  # type: ignore[method-assign]  # in this very process, which ends soon
-        run(recipe, **options)
-
-    return train
 
 
 def terminate() -> None:
@@ -191,9 +143,7 @@ THREE: dict[str, Any] = {"dp": {"dp": 3}, "shard": {"dp": {"size": 3, "shard": T
 
 
 @pytest.mark.parametrize("plan", THREE)
-def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_as_it_should(
-    plan: str, tmp_path: Path, alone: Callable[..., Path]
-):
+def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_in_full(plan: str, tmp_path: Path, alone: Callable[..., Path]):
     shape = {"batch_size": 4, "accumulate": 1, "data": {"max_rows": 9}, "epochs": 3, "max_steps": None}
     found = trained(small(tmp_path, "bert", "lora", **shape, parallel=THREE[plan]))
     assert_same_but_for_rounding(found, alone("bert", "lora", **shape))
@@ -229,7 +179,7 @@ def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, t
     assert found.summary["head_only"] == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_method_that_tunes_the_last_blocks_alone_is_saved_where_the_first_stage_trains_nothing(tmp_path: Path):
+def test_a_tuning_of_the_last_blocks_is_saved_where_the_first_stage_trains_nothing(tmp_path: Path):
     method = {"name": "lora", "r": 2, "targets": r"model\.layers\.1\..*q_proj"}
     alone = trained(small(tmp_path, "llama", method, out="alone"))
     assert_same_but_for_rounding(trained(small(tmp_path, "llama", method, parallel=PLANS["pp"])), alone)
@@ -295,7 +245,7 @@ def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Pat
     ends(2, at_steps(0, {2: terminate}), recipe, {})
     write_model(tmp_path / "llama", "llama", dropout=0.1, seed=1)
     for parallel in (PLANS["pp"], PLANS["dp"]):
-        found = ends(2, _train, recipe | {"parallel": parallel}, {"resume": True})
+        found = ends(2, train_as_a_rank, recipe | {"parallel": parallel}, {"resume": True})
         assert "the base model is another one" in str(found[0].error)
         assert found[0].code == 4 and found[1].code != 0
     assert newest(tmp_path / "run").name == "step-2"
@@ -350,21 +300,6 @@ def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path, a
 # ------------------------------------------------------------------ training faults
 
 
-def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """What a rank calls: train, with `patch` made on one rank before a step."""
-    return at_steps(rank, {step: patch})
-
-
-def infinite_loss() -> None:
-    loss_sum = petune.assemble.loss_sum
-
-    def spoil(*args: Any) -> tuple[torch.Tensor, int]:
-        total, number = loss_sum(*args)
-        return total * math.nan, number
-
-    petune.assemble.loss_sum = spoil  # type: ignore[assignment]
-
-
 def infinite_gradient() -> None:
     complete = Runner._complete
 
@@ -404,7 +339,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
         return model
 
     monkeypatch.setattr(petune.loop, "build", disconnected)
-    found = ends(2, _train, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
+    found = ends(2, train_as_a_rank, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     for end in found:
         assert all(f"model.layers.1.mlp.up_proj.lora_{part}  has had no gradient" in str(end.error) for part in "AB")
@@ -431,30 +366,6 @@ def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Pa
 
 
 # ------------------------------------------------------------------ killed anywhere
-
-
-@pytest.fixture
-def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that notice a lost one within a second."""
-    monkeypatch.setattr(group, "BEAT_S", 0.1)
-    monkeypatch.setattr(group, "SILENT_S", 0.5)
-
-
-def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> list[End]:
-    """How the ranks of a run end of which one is killed `after_s` seconds after training began."""
-
-    def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        if group.started()[0] == rank:
-            restore = Training._audit
-
-            def armed(self: Training) -> Any:
-                threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
-                return restore(self)
-
-            Training._audit = armed  # type: ignore[method-assign]
-        run(recipe, **options)
-
-    return ends(2, train, recipe, {"resume": resume}, timeout=30)
 
 
 def kill_and_go_on(place: Path, number: int, seed: int) -> int:

@@ -16,7 +16,7 @@ from petune.errors import RecipeError, UsageError
 from petune.kernels.configs import KEEPS, OFFLOADS, MemoryConfig, make_memory
 from petune.recipe import KEYS_THAT_CHANGE_NUMBERS, Recipe, differences, json_schema, load_recipe
 from petune.recipe.yaml_lines import write_scalar
-from tests.test_recipe import GOOD, problems_of, write
+from tests.written_recipes import GOOD, problems_of, write
 
 NEEDED = {"model": "m", "data": "d", "method": "lora"}
 AUTO = MemoryConfig()
@@ -143,9 +143,7 @@ ASKING = ({"kernels": "triton"}, {"kernels": "reference"}, {"memory": "input"}, 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", CUTTING, ids=str)
-def test_settings_of_fused_blocks_are_refused_beside_a_plan_that_cuts_them_and_kernels_by_name_are_not(
-    asking: dict[str, Any], plan: Any
-) -> None:
+def test_a_plan_that_cuts_blocks_refuses_settings_of_fused_ones_and_takes_kernels(asking: dict[str, Any], plan: Any) -> None:
     if "kernels" in asking:  # single modules of cut blocks are fused
         assert load_recipe({**NEEDED, "parallel": plan, **asking}).kernels == asking["kernels"]
         return

@@ -18,7 +18,7 @@ from petune.parallel.configs import BACKENDS, CUTS, ROWS, CutConfig, DpConfig, P
 from petune.recipe import KEYS_THAT_CHANGE_NUMBERS, Recipe, differences, load_recipe
 from petune.recipe.aliases import CLASSIC
 from petune.recipe.yaml_lines import write_scalar
-from tests.test_recipe import GOOD, problems_of, write
+from tests.written_recipes import GOOD, problems_of, write
 
 NEEDED = {"model": "m", "data": "d", "method": "lora"}
 ALONE = ParallelConfig()

@@ -23,7 +23,6 @@ from petune.recipe import load_recipe, shipped_recipes
 from petune.tasks import TASKS, pad_token_id
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import Listener, assert_same_run, run, terminate_at
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 SMALL = ("max_steps=2", "warmup=0", "data.max_rows=24", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=4")
@@ -39,7 +38,7 @@ def test_there_is_a_recipe_for_every_family_and_method():
     assert {f"{family}_{method}" for family in ("bert", "bart", "t5", "llama") for method in methods} <= set(RECIPES)
 
 
-def test_every_backend_has_a_recipe_and_every_plan_is_that_of_a_recipe_in_one_process():
+def test_every_backend_has_a_recipe_that_is_one_of_a_single_process_with_a_plan():
     assert {name.rpartition("_")[2] for name in PARALLEL} == {"dp", "tp", "sp", "galaxy", "pp"}
     for name, file in PARALLEL.items():
         theirs, ours = load_recipe(ALL[base(name)]).resolved(), load_recipe(file).resolved()

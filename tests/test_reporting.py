@@ -15,7 +15,6 @@ from petune.errors import MachineError, RecipeError
 from petune.log import human
 from petune.reporting import Logged, PlainReporter, Trackers, score_line, step_line
 from tests.small_runs import Listener, run, settings
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 

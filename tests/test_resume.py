@@ -32,12 +32,12 @@ from tests.small_runs import (
     numbers,
     run,
     settings,
+    snapshot,
     state_of,
     terminate_at,
     write_model,
     write_rows,
 )
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 ROOT = Path(__file__).parent.parent
@@ -82,7 +82,7 @@ def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(fami
     assert_same_run(tmp_path / "run", straight.folder)
 
 
-def test_dropout_and_order_make_the_steps_differ_so_that_resume_has_something_to_get_right(tmp_path: Path):
+def test_dropout_and_order_make_the_steps_differ_so_that_resume_can_go_wrong(tmp_path: Path):
     """The straight run of the tests above, changed in one respect at a time, ends elsewhere."""
     ends = []
     for out, changes in {"as it is": {}, "seed": {"seed": 1}, "no dropout": {"method": {"name": "lora", "r": 2}}}.items():
@@ -129,7 +129,7 @@ def stop_in_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("evaluation", range(4))
-def test_a_stop_in_the_middle_of_an_evaluation_loses_neither_it_nor_the_best_checkpoint(evaluation: int, tmp_path: Path, stop_in_pass: Any):
+def test_a_stop_in_an_evaluation_loses_neither_it_nor_the_best_checkpoint(evaluation: int, tmp_path: Path, stop_in_pass: Any):
     """Nine held-out rows in batches of two: five passes an evaluation, at steps 0, 2, 4 and 6."""
     straight = run(going_wrong(tmp_path, eval_every=2, save_every=50, out="straight"))
     assert straight.summary["best_step"] == 2
@@ -144,7 +144,7 @@ def test_a_stop_in_the_middle_of_an_evaluation_loses_neither_it_nor_the_best_che
         assert finished.summary[key] == straight.summary[key], key
 
 
-def test_a_stop_before_the_first_step_still_knows_the_score_of_the_base_and_the_control(tmp_path: Path, stop_in_pass: Any):
+def test_a_stop_before_the_first_step_still_knows_the_scores_of_base_and_control(tmp_path: Path, stop_in_pass: Any):
     shape = {"family": "bert", "head_only": True, "max_steps": 2, "warmup": 0}
     straight = run(settings(tmp_path, **shape, out="straight"))
     stop_in_pass(7)  # after the base is scored, while the control's features are computed
@@ -276,11 +276,6 @@ def test_an_explicit_path_that_is_no_checkpoint_is_refused(place: str, says: str
 
 
 # ---------------------------------------------------------------- something else than before
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file but the log."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.log"}
 
 
 def test_changed_data_is_refused_and_the_run_stays_as_it_was(tmp_path: Path):
@@ -418,7 +413,7 @@ def test_resume_where_no_run_began_is_refused(tmp_path: Path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_killed_before_its_first_save_starts_from_the_beginning_and_its_records_too(tmp_path: Path):
+def test_a_run_killed_before_its_first_save_starts_anew_and_its_records_too(tmp_path: Path):
     straight = run(settings(tmp_path, save_every=50, out="straight"))
 
     def die(step: int) -> None:
@@ -433,7 +428,7 @@ def test_a_run_killed_before_its_first_save_starts_from_the_beginning_and_its_re
     assert_same_run(tmp_path / "run", straight.folder)
 
 
-def test_records_after_the_checkpoint_are_written_once_even_if_the_last_line_was_cut_off(tmp_path: Path):
+def test_records_after_the_checkpoint_are_written_once_even_after_a_cut_last_line(tmp_path: Path):
     straight = run(settings(tmp_path, save_every=2, out="straight"))
 
     def die(step: int) -> None:
@@ -543,7 +538,7 @@ def test_pythons_and_numpys_generators_are_seeded_and_go_on_where_they_were(tmp_
     assert again.drawn[STEPS:] != straight.drawn
 
 
-def test_a_run_killed_soon_after_it_was_asked_to_stop_says_next_time_which_steps_were_lost(tmp_path: Path):
+def test_a_run_killed_soon_after_a_request_to_stop_says_next_time_what_was_lost(tmp_path: Path):
     straight = run(settings(tmp_path, save_every=2, out="straight"))
     recipe = settings(tmp_path, save_every=2)
 

@@ -25,7 +25,6 @@ from petune.run_folder import RunFolder, State, names
 from petune.run_lock import RunLock
 from tests.kills import killed_at
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
-from tests.small_runs import no_picture as no_picture
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -261,7 +260,7 @@ def test_a_run_killed_while_it_prepared_is_started_again_by_the_same_command(tmp
     assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".")]
 
 
-def test_a_committed_folder_forgets_what_killed_commits_left_and_spares_what_a_living_process_is_at(tmp_path: Path) -> None:
+def test_a_commit_removes_what_killed_commits_left_and_spares_a_living_process(tmp_path: Path) -> None:
     for name in (".tuned.tmp-99999999", ".tuned.old-99999999", f".tuned.tmp-{os.getppid()}", ".other.tmp-99999999"):
         (tmp_path / name).mkdir()
     ship(tmp_path / "tuned", "new")

@@ -25,7 +25,6 @@ from petune.recipe import load_recipe
 from petune.run_folder import environment
 from petune.training import load_run
 from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
-from tests.small_runs import no_picture as no_picture
 
 AUTO = {"bert": "AutoModelForSequenceClassification", "bart": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM"}
 pictureless = pytest.mark.usefixtures("no_picture")
@@ -323,7 +322,7 @@ def test_a_picture_needs_matplotlib_and_a_run_does_not(tmp_path: Path, monkeypat
 
 @pictureless
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_other_rows_are_scored_by_the_labels_the_model_knows_and_the_base_is_scored_anew(method: str, tmp_path: Path):
+def test_other_rows_are_scored_by_the_models_labels_and_the_base_is_scored_anew(method: str, tmp_path: Path):
     finished = run(settings(tmp_path, "bert", method, epochs=1.0))
     same = finished.eval()
     names = finished.speaker.model.config.id2label
@@ -367,7 +366,7 @@ def test_allowing_a_change_of_what_is_no_setting_is_an_error(tmp_path: Path):
 
 
 @pictureless
-def test_a_run_stores_the_hashes_of_the_bases_files_and_verify_base_names_the_one_that_differs(tmp_path: Path):
+def test_a_run_stores_hashes_of_its_bases_files_and_verify_base_names_the_wrong_one(tmp_path: Path):
     recipe = settings(tmp_path, max_steps=1, warmup=0)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")
     weights = tmp_path / "llama" / "model.safetensors"

@@ -11,9 +11,8 @@ import pytest
 from petune.errors import TrainingFault
 from petune.parallel.seal import SECRET
 from tests.group_pool import ends
+from tests.planned_runs import PLANS, infinite_loss, small, spoilt
 from tests.small_runs import as_yaml, run, settings
-from tests.small_runs import no_picture as no_picture
-from tests.test_parallel_runs import PLANS, infinite_loss, small, spoilt
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 NAMES = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", SECRET)
@@ -43,9 +42,7 @@ def test_a_comment_of_the_recipe_stays_in_its_copy_alone(tmp_path: Path, capfd: 
     assert TEXT not in "".join(capfd.readouterr())
 
 
-def test_neither_a_run_of_two_processes_nor_the_traceback_of_one_that_failed_holds_a_secret(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_neither_a_run_of_two_processes_nor_a_failed_ones_traceback_holds_a_secret(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     train = spoilt(1, 3, infinite_loss)
 
     def with_secrets(recipe: dict[str, Any]) -> None:

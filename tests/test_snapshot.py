@@ -25,10 +25,8 @@ from petune.recipe import load_recipe
 from petune.snapshot import Snapshots, age
 from petune.state import write_packed
 from tests.group_pool import assert_same_but_for_rounding, ends
+from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, numbers, run, settings, state_of
-from tests.small_runs import no_picture as no_picture
-from tests.test_parallel_runs import PLANS, small, trained
-from tests.test_parallel_runs import fast_beats as fast_beats
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -50,7 +48,7 @@ def wait_for(there: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------- what is copied
 
 
-def test_what_is_written_is_the_state_of_its_step_however_late_and_the_newest_comes_next(tmp_path: Path):
+def test_what_is_written_is_the_state_of_its_step_and_the_newest_comes_next(tmp_path: Path):
     free, begun = threading.Event(), threading.Event()
 
     def slow(folder: Path, tensors: Any, facts: Any) -> None:

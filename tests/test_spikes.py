@@ -19,9 +19,8 @@ from petune.progress import Progress
 from petune.recipe import load_recipe
 from petune.spikes import IN_A_ROW, LEAST, SpikeRule, limit, outside
 from tests.group_pool import assert_same_state, ends
+from tests.planned_runs import PLANS
 from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
-from tests.small_runs import no_picture as no_picture
-from tests.test_parallel_runs import PLANS
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 AT = 20  # the step that spikes, and the number of steps before it

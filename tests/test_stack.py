@@ -126,7 +126,7 @@ def test_gradient_checkpointing_changes_no_bit_where_blocks_compute_the_same_way
     assert_same_gradients(found, expected, 0)
 
 
-def test_gradient_checkpointing_of_t5_changes_no_more_than_the_rounding_of_its_attention() -> None:
+def test_gradient_checkpointing_of_t5_changes_only_the_rounding_of_its_attention() -> None:
     model = owned("t5-seq2seq").double().train()
     loss, expected = gradients(model, batch("t5-seq2seq"))
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -21,9 +21,8 @@ from petune.parallel import ParallelConfig
 from petune.parallel.configs import DpConfig
 from petune.profiling import profile
 from petune.recipe import load_recipe
+from tests.fused_runs import assert_alike, recipe, tuned
 from tests.small_runs import Listener, assert_same_run, newest, run, state_of, terminate_at, training
-from tests.small_runs import no_picture as no_picture
-from tests.test_fused_runs import assert_alike, recipe, tuned
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 FULL: dict[str, Any] = {"method": "full", "accumulate": 1, "clip": None, "batch_size": 4}

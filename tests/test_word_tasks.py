@@ -14,7 +14,6 @@ from petune.tasks import collate, loss_sum
 from petune.training import load_run
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import assert_same_run, run, settings, terminate_at, training
-from tests.small_runs import no_picture as no_picture
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
 TASKS = ("tokens", "mlm")

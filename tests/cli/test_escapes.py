@@ -21,7 +21,6 @@ from petune.reporting import Logged, PlainReporter
 from petune.runs import load_run
 from tests.cli.conftest import Type
 from tests.small_runs import as_yaml, settings, write_model
-from tests.small_runs import no_picture as no_picture
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\u2066\x08\x7f\r\udcff"
 CLI = Path(display.__file__).parent

@@ -15,7 +15,6 @@ from petune.errors import RecipeError
 from petune.recipe import Recipe, load_recipe
 from tests.cli.conftest import Type
 from tests.small_runs import as_yaml, settings, write_model
-from tests.small_runs import no_picture as no_picture
 
 SHELL = ("$(touch OWNED)", "`touch OWNED`", "; touch OWNED", "| sh -c 'touch OWNED'", "&& touch OWNED #", "\ntouch OWNED\n", "%(x)s{0}")
 ALL = "x" + "".join(SHELL).replace("\n", " ")

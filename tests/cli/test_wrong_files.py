@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Type
-from tests.tasks.test_bad_data import WRONG as WRONG_DATA
-from tests.test_recipe import GOOD
-from tests.test_recipe import WRONG as WRONG_RECIPES
+from tests.tasks.wrong_data import WRONG as WRONG_DATA
+from tests.written_recipes import GOOD
+from tests.wrong_recipes import WRONG as WRONG_RECIPES
 
 
 @pytest.fixture(autouse=True)

@@ -141,7 +141,7 @@ def test_scores_may_be_of_any_sign_and_size(scale: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-def test_what_lies_past_a_segments_end_weighs_nothing_where_all_scores_are_far_below_zero() -> None:
+def test_what_lies_past_a_segments_end_weighs_nothing_beside_very_low_scores() -> None:
     case = given([(0, 0, 17), (1, 0, 40)], heads=1, kv=1)
     q, k, v = case.tensors
     case = case._replace(tensors=(q / 10 + 4, k / 10 - 4, v))  # zeros in their place would weigh exp(100)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -30,31 +18,14 @@ import petune
 from petune import attention
 from petune.dropout import drawing, step_key
 from petune.errors import UsageError
-from petune.kernels.block import FusedBlock
 from petune.kernels.configs import Rung
-from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.fuse import unfuse
 from petune.models import family_of
 from petune.running import Running
 from petune.sites import Family
 from petune.stack import own_stacks
+from tests.kernels.fused_pairs import METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
 
-SIZES: dict[str, Any] = dict(vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
-GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=8)
-BERT = SIZES | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{**GROUPED, "head_dim": 8})),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED)),
-    "bert": lambda: BertForSequenceClassification(BertConfig(**BERT)),
-}
-METHODS: dict[str, dict[str, Any]] = {
-    "lora": dict(method="lora", r=4),
-    "lora of a rank too large to fold": dict(method="lora", r=40),
-    "lora on q and v": dict(method="lora", r=4, targets=["q", "v"]),
-    "lora on the mlp": dict(method="lora", r=3, targets=["gate", "up", "down"]),
-    "full": dict(method="full"),
-}
 RUNGS = [Rung(keep, offload) for keep in ("all", "projections", "attention", "input") for offload in ("none", "input")] + [
     Rung("attention", "attention")
 ]
@@ -65,88 +36,6 @@ def _float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
-    """The same tuned model twice: fused, with updates that are not zero, and not."""
-    torch.manual_seed(0)
-    plain = MODELS[name]()
-    targets = settings.get("targets")
-    if name == "bert" and targets and "gate" in targets:
-        settings = settings | {"targets": [role for role in targets if role != "gate"]}
-    petune.wrap(plain, **settings, kernels="off")
-    with torch.no_grad():
-        for path, value in plain.named_parameters():
-            if "lora_B" in path:
-                value.normal_(std=0.1)
-    fused = copy.deepcopy(plain)
-    assert fuse(fused, family_of(fused), "reference")
-    return fused.train(), plain.train()
-
-
-def blocks(model: nn.Module) -> list[FusedBlock]:
-    return [module for module in model.modules() if isinstance(module, FusedBlock)]
-
-
-def stand_on(model: nn.Module, rung: Rung, tile: int | None = None) -> None:
-    """Let every block keep the same, whatever the governor says."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if type(hook).__name__ == "Governor":
-                del module._forward_pre_hooks[key]
-    for block in blocks(model):
-        block.spec.rung, block.spec.tile = rung, tile
-
-
-def batch(name: str, padded: bool = True) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 50, (2, 9), generator=generator)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, 6:] = 0
-    labels = torch.tensor([0, 2]) if name == "bert" else ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    extra = {} if isinstance(model, BertForSequenceClassification) else {"use_cache": False}
-    model.zero_grad()
-    loss = model(**inputs, **extra).loss
-    loss.backward()
-    return loss.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-
-
-@contextmanager
-def terms_of_zeros(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """By name: the terms [tokens, width] of the gradients that are zero in exact arithmetic, once a backward pass has run.
-
-    BERT's key bias is one: it adds the same to every score of a query, which softmax does not see. (Rotary keys do see theirs.)
-    """
-    found: dict[str, Tensor] = {}
-    hooks = [
-        module.register_full_backward_hook(
-            lambda module, into, out, name=f"{name}.bias": found.__setitem__(name, out[0].detach().flatten(0, -2))
-        )
-        for name, module in model.named_modules()
-        if name.endswith("attention.self.key")
-    ]
-    yield found
-    for hook in hooks:
-        hook.remove()
-
-
-def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], tolerance: float) -> None:
-    (loss, found) = gradients(fused, inputs)
-    with terms_of_zeros(plain) as terms:
-        expected, wanted = gradients(plain, inputs)
-    torch.testing.assert_close(loss.float(), expected.float(), rtol=tolerance, atol=0)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if name in terms:  # a sum of n terms is off by less than n eps times the sum of their magnitudes
-            rounding = len(terms[name]) * torch.finfo(value.dtype).eps * terms[name].abs().sum(0)
-            assert bool((found[name].abs() <= rounding).all()) and bool((value.abs() <= rounding).all()), name
-        else:
-            assert float((found[name] - value).abs().max()) <= tolerance * float(value.abs().max()), name
 
 
 # Hugging Face's RMS norms and rotary angles are float32 in a float64 model; BERT has neither
@@ -273,7 +162,7 @@ def test_a_tuning_that_is_passed_by_is_not_computed() -> None:
 
 
 @pytest.mark.parametrize(("method", "words"), [("adapter", "AdapterLinear"), ("side", "ladder")])
-def test_blocks_that_cannot_be_fused_keep_their_norms_and_loss_fused_and_the_log_says_why(
+def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_why(
     method: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from petune.kernels.eight import Eight, refuse_eight
 from petune.kernels.fuse import fuse
 from petune.kernels.ops import Ops, reference_ops, triton_ops
 from petune.models import family_of
-from tests.kernels.test_block import batch, blocks, gradients
+from tests.kernels.fused_pairs import batch, blocks, gradients
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,7 +157,7 @@ def test_weights_that_are_loaded_later_count(steps: int) -> None:
     torch.testing.assert_close(y.linear(x), blocks(eight)[0].self_attn.o_proj.weight.T, rtol=0.1, atol=0.01)
 
 
-def test_a_model_that_has_moved_is_not_computed_in_other_than_eight_bits_without_a_word() -> None:
+def test_a_model_that_has_moved_does_not_leave_eight_bits_without_a_word() -> None:
     eight, _ = pair_of()
     eight.double().float()
     with pytest.raises(UsageError, match="after they were quantised"):

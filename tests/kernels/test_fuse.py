@@ -30,7 +30,7 @@ from petune.kernels.unmade import has_fused_head
 from petune.models import family_of
 from petune.running import Running, running
 from petune.stack import own_stacks
-from tests.kernels.test_block import BERT, GROUPED, METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
+from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 LORA = METHODS["lora"]
 
@@ -170,7 +170,7 @@ def test_a_call_without_gradients_has_the_cache_of_the_model() -> None:
         assert fused(input_ids=batch("llama")["input_ids"]).past_key_values is not None
 
 
-def test_blocks_that_decline_for_a_cache_have_the_models_gradients_where_only_their_input_is_to_be_kept() -> None:
+def test_blocks_that_decline_for_a_cache_have_the_models_gradients_on_the_input_rung() -> None:
     fused, plain = pair("llama", LORA)
     stand_on(fused, Rung("input"))
     grads = []
@@ -548,7 +548,7 @@ def test_a_layer_that_was_exchanged_for_another_is_refused_in_words() -> None:
     gradients(fused, batch("llama"))
 
 
-def test_hugging_faces_checkpointing_of_fused_blocks_is_refused_with_the_way_to_have_it() -> None:
+def test_hugging_faces_checkpointing_of_fused_blocks_is_refused_with_the_remedy() -> None:
     fused, _ = pair("llama", LORA)
     fused.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(UsageError, match="memory='input'"):

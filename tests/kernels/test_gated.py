@@ -12,7 +12,7 @@ from petune.kernels import reference
 from petune.kernels.reference import Act, Low
 from petune.kernels.triton import gated as kernels
 from petune.kernels.triton import sums
-from tests.kernels.test_sums import DEVICE, DTYPES, assert_as_good, matrix, wider
+from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
 ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu"]
 # rows, columns of h, rank of low or 0, rank of a and below or 0

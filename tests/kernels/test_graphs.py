@@ -26,7 +26,7 @@ from petune.kernels.segments import Segments
 from petune.models import family_of
 from petune.running import Running
 from petune.stack import Stack
-from tests.kernels.test_block import BERT, METHODS, MODELS
+from tests.kernels.fused_pairs import BERT, METHODS, MODELS
 
 Batch = dict[str, Tensor]
 LORA = METHODS["lora"]
@@ -344,7 +344,7 @@ def test_a_batch_that_comes_often_gets_a_recording_of_its_own_size(monkeypatch: 
 
 
 @pytest.mark.usefixtures("small")
-def test_a_batch_is_served_by_a_larger_recording_however_large_and_gets_one_where_there_is_none() -> None:
+def test_a_batch_is_served_by_any_larger_recording_and_gets_one_where_there_is_none() -> None:
     model, plain, recorder = pair("bert")
     for step, lengths in enumerate([(30, 31, 32), (30, 31, 32), (3, 4), (60, 61, 33)]):
         assert_same_step(model, plain, batch("bert", lengths, step))

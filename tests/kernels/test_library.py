@@ -270,7 +270,7 @@ def test_gradients_of_half_precision_come_in_the_dtype_of_each_tensor() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_under_autocast_a_tuned_linear_computes_in_its_dtype_and_the_factors_keep_theirs(compiled: bool) -> None:
+def test_under_autocast_a_tuned_linear_computes_in_its_dtype_and_factors_keep_theirs(compiled: bool) -> None:
     torch._dynamo.reset()
     args = [drawn(*shape, grad=False).float().requires_grad_() for shape in ((M, N), (5, N), (5,), (R, N), (5, R))]
     function = torch.compile(library.lora_linear, backend="aot_eager", fullgraph=True) if compiled else library.lora_linear

@@ -23,7 +23,7 @@ from petune.kernels.memory import STATES, Governor, fixed_bytes, shape_of
 from petune.kernels.policy import Policy, choose
 from petune.running import bound
 from petune.stack import Stack
-from tests.kernels.test_block import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
+from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
 
 GIB = 2**30
 CUDA = torch.device("cuda")

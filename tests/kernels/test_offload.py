@@ -20,7 +20,7 @@ from petune.errors import UsageError
 from petune.kernels import offload
 from petune.kernels.configs import Rung
 from petune.kernels.offload import Parked, Store
-from tests.kernels.test_block import METHODS, assert_alike, batch, blocks, gradients, pair, stand_on
+from tests.kernels.fused_pairs import METHODS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 CPU = torch.device("cpu")
 RUNGS = [Rung("all", "input"), Rung("projections", "input"), Rung("input", "input"), Rung("attention", "attention")]
@@ -255,7 +255,7 @@ def test_memory_of_what_is_parked_is_not_given_away_before_it_is_copied(lazy: Si
     assert {(value.data_ptr(), lazy.store.out) for value in sent.values()} <= set(lazy.recorded)
 
 
-def test_memory_of_what_was_brought_ahead_and_is_dropped_is_not_given_away_before_it_is_copied(lazy: SimpleNamespace) -> None:
+def test_memory_of_a_dropped_prefetch_is_not_given_away_before_its_copy_has_ended(lazy: SimpleNamespace) -> None:
     parked = [lazy.store.park(tensors(number)) for number in range(2)]
     lazy.store.fetch(parked[1])
     ahead = parked[0].back

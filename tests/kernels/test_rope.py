@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from petune.kernels import reference
 from petune.kernels.triton import rope
-from tests.kernels.test_sums import DEVICE, DTYPES, assert_as_good, matrix, wider
+from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
 HEADS = (3, 2, 2)  # of queries, keys and values
 # rows, positions, width of a head

@@ -153,7 +153,7 @@ def test_save_pretrained_refuses_what_it_would_ignore_or_destroy(tmp_path: Path)
     assert (tmp_path / "new" / "tuned").is_dir()
 
 
-def test_a_checkpoint_of_another_tuning_is_refused_though_the_trainer_asks_for_no_strictness(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_tuning_is_refused_though_loading_is_not_strict(tmp_path: Path) -> None:
     wrapped("lora", targets=["q", "v"]).save_pretrained(tmp_path / "few")
     wrapped("lora", r=2).save_pretrained(tmp_path / "narrow")
     model = wrapped("lora")

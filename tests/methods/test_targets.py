@@ -134,7 +134,7 @@ def test_exclude_takes_roles_and_suffixes_and_wins() -> None:
 
 
 @pytest.mark.parametrize("setting", ["targets", "exclude", "also_train"])
-def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_names_and_their_counts(setting: str) -> None:
+def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_names_and_counts(setting: str) -> None:
     with pytest.raises(UsageError) as caught:
         wrap(tiny("llama-causal"), "lora", r=2, **{setting: ["qproj"]})
     text = str(caught.value)

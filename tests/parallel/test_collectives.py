@@ -162,7 +162,7 @@ def test_tensors_cut_along_any_dim_are_made_whole_together_one_call_a_dtype(monk
             assert one.dtype == whole.dtype and torch.equal(one, whole)
 
 
-def test_parts_of_the_right_number_but_the_wrong_shape_are_refused_before_anything_is_sent() -> None:
+def test_parts_of_the_wrong_shape_are_refused_before_anything_is_sent() -> None:
     def gathered() -> str:
         with pytest.raises(ValueError) as error:
             collectives.gather_dims([drawn(0, 2), drawn(0, 4)], [((4, 4), 1), ((2, 2), 1)], dist.group.WORLD)
@@ -171,7 +171,7 @@ def test_parts_of_the_right_number_but_the_wrong_shape_are_refused_before_anythi
     assert run(2, gathered) == ["dim 1 of (2, 2, 3) does not have this rank's 4 of (4, 4)"] * 2
 
 
-def test_what_one_rank_has_is_broadcast_one_call_a_dtype_and_what_was_given_is_left_alone() -> None:
+def test_what_one_rank_has_is_broadcast_in_one_call_a_dtype_and_left_as_it_was() -> None:
     shapes = [((3, 2), torch.float32), ((), torch.int64), ((4,), torch.float32), ((0, 2), torch.float32)]
 
     def sent() -> tuple[list[Tensor], bool]:
@@ -187,7 +187,7 @@ def test_what_one_rank_has_is_broadcast_one_call_a_dtype_and_what_was_given_is_l
         assert all(map(torch.equal, found, expected))
 
 
-def test_a_part_of_another_length_than_the_plan_says_is_refused_before_anything_is_sent() -> None:
+def test_a_part_of_another_length_than_planned_is_refused_before_anything_is_sent() -> None:
     def gathered() -> str:
         with pytest.raises(ValueError) as error:
             collectives.gather_seq(drawn(0, 3), (2, 2), dist.group.WORLD)

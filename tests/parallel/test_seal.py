@@ -19,9 +19,8 @@ from petune.parallel import group, rendezvous, seal
 from petune.parallel.group import _beat_of
 from petune.parallel.seal import SECRET, Sealed, secret_of
 from tests.group_pool import assert_same_records, ends
-from tests.small_runs import no_picture as no_picture
+from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import run
-from tests.test_parallel_runs import PLANS, small, trained
 
 
 def server() -> TCPStore:
@@ -94,7 +93,7 @@ def vandal(ended: threading.Event) -> None:
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_a_run_of_two_processes_goes_through_while_another_user_writes_to_its_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_of_two_processes_ends_well_while_a_stranger_writes_to_its_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(group, "BEAT_S", 0.05)
 
     def train(recipe: dict[str, Any]) -> list[str]:

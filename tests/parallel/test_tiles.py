@@ -107,7 +107,7 @@ def chosen(seconds: list[dict[Route, float]]) -> list[Any]:
     return [routes, said, asked]
 
 
-def test_every_rank_takes_the_route_that_is_faster_on_its_slowest_rank_and_one_says_so() -> None:
+def test_every_rank_takes_the_route_that_is_faster_on_the_slowest_and_one_says_so() -> None:
     fast_ring: dict[Route, float] = {"ring": 0.001, "star": 0.002}
     slow_ring: dict[Route, float] = {"ring": 0.004, "star": 0.003}
     ranks = run(3, chosen, [fast_ring, fast_ring, slow_ring])

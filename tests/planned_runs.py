@@ -1,0 +1,100 @@
+"""Small runs under a plan in forked ranks, and what may happen to one of them at a step: a kill, a value that is not finite."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import petune.assemble
+import petune.loop
+import petune.training
+from petune.loop import Training
+from petune.parallel import group
+from tests.group_pool import End, ends, ranks
+from tests.small_runs import run, settings
+
+PLANS: dict[str, Any] = {
+    "dp": {"dp": {"shares": [3, 1]}},
+    "shard": {"dp": {"size": 2, "shard": True}},
+    "tp": {"tp": {"columns": [32, 16]}},
+    "sp": {"sp": {"sequence": [5, 3]}},
+    "galaxy": {"galaxy": {"columns": [32, 16], "sequence": [5, 3]}},
+    "pp": {"pp": {"size": 2, "microbatches": 2}},
+}
+
+
+def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, Any]:
+    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps. Dropout in every part."""
+    task = {"task": changes["task"]} if "task" in changes else {}
+    changes["data"] = settings(place, family, **task)["data"] | {"max_rows": 23} | changes.get("data", {})
+    return settings(place, family, method, **{"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, **changes})
+
+
+def trained(recipe: dict[str, Any], **options: Any) -> Path:
+    """The run folder of a recipe, in as many forked ranks as its plan asks for."""
+    wanted = petune.training.ranks.wanted(petune.training.settle(recipe))
+    if wanted.world == 1:
+        return run(recipe, **options).folder
+    ranks(wanted.world, train_as_a_rank, recipe, options, timeout=40)
+    return Path(recipe["out"])
+
+
+def train_as_a_rank(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+    run(recipe, **options)
+
+
+def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """What a rank calls: train, and on `rank` do something before the update of each of the steps, counted from 1."""
+
+    def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+        step = Training.step
+
+        def watched(self: Training) -> dict[str, Any]:
+            if group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
+                act()
+            return step(self)
+
+        Training.step = watched  # type: ignore[method-assign]  # in this very process, which ends soon
+        run(recipe, **options)
+
+    return train
+
+
+def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """What a rank calls: train, with `patch` made on one rank before a step."""
+    return at_steps(rank, {step: patch})
+
+
+def infinite_loss() -> None:
+    loss_sum = petune.assemble.loss_sum
+
+    def spoil(*args: Any) -> tuple[torch.Tensor, int]:
+        total, number = loss_sum(*args)
+        return total * math.nan, number
+
+    petune.assemble.loss_sum = spoil  # type: ignore[assignment]
+
+
+def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> list[End]:
+    """How the ranks of a run end of which one is killed `after_s` seconds after training began."""
+
+    def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
+        if group.started()[0] == rank:
+            restore = Training._audit
+
+            def armed(self: Training) -> Any:
+                threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+                return restore(self)
+
+            Training._audit = armed  # type: ignore[method-assign]
+        run(recipe, **options)
+
+    return ends(2, train, recipe, {"resume": resume}, timeout=30)
