@@ -22,7 +22,6 @@ from petune.errors import UsageError
 from petune.kernels import attending
 from petune.kernels.attending import Backend, How
 from petune.kernels.call import Call, Draws, Parts, Spec
-from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
 from petune.kernels.offload import Parked
 from petune.kernels.parts import Bank, bankable
@@ -196,7 +195,7 @@ class FusedBlock(nn.Module):
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
         for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
-            if bank is not None and not isinstance(bank.base, Eight) and not bank.intact(parts):
+            if bank is not None and bank.base.repacks and not bank.intact(parts):
                 layers = self.spec.layers[at]
                 self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
         return found

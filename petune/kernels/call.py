@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from petune.dropout import Drop
 from petune.errors import UsageError
 from petune.kernels.configs import Rung
-from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
 from petune.kernels.group import Dropping, Group, Sink
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Bank, Base
+from petune.kernels.parts import Bank, FrozenWeight
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.reference import Act
@@ -189,16 +188,15 @@ class Call:
         return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
 
 
-def _base(bank: Bank | None, parts: Sequence[LowRank]) -> Base | None:
+def _base(bank: Bank | None, parts: Sequence[LowRank]) -> FrozenWeight | None:
     """The frozen weights of `parts` as one product, where they still lie in their bank."""
     if bank is None:
         return None
-    eight = bank.base if isinstance(bank.base, Eight) else None
     if not bank.intact(parts):
-        if eight is not None:
+        if not bank.base.repacks:
             remedy = "move the model before petune.wrap(..., base_dtype='fp8')"
             raise UsageError("weights were moved or replaced after they were quantised", where="base_dtype", remedy=remedy)
         return None
-    if eight is not None:
-        eight.refresh(tuple(part.weight._version for part in parts))
+    if bank.base.stale(parts):
+        bank.base.refresh(parts)
     return bank.base

@@ -37,7 +37,6 @@ from petune.kernels.attending import Backend, How
 from petune.kernels.block import FusedBlock, angles_of, places_of
 from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.configs import Rung
-from petune.kernels.eight import Eight
 from petune.kernels.frame import Kept
 from petune.kernels.memory import rounded, shape_of
 from petune.kernels.padding import Unpadded
@@ -592,7 +591,7 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
         return "nothing of it trains"
     if arrival.segments is not None and arrival.backend == "sdpa" and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if any(bank is not None and isinstance(bank.base, Eight) for block in blocks for bank in block.spec.banks):
+    if any(bank is not None and not bank.base.recordable for block in blocks for bank in block.spec.banks):
         return "weights in eight bits are made again when they have changed"
     if any(map(_hooked, blocks)):
         return "there are hooks on its blocks"

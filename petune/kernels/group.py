@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Base, Dense, matmul32
+from petune.kernels.parts import Dense, FrozenWeight, matmul32
 from petune.kernels.reference import Added, Low
 from petune.methods.tuned import LowRank
 
@@ -86,7 +86,7 @@ class Group:
         dtype: torch.dtype,
         first: int,
         ops: Ops,
-        base: Base | None = None,
+        base: FrozenWeight | None = None,
         drops: Sequence[Dropping | None] = (),
         factors: tuple[Tensor, Tensor] | None = None,
         gates: bool = False,

@@ -15,7 +15,6 @@ from petune.kernels.buffers import streamed_host_bytes
 from petune.kernels.call import Spec
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.cost import rates_of
-from petune.kernels.eight import Eight
 from petune.kernels.policy import Policy, choose
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.shape import BlockShape, Ranks
@@ -172,7 +171,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         itemsize=(dtype or spec.dtype).itemsize,
         norm="rms" if spec.kind is PreNorm else "layer",
         causal=spec.causal,
-        fp8=any(bank is not None and isinstance(bank.base, Eight) for bank in spec.banks),
+        fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
     )
 
 
