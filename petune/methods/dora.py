@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods import lora
 from petune.methods.configs import DoraConfig, LoraConfig
-from petune.methods.tuned import KeptFeatures
-from petune.sites import CutKind, Family, Split
+from petune.models.spec import CutKind, Family, Split
+from petune.models.tuned_linear import KeptFeatures
 
 
 class DoraLinear(lora.LoraLayer, nn.Linear):

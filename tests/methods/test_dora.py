@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import petune
 from petune.errors import UsageError
-from petune.export import save_merged
 from petune.methods import merge, merged_weights, tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.configs import DoraConfig
 from petune.methods.dora import DoraLinear
 from petune.parallel.plan import ParallelPlan
 from petune.recipe import load_recipe
+from petune.saving.export import save_merged
 from tests.methods import zoo
 from tests.methods.zoo import batch, frozen, stir, tiny
 from tests.parallel.harness import Case, check
@@ -148,7 +148,7 @@ def test_files_go_to_peft_and_come_from_it_and_merging_keeps_the_logits(tmp_path
 
 def test_it_is_never_fused_as_lora_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    for module in ("fuse", "region"):
+    for module in ("fuse", "single_modules"):
         monkeypatch.setattr(f"petune.kernels.{module}.say", said.append)
     plain, model = (wrap(tiny("llama-causal"), "dora", r=4, kernels=kernels) for kernels in ("off", "reference"))
     for one in (plain, model):
