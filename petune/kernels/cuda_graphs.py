@@ -33,7 +33,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from petune.errors import UsageError
 from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
-from petune.kernels.block.fp8 import Eight
 from petune.kernels.block.module import FusedBlock, angles_of, places_of
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.block.varlen import Segments
@@ -589,7 +588,7 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
         return "nothing of it trains"
     if arrival.segments is not None and arrival.backend == "sdpa" and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if any(bank is not None and isinstance(bank.base, Eight) for block in blocks for bank in block.spec.banks):
+    if any(bank is not None and not bank.base.recordable for block in blocks for bank in block.spec.banks):
         return "weights in eight bits are made again when they have changed"
     if any(map(_hooked, blocks)):
         return "there are hooks on its blocks"

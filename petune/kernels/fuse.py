@@ -252,7 +252,6 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
 
     alone: of a single linear, a rank that the activation adds needs no room.
     """
-    weights = [cast("torch.Tensor", layer.weight) for layer in layers]
     parts = [cast("LowRank", low_rank_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
     single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
@@ -260,7 +259,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
         return None
     bank = Bank(layers, rank)
     if plan.base_dtype == "fp8":
-        bank.base = Eight(bank.weight, bank.bias, plan.ops, tuple(weight._version for weight in weights))
+        bank.base = Eight(bank.weight, bank.bias, plan.ops, parts)
     return bank
 
 

@@ -21,7 +21,6 @@ from petune.errors import UsageError
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
-from petune.kernels.block.fp8 import Eight
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.varlen import Segments
 from petune.kernels.node import Node, forward
@@ -124,7 +123,7 @@ class FusedBlock(nn.Module):
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
         for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
-            if bank is not None and not isinstance(bank.base, Eight) and not bank.intact(parts):
+            if bank is not None and bank.base.repacks and not bank.intact(parts):
                 layers = self.spec.layers[at]
                 self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
         return found
