@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from petune.kernels.fuse import fuse, fuse_modules
 from petune.kernels.unmade import has_fused_head, head_loss
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES, family_of
 from petune.models.load import (
@@ -56,7 +55,7 @@ from petune.tasks import (
     loss_sum,
     trained_positions,
 )
-from petune.tuning_record import read_record
+from petune.tuning_record import Record
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def load_base(
 ) -> Loaded:
     """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory."""
     torch.manual_seed(recipe.seed)
-    whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
+    whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
     head = cast("Head", task.head)
     loaded = load_model(source, head, labels, dtype) if given is None else adopt_model(given, source, head, labels, dtype)
@@ -234,11 +233,7 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
         fuse_modules(runner.modules, recipe.kernels, device, "the parallel plan cuts or shards them")
     elif not runner.owned:
         reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
-        if key := next((key for key in ("base_dtype", "memory") if getattr(recipe, key) != Recipe.model_fields[key].get_default()), None):
-            raise UsageError(
-                "it is about fused blocks, and none can be fused", where=recipe.where(key), found=reason, remedy=f"remove {key}"
-            )
-        fuse_modules(runner.modules, recipe.kernels, device, reason)
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
         fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, device)
@@ -269,27 +264,27 @@ def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
     """The method's config with fresh modules added to what trains beside it."""
-    if isinstance(method, FullConfig) or not loaded.new:
+    if method_of(method).trains_base or not loaded.new:
         return method
     named = head_modules(model, loaded.family, method.also_train)
     return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
 
 
 def rebuild(
-    recipe: Recipe, folder: Path, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
+    recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The tuned model of a finished run: the recipe's base with `folder` (a run's `tuned/`) loaded strictly, in eval mode on its device.
+    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`) loaded strictly, in eval mode on
+    its device.
 
     `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
     run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
     """
     source = resolve_model(recipe.model, recipe.folder)
-    record = read_record(folder)
-    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(folder), revision=None))
+    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
     files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
     record.check_files(files, weights=False)  # before a config is read that could say anything
     with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
         base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
         hashes.result()
-    model = export.load(base, folder, verify_base=verify_base, base_files=files)
+    model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
     return model.to(choose_place(recipe).device).eval(), tokenizer

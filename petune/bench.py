@@ -33,7 +33,7 @@ from petune.forecast import Sketch, sketch
 from petune.kernels.block import FusedBlock
 from petune.kernels.configs import KEEPS, OFFLOADS
 from petune.loop import Training
-from petune.methods.configs import CONFIGS
+from petune.methods.configs import METHODS
 from petune.parallel import ParallelConfig
 from petune.parallel.footprint import first_trained
 from petune.recipe import Recipe, load_recipe
@@ -219,8 +219,8 @@ def cases(recipe: Recipe, methods: Sequence[str] = (), policies: Sequence[str] =
     if recipe.parallel != ParallelConfig():
         raise UsageError("one process is measured at a time", where=recipe.where("parallel"), remedy="set parallel=none")
     for name in methods:
-        if name not in CONFIGS:
-            raise UsageError(f"no method named {name!r}", where="--methods", expected=", ".join(CONFIGS))
+        if name not in METHODS:
+            raise UsageError(f"no method named {name!r}", where="--methods", expected=", ".join(METHODS))
     found = []
     for method in methods or (recipe.method_name,):
         tuned = recipe if method == recipe.method_name else load_recipe(recipe, {"method": method})

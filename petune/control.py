@@ -11,7 +11,7 @@ from petune.assemble import Prepared
 from petune.evaluate import batches, head_only, scoring
 from petune.log import phase
 from petune.methods import without_tuning
-from petune.methods.configs import FullConfig, MethodConfig
+from petune.methods.configs import MethodConfig, method_of
 from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.parallel import Runner
@@ -22,7 +22,7 @@ from petune.tasks import pad_token_id
 def untouched_base(modules: Sequence[nn.Module], method: MethodConfig) -> Iterator[None]:
     """The base model again inside the block, for as long as nothing has trained."""
     with ExitStack() as stack:
-        for module in () if isinstance(method, FullConfig) else modules:
+        for module in () if method_of(method).trains_base else modules:
             stack.enter_context(without_tuning(module))
         yield
 

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from petune.assemble import Prepared
-from petune.recipe import METHOD_LR, Recipe
+from petune.methods.configs import METHODS, method_of
+from petune.recipe import Recipe
 from petune.recipe.yaml_lines import write_scalar
 
-_FULL = f"{METHOD_LR['full']:g}"
+_WORDS = {  # settings of a method that a recipe names even where they have their default
+    "r": "rank; more rows can use a larger one",
+    "targets": "auto: every linear of the blocks, attention and MLP",
+}
 _WIDTH = 40  # column of the comments
 
 
@@ -65,19 +69,17 @@ def _data(prepared: Prepared, values: dict[str, Any], file: Path) -> Iterator[st
 
 def _method(recipe: Recipe, values: dict[str, Any]) -> Iterator[str]:
     yield "method:"
-    yield _line("name", values["name"], "full, lora, adapter or side", "  ")
-    if recipe.method_name == "lora":
-        yield _line("r", values["r"], "rank; more rows can use a larger one", "  ")
-        yield _line("targets", values["targets"], "auto: every linear of the blocks, attention and MLP", "  ")
+    yield _line("name", values["name"], ", ".join(METHODS), "  ")
+    yield from (_line(key, values[key], words, "  ") for key, words in _WORDS.items() if key in values)
     given = {path[1] for path in recipe.given if path[0] == "method" and len(path) > 1}
-    yield from (_line(key, values[key], indent="  ") for key in values if key in given - {"name", "r", "targets"})
+    yield from (_line(key, values[key], indent="  ") for key in values if key in given - {"name", *_WORDS})
 
 
 def _why_rate(recipe: Recipe) -> str:
+    name, usual = recipe.method_name, method_of(recipe.method).usual_lr
     if recipe.lr is not None:
-        return f"given; usual for {recipe.method_name}: {METHOD_LR[recipe.method_name]:g}"
-    return (
-        "usual for lora, whatever the rank: ten times full's " + _FULL
-        if recipe.method_name == "lora"
-        else f"usual for {recipe.method_name}"
-    )
+        return f"given; usual for {name}: {usual:g}"
+    if "r" not in recipe.resolved()["method"]:
+        return f"usual for {name}"
+    full = METHODS["full"].usual_lr
+    return f"usual for {name}, whatever the rank: {usual / full:g} times full's {full:g}"

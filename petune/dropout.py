@@ -169,15 +169,16 @@ def dropped(x: Tensor, how: Drop) -> Tensor:
     return _thinned(x, _kept(how, _width(x)).view(x.shape), how.p)
 
 
-def dropped_attention(probabilities: Tensor, how: Drop) -> Tensor:
-    """`drop_attention` for probabilities [heads, n, n] of `n` tokens to one another, whose places in the batch `how.numbers` [n] are.
+def dropped_attention(probabilities: Tensor, how: Drop, keys: Tensor | None = None) -> Tensor:
+    """`drop_attention` for probabilities [heads, n, k] of `n` queries, whose places in the batch `how.numbers` [n] are.
 
-    So tokens beside which padding was left out are dropped as they would be with it. `how.base` is that of the draw; in plain torch.
+    keys: [k] int64, the keys' tokens in their row, padding counted; None for attention of the `n` tokens to one another. So tokens beside
+    which padding was left out are dropped as they would be with it. `how.base` is that of the draw; in plain torch.
     """
     with torch.no_grad():
         row, token = how.numbers >> 32 << 32, how.numbers & 0xFFFFFFFF
         query = _hashed(row + _numbers(len(probabilities), 0, row.device).unsqueeze(-1) + how.base) + token
-        keep = _compared(_hashed(query).view(-1, 1), token.to(torch.int32), how.p)
+        keep = _compared(_hashed(query).view(-1, 1), (token if keys is None else keys).to(torch.int32), how.p)
     return _thinned(probabilities, keep.view(probabilities.shape), how.p)
 
 

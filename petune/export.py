@@ -27,11 +27,10 @@ from petune.folder_manifest import MANIFEST, RECORD, check_folder
 from petune.folders import commit_folder
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
-from petune.methods.configs import FullConfig, LoraConfig, MethodConfig
-from petune.methods.lora import LoraLayer
+from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
-from petune.methods.tuned import tuned_layers
+from petune.methods.tuned import TunedLinear, tuned_layers
 from petune.models.load import quiet
 from petune.peft_files import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
 from petune.tensorfile import check_dtypes, is_finite, read_json, read_tensors, write_json, write_tensors
@@ -96,8 +95,9 @@ def write_peft(
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
-    if not isinstance(record.config, LoraConfig):
-        raise UsageError(f"peft has no file for {record.method}", expected="lora", remedy="use petune.save, and petune.load to read it")
+    if method_of(record.config).files != "peft":
+        known = ", ".join(name for name, method in METHODS.items() if method.files == "peft")
+        raise UsageError(f"peft has no file for {record.method}", expected=known, remedy="use petune.save, and petune.load to read it")
 
     def fill(work: Path) -> None:
         _write_model(model, record.config, base_name or origin(model), work)
@@ -109,12 +109,13 @@ def write_peft(
 
 def _write_model(model: nn.Module, config: MethodConfig, name: str | None, work: Path) -> Mapping[str, Tensor]:
     """Write the method's own files; returns the tensors in them by base-model name."""
-    if isinstance(config, FullConfig) and isinstance(model, PreTrainedModel):
+    method = method_of(config)
+    if method.files == "transformers" and isinstance(model, PreTrainedModel):
         _write_hugging_face(model, model.state_dict(), work)
         return _read_whole(work)
-    tensors = _whole(model) if isinstance(config, FullConfig) else tuned_state(model)
+    tensors = _whole(model) if method.trains_base else tuned_state(model)
     tensors = {plain_name(name): value for name, value in tensors.items()}
-    if isinstance(config, LoraConfig):
+    if method.files == "peft":
         fields, keyed = to_peft(model, tensors, name)
         write_tensors(work / TENSORS, keyed, {"format": "pt"})
         write_json(work / CONFIG, fields)
@@ -166,23 +167,34 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, ba
     model.
     """
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
-    if is_wrapped(model):
-        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+    _refuse_wrapped(model)
     if not (folder / RECORD).is_file():
         _explain(folder)
         check_folder(folder)
         if verify_base:
             raise FileError("stores no hash of its base: peft's files do not", where=str(folder), remedy="load without verify_base")
-        _load_lora(model, folder, None)
+        _load_peft(model, folder, None)
         return base_model
-    record = read_record(folder)
+    return _load_recorded(base_model, read_record(folder), verify_base, base_files)
+
+
+def load_recorded(base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+    """`load` of the folder whose `record` was read already; its files are compared with their hashes once more. Raises as `load`."""
+    _refuse_wrapped(bare(base_model))
+    record.check_again()
+    return _load_recorded(base_model, record, verify_base, base_files)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if is_wrapped(model):
+        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+
+
+def _load_recorded(base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+    folder, model = record.file.parent, bare(base_model)
     record.check_base(model, origin_files(model, verify_base) if base_files is None else base_files, verify_base)
-    if record.method == "lora":
-        _load_lora(model, folder, record)
-    elif record.method == "full":
-        _load_full(model, folder, record)
-    else:
-        _load_tuned(model, folder, record)
+    fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[METHODS[record.method].files]
+    fill(model, folder, record)
     labels = record.facts["id2label"]
     if labels and record.also_train and hasattr(model, "config"):
         config = cast("Any", model.config)
@@ -235,16 +247,18 @@ def verify(folder: Path) -> str:
     return "whole, its files compared with their hashes"
 
 
-def _load_lora(model: nn.Module, folder: Path, record: Record | None) -> None:
+def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
-    config = read_json(folder / CONFIG, links=True)
-    check_config(config, folder / CONFIG)
-    adapter = from_peft(model, config, read_tensors(folder / TENSORS, links=True), folder)
+    fields = read_json(folder / CONFIG, links=True)
+    check_config(fields, folder / CONFIG)
+    adapter = from_peft(model, fields, read_tensors(folder / TENSORS, links=True), folder)
     state = adapter.state
     if record is not None:
         check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TENSORS, record.also_train)
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
-    wanted = {f"{name}.lora_{factor}": lora.factor_dtype(plain[name][1]) for name in adapter.layers for factor in "AB"}
+    forms = {name: adapter.forms[type(plain[name][1])] for name in adapter.layers}
+    own_names = {name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()}
+    wanted = {f"{name}.{leaf}": lora.factor_dtype(plain[name][1]) for name, leaves in own_names.items() for leaf in leaves}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
@@ -252,8 +266,9 @@ def _load_lora(model: nn.Module, folder: Path, record: Record | None) -> None:
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
     for name, own in adapter.layers.items():
         full, layer = plain[name]
-        model.set_submodule(full, lora.tune(layer, own, (state[f"{name}.lora_A"], state[f"{name}.lora_B"])))
-    remember(model, Tuning("lora", record.config if record else adapter.config, family_name(model), also_train))
+        model.set_submodule(full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]}))
+    config = record.config if record else adapter.config
+    remember(model, Tuning(name_of(config), config, family_name(model), also_train))
     _fill(heads, state)
 
 
@@ -309,7 +324,7 @@ def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
     check_tensors({name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder)
     _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
     _fill({name: own[name] for name in state}, state)
-    remember(model, Tuning("full", FullConfig(), family_name(model), ()))
+    remember(model, Tuning(record.method, record.config, family_name(model), ()))
 
 
 # ---------------------------------------------------------------- merging
@@ -356,7 +371,7 @@ def save_merged(
     refuse_merged(model)
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"{type(model).__name__} is not a transformers model", remedy="use petune.merge and save it your own way")
-    layers = [cast("LoraLayer", layer) for _, layer in tuned_layers(model)] if record.method == "lora" else []
+    layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
     update, ulps, lost = _rounding(layers)
     before = _logits(model, batch) if batch is not None else None
     config, unties = model.config, _unties(model, layers)
@@ -388,7 +403,7 @@ def save_merged(
     return report
 
 
-def _rounding(layers: list[LoraLayer]) -> tuple[float, float, float]:
+def _rounding(layers: list[TunedLinear]) -> tuple[float, float, float]:
     """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all layers."""
     update = missed = weights = spacing = 0.0
     with torch.no_grad():
@@ -413,7 +428,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         model.train(training)
 
 
-def _unties(model: PreTrainedModel, layers: list[LoraLayer]) -> bool:
+def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
     """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as T5's does."""
     tuned = {id(layer.weight) for layer in layers}
     names: dict[int, list[str]] = {}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, tuned_parameters, tuning
-from petune.methods.configs import FullConfig
-from petune.methods.lora import LoraLayer
+from petune.methods.configs import method_of
+from petune.methods.tuned import tuned_layers
 
 VERSION = 1
 POINTS = 4  # per tensor, evenly spaced: enough to tell two trainings apart, while a change of single rows needs the hash
@@ -47,8 +47,8 @@ def bare(model: nn.Module) -> nn.Module:
 
 def refuse_merged(model: nn.Module) -> None:
     """Raise UsageError inside `merged_weights`, where the base's weights are not the base's."""
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and module.merged:
+    for name, layer in tuned_layers(model):
+        if layer.merged:
             raise UsageError("this model is inside merged_weights()", where=name, remedy="leave the block first")
 
 
@@ -68,7 +68,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     """
     model = bare(model)
     refuse_merged(model)
-    if is_wrapped(model) and isinstance(tuning(model).config, FullConfig):
+    if is_wrapped(model) and method_of(tuning(model).config).trains_base:
         rows = {plain_name(name): [*_build(value), None] for name, value in model.state_dict(keep_vars=True).items()}
         return {"version": VERSION, "tensors": rows}
     tensors = base_tensors(model)
@@ -158,7 +158,7 @@ def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
     Raises UsageError for a fully tuned model, whose base is gone, and inside merged_weights.
     """
     refuse_merged(bare(model))
-    if is_wrapped(bare(model)) and isinstance(tuning(bare(model)).config, FullConfig):
+    if is_wrapped(bare(model)) and method_of(tuning(bare(model)).config).trains_base:
         raise UsageError("full fine-tuning keeps no untouched base to hash", remedy="hash the base before wrapping it")
     digest = hashlib.sha256()
     for name, value in sorted(base_tensors(model, heads).items()):

@@ -22,7 +22,7 @@ from petune.assemble import positions_of
 from petune.errors import MachineError, Problem, UsageError
 from petune.log import human
 from petune.methods import count_parameters, describe, tune, tuned_parameters
-from petune.methods.configs import FullConfig, SideConfig
+from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
 from petune.models.load import Head, kind_of, outline, quiet, read_config
@@ -138,7 +138,7 @@ def sketch(recipe: Recipe) -> Sketch:
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
     bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and cuda)
     refuse_unstreamable(recipe, torch.bfloat16 if bf16 else torch.float32)
-    whole = isinstance(recipe.method, FullConfig) and not streams(recipe)
+    whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.bfloat16 if bf16 and not whole else torch.float32
     model: nn.Module = outline(source, config, cast("Head", task.head), dtype)
     with torch.device("meta"), quiet():
@@ -274,8 +274,8 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
         shape, depth = family.shape(drawn.config), family.depth(drawn.config)
         load = Load(rows, work.tokens, work.itemsize, first_trained(drawn.model, family) is not None)
         found += transitions(plan, family, shape, depth, load)
-        if isinstance(drawn.recipe.method, SideConfig):
-            narrow = family.shape(family.narrow(drawn.config, drawn.recipe.method.reduction))
+        if method_of(drawn.recipe.method).ladder:
+            narrow = family.shape(family.narrow(drawn.config, cast("Any", drawn.recipe.method).reduction))
             found += _of_ladder(plan, family, narrow, depth, replace(load, itemsize=4, backward=True))
     trained = {id(value): value.numel() * value.element_size() for value in held.tensors() if value.requires_grad}
     names = {id(value): name for module in held.modules for name, value in module.named_parameters(remove_duplicate=False)}
@@ -332,12 +332,12 @@ def _knobs(drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Hel
         options[f"batch_size={drawn.work.rows // 2}"] = saved(replace(drawn.work, rows=drawn.work.rows // 2))
     shorter: dict[StackName, int] = {stack: tokens // 2 for stack, tokens in drawn.work.tokens.items()}
     options[f"data.max_length={max(shorter.values())}"] = saved(replace(drawn.work, tokens=shorter))
-    if drawn.work.itemsize == 4 and not isinstance(recipe.method, FullConfig):
+    if drawn.work.itemsize == 4 and not method_of(recipe.method).trains_base:
         options["dtype=bf16"] = worst.memory.frozen // 2 + saved(replace(drawn.work, itemsize=2))
     if plan.dp > 1 and plan.sharding is None and drawn.family is not None:
         held_still = worst.memory.total - worst.memory.activations
         options["parallel.dp.shard=true"] = held_still - held_still // plan.dp
-    if isinstance(recipe.method, FullConfig) and not streams(recipe):
+    if method_of(recipe.method).trains_base and not streams(recipe):
         trained = worst.memory.gradients + worst.memory.optimizer
         options["method=lora"] = int(0.95 * trained)
     return tuple(sorted(((text, size) for text, size in options.items() if size > 0), key=lambda one: -one[1]))

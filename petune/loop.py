@@ -31,11 +31,11 @@ from petune.file_hashes import FileHashes
 from petune.generators import rng_state, seed_others, set_rng_state
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, tuned_parameters
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.models.source import model_files
 from petune.objects import base_name
 from petune.parallel import Mesh, alone, group, local
-from petune.progress import Progress, read_progress
+from petune.progress import Progress
 from petune.reporting import Logged, Trackers
 from petune.run_folder import RunFolder
 from petune.schedule import learning_rate, plan_steps, units_of_step
@@ -315,7 +315,7 @@ class Training:
         self.runner.barrier()
         path, manifest = self._saved_state()
         self.folder.refuse_other_run(manifest.run_id, path)
-        saved, now = read_progress(manifest.facts, manifest.step, self.steps.total, self.metric, path), self.progress
+        saved, now = self._progress_of(path, manifest, self.steps.total), self.progress
         state.restore_parts(path, self.runner, self.optimizer, self.make_optimizer)
         self.progress = replace(saved, step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes)
         self.runner.barrier()  # nobody saves while another reads
@@ -388,7 +388,7 @@ class Training:
             protect = []
             if self.progress.best_step is not None:
                 protect.append(root / f"step-{self.progress.best_step}")
-                self.folder.point_best(self.progress.best_step, self.metric, self.progress.best_value)
+            self._point_best()
             checkpoint.rotate(root, self.recipe.keep, protect)
         self.runner.barrier()  # nobody reads it, or computes on, before it is whole
         return path
@@ -448,11 +448,12 @@ class Training:
             self.run_id = self.folder.run_id() or self.run_id
             self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
             if main:
+                self._point_best()
                 self._cut_metrics(-1)
             return
         path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
         same = not allow_change and manifest.facts.get("rows") == self.prepared.rows.sha256  # else the run may have another length
-        progress = read_progress(manifest.facts, manifest.step, self.steps.total if same else None, self.metric, path)
+        progress = self._progress_of(path, manifest, self.steps.total if same else None)
         if main:
             self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)
@@ -461,12 +462,19 @@ class Training:
         self.runner.barrier()
         self.trusted = manifest.step
         if main:
+            self._point_best()  # first: whatever call a kill comes in, `best` names a checkpoint that is there
             checkpoint.set_aside(self.folder.checkpoints, manifest.step)
         when = age(manifest, path)
         self.came_from = [f"resumed  at step {manifest.step}{when}"]
         self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
         if main:
             self._cut_metrics(manifest.step)
+
+    def _progress_of(self, path: Path, manifest: checkpoint.Manifest, planned: int | None) -> Progress:
+        return state.progress_of(path, manifest, self.folder.checkpoints, planned, self.metric, self.larger_is_better)
+
+    def _point_best(self) -> None:
+        self.folder.point_best(self.progress.best_step, self.metric, self.progress.best_value)
 
     def _cut_metrics(self, step: int) -> None:
         """Drop the records of steps that are trained again, and say how many those are."""
@@ -548,7 +556,7 @@ class Training:
 
     def _hashed_object(self, model: nn.Module) -> str | None:
         """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its place."""
-        if self.prepared.objects.model is None or isinstance(self.recipe.method, FullConfig):
+        if self.prepared.objects.model is None or method_of(self.recipe.method).trains_base:
             return None
         with phase("hashing the base"):
             return export.full_hash(model)

@@ -25,7 +25,7 @@ from petune.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Text,
 from petune.log import say
 from petune.methods import tuning
 from petune.methods.configs import LoraConfig
-from petune.methods.lora import LAYERS, LoraEmbedding, LoraLayer
+from petune.methods.lora import LAYERS, Layers, LoraEmbedding, LoraLayer
 from petune.methods.targets import within
 from petune.methods.tuned import tuned_layers
 from petune.patterns import Pattern, compile_pattern
@@ -115,6 +115,8 @@ _WHOLE_FILE = (
     *("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save"),
     *("exclude_modules", "layers_to_transform", "layers_pattern"),
 )
+_ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
+_ENDS_OF_EMBEDDING = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 _INERT = {"runtime_config"}  # how it is run, not what it computes
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base's weights alone
 _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and save that"
@@ -122,10 +124,12 @@ _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and sav
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA folder in petune's words: the whole config, each layer's own, what is trained whole, tensors by base-model name."""
+    """A LoRA folder in petune's words: the whole config, each layer's own and the forms of their classes, what is trained whole, tensors
+    by base-model name."""
 
     config: LoraConfig
     layers: Mapping[str, LoraConfig]
+    forms: Layers
     also_train: tuple[str, ...]
     state: Mapping[str, Tensor]
 
@@ -171,9 +175,14 @@ def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | Non
 
 def _to_key(name: str, layers: Mapping[str, LoraLayer]) -> str:
     module, _, own = name.rpartition(".")
-    if module not in layers or not own.startswith("lora_"):
+    if module not in layers:
         return name
-    return f"{module}.lora_embedding_{own[-1]}" if isinstance(layers[module], LoraEmbedding) else f"{name}.weight"
+    return f"{module}.{_ends(isinstance(layers[module], LoraEmbedding))[own]}"
+
+
+def _ends(embedding: bool) -> Mapping[str, str]:
+    """The end of a layer's keys in the file, by the name of its tensor in petune."""
+    return _ENDS | _ENDS_OF_EMBEDDING if embedding else _ENDS
 
 
 def _shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
@@ -223,14 +232,15 @@ def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, 
     Raises FileError for a setting petune lacks, and for tensors that are missing, unexpected, mis-shaped or given twice (first ten).
     """
     check_config(config, folder / CONFIG)
+    forms = LAYERS
     modules = {plain_name(name): module for name, module in base.named_modules() if name}
     given = _strip(tensors, modules, folder)
     heads = tuple(name for name in modules if _is_saved_whole(name, config))
     heads = tuple(name for name in heads if not within(name, [other for other in heads if other != name]))
-    ends = tuple(f".{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B"))
+    ends = tuple(f".{end}" for end in (*_ENDS.values(), *_ENDS_OF_EMBEDDING.values()))
     present = {key.rpartition(".lora_")[0] for key in given if key.endswith(ends)}
     layers = {name: _own_config(name, config) for name in modules if name in present or _is_target(name, config, heads)}
-    wanted = {key: name for module, own in layers.items() for key, name in _keys(module, modules[module], own, folder).items()}
+    wanted = {key: name for module, own in layers.items() for key, name in _keys(module, modules[module], own, forms, folder).items()}
     own = dict(base.state_dict(keep_vars=True))
     shapes = {key: shape for key, (_, shape) in wanted.items()}
     for head in heads:
@@ -242,7 +252,7 @@ def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, 
     _refuse_untied(base, heads, given, folder)
     alpha = _own_config("", config)
     whole_config = replace(alpha, targets=tuple(layers), also_train=heads)
-    return Adapter(whole_config, layers, heads, {wanted[key][0]: value for key, value in given.items()})
+    return Adapter(whole_config, layers, forms, heads, {wanted[key][0]: value for key, value in given.items()})
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
@@ -365,18 +375,13 @@ def _pattern(text: str) -> Pattern:
     return compile_pattern(text, FileError, CONFIG)
 
 
-def _keys(name: str, layer: nn.Module, own: LoraConfig, folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{key in the file: (name in petune, shape)} of one layer's two factors."""
-    if type(layer) not in LAYERS:
-        kinds = ", ".join(kind.__name__ for kind in LAYERS)
+def _keys(name: str, layer: nn.Module, own: LoraConfig, forms: Layers, folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{key in the file: (name in petune, shape)} of one layer's tensors."""
+    if type(layer) not in forms:
+        kinds = ", ".join(kind.__name__ for kind in forms)
         raise FileError(f"tunes a {type(layer).__name__}", where=f"{folder / CONFIG}  {name}", expected=kinds, remedy=_FLATTEN)
-    weight = cast("Tensor", layer.weight)
-    outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else weight.T.shape
-    end = ("lora_embedding_{}" if isinstance(layer, nn.Embedding) else "lora_{}.weight").format
-    return {
-        f"{name}.{end('A')}": (f"{name}.lora_A", (own.r, inputs)),
-        f"{name}.{end('B')}": (f"{name}.lora_B", (outputs, own.r)),
-    }
+    ends, shapes = _ends(isinstance(layer, nn.Embedding)), forms[type(layer)].shapes(layer, own.r)
+    return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
 
 def _repeats_base(key: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,26 @@ class Progress:
     def score(self, scores: dict[str, float], metric: str, larger_is_better: bool) -> bool:
         """Take the scores of this step; whether `metric` is the best so far. A value that is not finite never is."""
         self.scores, self.scored_step = scores, self.step
+        before = self.best_value
+        better = self._take_best(self.step, scores, metric, larger_is_better)
+        self.worse = 0 if better and self.best_value != before else self.worse + 1
+        return better
+
+    def _take_best(self, step: int, scores: dict[str, float], metric: str, larger_is_better: bool) -> bool:
+        """Take the scores of `step` as the best ones where they are better; of equal values the lower loss decides."""
         value, best = scores[metric], self.best_value
         better = math.isfinite(value) and (best is None or (value > best if larger_is_better else value < best))
-        self.worse = 0 if better else self.worse + 1
-        better = better or (value == best and scores["loss"] < self.best_scores["loss"])  # the loss decides between equals
+        better = better or (value == best and scores["loss"] < self.best_scores["loss"])
         if better:
-            self.best_value, self.best_step, self.best_scores = value, self.step, scores
+            self.best_value, self.best_step, self.best_scores = value, step, scores
         return better
+
+    def choose_best(self, saved: Iterable[Progress], metric: str, larger_is_better: bool) -> None:
+        """Take the best of the `saved` states that were scored, which come in the order of their steps; none where none was."""
+        self.best_step, self.best_value, self.best_scores = None, None, {}
+        for one in saved:
+            if one.scored_step == one.step:
+                self._take_best(one.step, one.scores, metric, larger_is_better)
 
     def summary(self, scores: Mapping[str, float]) -> dict[str, Any]:
         """The share of summary.json that is known here; `scores` are those of what `tuned/` holds."""
@@ -89,14 +102,15 @@ _LATER: Mapping[str, Kind] = {"recent": ListOf(Row(Number(), Number())), "spikes
 _FACTS: Mapping[str, Kind] = {"progress": Fields(_KINDS, _LATER), "rows": Text(), "frozen": Text(), "method": Text()}
 
 
-def read_progress(facts: Mapping[str, Any], step: int, planned: int | None, metric: str, checkpoint: Path) -> Progress:
-    """The progress in the `facts` of the manifest of a `checkpoint` of `step`; `planned`: the steps of the whole run, if they are the same.
-    `metric` is the one that says what is best.
+def read_progress(facts: Mapping[str, Any], step: int, planned: int | None, metric: str, path: Path) -> Progress:
+    """The progress in the `facts` of the manifest of the checkpoint of `step` at `path`.
+
+    planned: the steps of the whole run, if they are the same. metric: the one that says what is best.
 
     A seal is no signature: whoever edits a manifest can seal it again. Raises FileError for a field that is missing or of another kind,
     and for a progress that contradicts the manifest's step, the plan or itself.
     """
-    file = checkpoint / "manifest.json"
+    file = path / "manifest.json"
     check_fields(facts, Fields(_FACTS, others=True), file, "facts")
     progress = Progress(**facts["progress"])
     told = [name for name in ("before", "scores", "best_scores") if getattr(progress, name)]

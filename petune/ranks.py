@@ -20,7 +20,7 @@ from petune.assemble import Prepared, choose_place, plan_of
 from petune.errors import Stopped, UsageError
 from petune.fingerprint import fingerprint
 from petune.log import say
-from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, group, make_mesh, renew
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, group, make_mesh, orders, renew
 from petune.parallel.launch import launch
 from petune.recipe import Recipe, load_recipe
 from petune.run_folder import RANK_LOGS, RunFolder
@@ -82,7 +82,12 @@ def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
 
 
 def going_on(folder: RunFolder, since: float) -> bool:
-    """Whether these ranks were started anew for a run that has begun since the first of them were: then it is taken up again."""
+    """Whether this rank was started anew for a run that has begun since the first ranks were: then it is taken up again.
+
+    A rank that replaces one always is: nobody waits for it before the run has begun. Where all ranks start anew, nobody is left to ask.
+    """
+    if orders.generation():
+        return True
     begun = folder.path / "resolved.yaml"
     return group.restarted() > 0 and folder.has_resolved() and not folder.is_being_replaced() and begun.stat().st_mtime >= since
 

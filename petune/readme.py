@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from petune.assemble import choose_place
+from petune.methods.configs import method_of
 from petune.models.load import AUTO, Head
 from petune.models.source import resolve_model
 from petune.recipe import Recipe
 from petune.tasks import TASKS
 
-_LOADING = {
-    "lora": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel reads it too',
-    "full": 'model = {auto}.from_pretrained("{out}/tuned")',
-    "other": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
+_LOADING = {  # by the layout of the method's files, or by what the base is
+    "peft": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel reads it too',
+    "transformers": 'model = {auto}.from_pretrained("{out}/tuned")',
+    "petune": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
     "object": '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")',
     "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
 }
+_LAYOUTS = {"peft": "peft's layout", "transformers": "a Hugging Face folder", "petune": "petune's layout"}
 
 
 def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
@@ -29,9 +31,8 @@ def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
     options |= {"num_labels": summary.get("num_labels")}
     base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
     auto = auto_class(str(summary["task"]))
-    form = (
-        {"config": "random", "object": "object"}.get(source.kind, method if method == "lora" else "other") if method != "full" else "full"
-    )
+    files = method_of(recipe.method).files
+    form = files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)
@@ -48,7 +49,7 @@ import petune, transformers
 
 | file | what it is |
 |---|---|
-| tuned/ | the tuned weights with tokenizer, chat template and head ({_layout(method)}); the best evaluated state |
+| tuned/ | the tuned weights with tokenizer, chat template and head ({_LAYOUTS[files]}); the best evaluated state |
 | recipe.yaml, resolved.yaml | the recipe as it was written; every setting it meant |
 | metrics.jsonl, loss.png | one line per step and per evaluation; the curve |
 | run.log, env.json | everything the run said; versions and machine |
@@ -60,7 +61,3 @@ import petune, transformers
 def auto_class(task: str) -> str:
     """The class of transformers that reads a model of this task, as it is written in a line of Python."""
     return f"transformers.{AUTO[cast(Head, TASKS[task].head)].__name__}"
-
-
-def _layout(method: str) -> str:
-    return {"lora": "peft's layout", "full": "a Hugging Face folder"}.get(method, "petune's layout")

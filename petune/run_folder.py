@@ -187,8 +187,12 @@ class RunFolder:
 
     # ------------------------------------------------------------ its records
 
-    def point_best(self, step: int, metric: str, value: float | None) -> None:
-        """Say in `best` which checkpoint is the best so far."""
+    def point_best(self, step: int | None, metric: str, value: float | None) -> None:
+        """Say in `best` which checkpoint is the best so far; None: there is no such file."""
+        if step is None:
+            with writing(self.path / "best"):
+                (self.path / "best").unlink(missing_ok=True)
+            return
         write_file(self.path / "best", [f"checkpoints/step-{step}\n{metric} {value}\n".encode()], sync=True)
 
     def cut_metrics(self, step: int) -> int:

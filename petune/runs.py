@@ -17,7 +17,7 @@ from petune.errors import FileError, UsageError
 from petune.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
 from petune.inference import Chat, Speaker, text_of
 from petune.methods import without_tuning
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.models.source import model_files, resolve_model
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.plot import run_html
@@ -25,7 +25,7 @@ from petune.recipe import load_recipe
 from petune.results import read_metrics, read_summary
 from petune.tasks import METRICS, TASKS, pad_token_id
 from petune.tasks.configs import FORMATS
-from petune.tuning_record import read_record
+from petune.tuning_record import Record, read_record
 
 
 class Run:
@@ -81,10 +81,15 @@ class Run:
         return read_metrics(self.folder / "metrics.jsonl")
 
     @cached_property
+    def _record(self) -> Record:
+        """What tuned/ says of itself."""
+        return read_record(self.folder / "tuned")
+
+    @cached_property
     def speaker(self) -> Speaker:
         """The tuned model, ready to be asked."""
-        summary, folder = self.summary, self.folder / "tuned"
-        model, tokenizer = self._tuned or rebuild(self.recipe, folder, summary["task"], self.verify_base, self.objects.model)
+        summary, given = self.summary, self.objects.model
+        model, tokenizer = self._tuned or rebuild(self.recipe, self._record, summary["task"], self.verify_base, given)
         return Speaker(model, tokenizer, TASKS[summary["task"]], self.recipe.data, summary["format"], choose_place(self.recipe))
 
     @cached_property
@@ -94,9 +99,9 @@ class Run:
         None for the other methods, which can be switched off, and for a model given in memory, which was tuned in place.
         """
         source = resolve_model(self.recipe.model, self.recipe.folder)
-        if not isinstance(self.recipe.method, FullConfig) or source.kind == "object":
+        if not method_of(self.recipe.method).trains_base or source.kind == "object":
             return None
-        tuned, record = self.speaker, read_record(self.folder / "tuned")
+        tuned, record = self.speaker, self._record
         if source.kind != "config":
             record.check_files(model_files(source.place, source.revision), afresh=self.verify_base)
         model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.tokenizer).model
@@ -136,7 +141,7 @@ class Run:
         """
         summary = self.summary
         objects = self.objects if self.objects.model is None else replace(self.objects, tokenizer=self.speaker.tokenizer)
-        prepared = prepare(self.recipe, read_record(self.folder / "tuned").labels, objects)
+        prepared = prepare(self.recipe, self._record.labels, objects)
         after = self._score(self.speaker.model, prepared)
         same = prepared.rows.sha256 == summary["rows"]
         if same:
@@ -176,9 +181,9 @@ class Run:
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
         if to != "peft":
             raise UsageError(f"there is no export to {to!r}", expected="peft, hf")
-        if self.recipe.method_name != "lora":
+        if (files := method_of(self.recipe.method).files) != "peft":
             name = self.recipe.method_name
-            remedy = "petune.load(base, folder) reads it" if name != "full" else "use --to hf"
+            remedy = "petune.load(base, folder) reads it" if files == "petune" else "use --to hf"
             raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
         place = Path(out) if out else self.folder / "peft"
         speaker = self.speaker

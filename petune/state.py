@@ -1,8 +1,9 @@
-"""The tensors of a resumable state: what is tuned, the optimizer's moments, the generators. Written into and read from one checkpoint."""
+"""A resumable state: what is tuned, the optimizer's moments, the generators, the progress. Written into and read from one checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from petune.errors import FileError, Problem
 from petune.generators import rng_state, set_rng_state
 from petune.json_fields import Anything, Fields, Kind, ListOf, MapOf, Number, Text, Whole, check_fields
 from petune.parallel import Runner, is_sharded
+from petune.progress import Progress, read_progress
 from petune.recipe import Recipe
 from petune.tensorfile import check_dtypes
 
@@ -153,6 +155,27 @@ def refuse_foreign(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path,
     ]
     if problems:
         raise FileError(problems)
+
+
+def progress_of(
+    path: Path, manifest: checkpoint.Manifest, root: Path, planned: int | None, metric: str, larger_is_better: bool
+) -> Progress:
+    """The progress of the checkpoint at `path`, whose best state is one that is still in the folder `root`.
+
+    Where the one it names was removed since, the best of the checkpoints of this run up to its step takes its place, if any was scored.
+    Raises as `read_progress`.
+    """
+    progress = read_progress(manifest.facts, manifest.step, planned, metric, path)
+    if progress.best_step is None or (root / f"step-{progress.best_step}").is_dir():
+        return progress
+    saved = []
+    for other in reversed([one for one in checkpoint.candidates(root) if one.parent == root]):
+        with suppress(FileError):
+            own = checkpoint.verify(other)
+            if own.run_id == manifest.run_id and own.step <= manifest.step:
+                saved.append(read_progress(own.facts, own.step, None, metric, other))
+    progress.choose_best(saved, metric, larger_is_better)
+    return progress
 
 
 def bytes_of_state(runner: Runner, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from petune.folder_manifest import RECORD, check_folder
 from petune.json_fields import Anything, Digest, Fields, Kind, ListOf, MapOf, Number, OneOf, Row, Text, Whole, check_fields, check_version
 from petune.log import say, warn
 from petune.methods import Tuning
-from petune.methods.configs import CONFIGS, MethodConfig, make_config
+from petune.methods.configs import METHODS, MethodConfig, make_config
 from petune.models import family_of
 from petune.models.source import is_weights, model_files
 from petune.tensorfile import read_json, reading, write_file
@@ -41,7 +41,7 @@ def _table(form: int) -> Mapping[str, Kind]:
     fields: dict[str, Kind] = {
         "format": Whole(1),
         "petune": Text(),
-        "method": Text(tuple(CONFIGS)),
+        "method": Text(tuple(METHODS)),
         "config": MapOf(Anything()),  # make_config knows each method's settings
         "family": OneOf(Text(), None),
         "also_train": ListOf(Text()),
@@ -71,6 +71,12 @@ class Record:
         labels = self.facts["id2label"]
         return None if labels is None else tuple(labels[str(index)] for index in range(len(labels)))
 
+    def check_again(self) -> None:
+        """Raise FileError where the folder is not what it was when this was read: call it right before its tensors are."""
+        if read_json(self.file, links=True) != self.facts:
+            raise FileError("has been changed since it was read", where=str(self.file), remedy="start again")
+        _check_folder(self.file, self.facts)
+
     def check_base(self, model: nn.Module, files: Mapping[str, Path], verify: bool) -> None:
         """Raise FileError unless `model` is the base this was tuned on: its build, sampled values, and the `files` it was loaded from.
 
@@ -79,7 +85,7 @@ class Record:
         self._check_build(model)
         base = self.facts["base"]
         compare(base["fingerprint"], model, str(self.file), self.also_train)
-        if self.method == "full":
+        if METHODS[self.method].trains_base:
             return  # every value of the base is replaced
         if base["files"] and (files or verify):
             self.check_files(files, afresh=verify)
@@ -114,7 +120,8 @@ class Record:
         expected = {name: entry if isinstance(entry, str) else entry["sha256"] for name, entry in stored.items()}
         sizes = {name: entry["size"] for name, entry in stored.items() if not isinstance(entry, str) and is_weights(name)}
         if not afresh and sizes != {name: _size(path) for name, path in files.items() if is_weights(name)}:
-            say(f"{self.file}: the base was saved anew since, in other files: compared by sampled values alone")
+            if weights:
+                say(f"{self.file}: the base was saved anew since, in other files: compared by sampled values alone")
             return
         names = [name for name in expected if name in files and (weights or not is_weights(name))]
         found: dict[str, str | None] = dict(differing({name: files[name] for name in names}, expected, afresh=afresh))
@@ -194,23 +201,24 @@ def read_record(folder: Path) -> Record:
     file = folder / RECORD
     facts = read_json(file, links=True)
     form = check_version(facts, "format", FORMAT, file)
-    if form == 1:
-        _check_format_1(facts, file)
-    else:
-        check_folder(folder)
+    _check_folder(file, facts)
     check_fields(facts, _table(form), file)
     try:
         config = make_config(facts["method"], facts["config"])
     except UsageError as error:
         raise FileError(f"petune.json is damaged: {error}", where=f"{file}  config", remedy="use another copy") from error
     shapes = {name: tuple(shape) for name, (shape, _) in facts["tensors"].items()}
+    if form == 1:
+        warn(f"{folder}: written by an older petune: its tokenizer and configs are under no hash; load it and save it again")
     return Record(file, facts["method"], config, tuple(facts["also_train"]), shapes, facts)
 
 
-def _check_format_1(facts: Mapping[str, Any], file: Path) -> None:
-    """What an older petune wrote: hashes of every tensor file, and of nothing else, which is said."""
+def _check_folder(file: Path, facts: Mapping[str, Any]) -> None:
+    """Compare every file of the folder that has a hash with it: in format 1 the tensor files, whose hashes are in `facts`."""
+    if facts["format"] != 1:
+        check_folder(file.parent)
+        return
     check_fields(facts.get("sha256"), MapOf(Digest(), least=1), file, "sha256")
     tensors = {path.name: path for path in file.parent.glob("*.safetensors")}
     if wrong := sorted({*facts["sha256"]} ^ {*tensors}) or sorted(differing(tensors, facts["sha256"], afresh=True)):
         raise FileError("has been changed or damaged, or is missing", where=str(file.parent / wrong[0]), remedy="use another copy")
-    warn(f"{file.parent}: written by an older petune: its tokenizer and configs are under no hash; load it and save it again")

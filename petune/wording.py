@@ -13,7 +13,7 @@ import torch
 from petune.assemble import Place, Prepared
 from petune.errors import MachineError
 from petune.log import human
-from petune.methods.configs import FullConfig
+from petune.methods.configs import METHODS, method_of
 from petune.objects import NO_OBJECTS, Objects, base_name
 from petune.parallel import ParallelPlan, describe
 from petune.recipe import Recipe, far_from_known
@@ -56,7 +56,7 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
     speed, memory = summary["tokens_per_s"], human(summary["peak_memory_bytes"])
     picture = f", {folder.picture}" if folder.picture.exists() else ""
     ask = f"petune chat {out}" if summary["task"] == "chat" else f'petune generate {out} "..."'
-    use = f"petune merge {out}" if method in ("lora", "full") else f'petune.load(base, "{out}/tuned")'
+    use = f"petune merge {out}" if METHODS[method].mergeable else f'petune.load(base, "{out}/tuned")'
     next_ = f"petune eval {out}   |   {ask}   |   {use}"
     if base_name(folder.recipe) is None:  # of a model in memory, which no command of the shell has
         next_ = 'run.eval()   |   run.generate("...")   |   run.model, in the process that trained it'
@@ -113,4 +113,4 @@ def ways_out(recipe: Recipe, phase: str) -> list[str]:
         same = "" if streams(recipe) else f" accumulate={recipe.accumulate * 2} (the same numbers)"
         ways = [f"batch_size={recipe.batch_size // 2}{same}"] * (recipe.batch_size > 1)
         ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + ["a smaller data.max_length"]
-    return ways + ["method=lora"] * (isinstance(recipe.method, FullConfig) and not streams(recipe))
+    return ways + ["method=lora"] * (method_of(recipe.method).trains_base and not streams(recipe))

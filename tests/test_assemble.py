@@ -14,6 +14,7 @@ from petune.assemble import build, choose_place, prepare, rebuild
 from petune.errors import DataError, FileError, MachineError, UsageError
 from petune.methods import tuned_state
 from petune.recipe import load_recipe
+from petune.tuning_record import read_record
 from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -135,7 +136,7 @@ REBUILT = [
 @pytest.mark.parametrize(("family", "method"), REBUILT)
 def test_a_rebuilt_model_computes_what_was_trained(family: str, method: str, tmp_path: Path):
     finished = run(settings(tmp_path, family, method, max_steps=3, lr=0.01))
-    model, tokenizer = rebuild(finished.recipe, finished.folder / "tuned", finished.summary["task"])
+    model, tokenizer = rebuild(finished.recipe, read_record(finished.folder / "tuned"), finished.summary["task"])
     assert not model.training and tokenizer.eos_token == "</s>"
     assert finished.eval()["tuned"] == pytest.approx(finished.summary["after"], abs=1e-5)
     assert finished.eval()["base"] == finished.summary["before"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 import petune
 from petune import tuning_record
 from petune.errors import FileError
+from petune.folder_manifest import MANIFEST
 from petune.models.load import load_model, load_tokenizer
 from petune.models.source import model_files, resolve_model
 from petune.runs import Run, load_run
@@ -108,6 +111,52 @@ def test_a_base_saved_anew_in_other_files_is_the_same_base_and_that_is_said(
     with pytest.raises(FileError, match="the files of the base differ"):
         base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole")
         petune.load(base, tuned / "run" / "tuned", verify_base=True)
+
+
+@pytest.fixture
+def moved(tuned: Path, tmp_path: Path) -> Path:
+    """A copy of the run `run` beside a base that was saved anew in one file."""
+    transformers.LlamaForCausalLM.from_pretrained(tuned / "llama").save_pretrained(tmp_path / "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tuned / "llama" / name, tmp_path / "llama")
+    shutil.copytree(tuned / "run", tmp_path / "run")
+    resolved = tmp_path / "run" / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace(str(tuned / "llama"), str(tmp_path / "llama")))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_a_run_says_of_its_tuned_folder_and_base_each_thing_once(form: int, moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(tuning_record, "say", said.append)
+    monkeypatch.setattr(tuning_record, "warn", said.append)
+    if form == 1:
+        write_format_1(moved / "tuned")
+    load_run(moved).eval()
+    assert len(said) == 1 and ("older petune" if form == 1 else "saved anew") in said[0]
+
+
+def write_format_1(folder: Path) -> None:
+    """Turn a tuned folder into one that an older petune wrote."""
+    (folder / MANIFEST).unlink()
+    tensors = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    facts = json.loads((folder / "petune.json").read_text())
+    base = facts["base"] | {"files": {name: entry["sha256"] for name, entry in facts["base"]["files"].items()}}
+    (folder / "petune.json").write_text(json.dumps(facts | {"format": 1, "sha256": tensors, "base": base}))
+
+
+def test_a_tuned_folder_that_changes_while_the_base_is_loaded_is_refused(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = moved / "tuned" / "adapter_model.safetensors"
+
+    def loaded(*given: Any) -> Any:
+        whole = bytearray(tensors.read_bytes())
+        whole[-1] ^= 1
+        tensors.write_bytes(whole)
+        return load_model(*given)
+
+    monkeypatch.setattr("petune.assemble.load_model", loaded)
+    with pytest.raises(FileError, match=tensors.name):
+        _ = load_run(moved).speaker
 
 
 # ---------------------------------------------------------------- damaged before training

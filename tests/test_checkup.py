@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import petune.loop
 from petune import checkpoint
 from petune.checkup import check_up
-from petune.errors import FileError, Stopped
+from petune.errors import FileError, Stopped, TrainingFault
 from petune.folder_manifest import seal_folder
+from petune.loop import Training
 from petune.run_lock import RunLock
 from petune.runs import load_run
 from tests.small_runs import going_wrong, run, settings, snapshot, terminate_at
@@ -50,6 +52,33 @@ def test_a_finished_run_is_whole_and_nothing_in_it_changes(finished: Path) -> No
     assert sum(name == "checkpoint" for name, _ in found.facts) == len(checkpoint.candidates(finished / "checkpoints")) == 3
     assert len(found.facts) < 24, "more than a screen"
     assert snapshot(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("keep", "best"), [pytest.param(10, "checkpoints/step-2", id="it is there"), pytest.param(2, None, id="rotated out")]
+)
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
+    keep: int, best: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations at 2 and 4, each better than the one before. Going back to 3, it ends before it saves again."""
+    left = iter(range(99, 0, -1))
+    monkeypatch.setattr(petune.loop, "evaluate", lambda *_: {"loss": float(next(left))})
+    recipe = settings(tmp_path, eval_every=2, save_every=1, keep=keep)
+    with pytest.raises(Stopped):
+        run(recipe, terminate_at(4))
+    folder = tmp_path / "run"
+    assert (folder / "best").read_text().startswith("checkpoints/step-4\n")
+    with monkeypatch.context() as patch, pytest.raises(TrainingFault):
+        patch.setattr(Training, "step", failing)
+        run(recipe, resume=folder / "checkpoints" / "step-3")
+    found = check_up(folder)
+    assert found.problems == [] and dict(found.facts).get("best") == best
+    assert (folder / "checkpoints" / "aside-step-4").is_dir()
+    assert run(recipe, resume=True).summary["best_step"] == 6
+
+
+def failing(self: Training) -> None:
+    raise TrainingFault("it ends here")
 
 
 def test_a_stopped_run_says_where_resume_goes_on_and_what_was_left_half_made(stopped: Path) -> None:

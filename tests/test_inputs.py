@@ -12,9 +12,10 @@ from petune.assemble import prepare
 from petune.draft import draft
 from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError, UsageError
 from petune.inputs import check_inputs
+from petune.methods.configs import METHODS
 from petune.models.load import read_config
 from petune.models.source import resolve_model
-from petune.recipe import METHOD_LR, load_recipe
+from petune.recipe import load_recipe
 from tests.small_runs import run, settings, write_model
 
 
@@ -124,7 +125,7 @@ def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) 
     assert check_inputs(written).distant == () and written.notes == ()
     different = {key for key, value in written.resolved().items() if value != asked.resolved()[key]}
     assert different == {"name", "task", "data", "out"}
-    assert (written.task, written.lr, written.out) == ("classify", METHOD_LR["lora"], "runs/own")
+    assert (written.task, written.lr, written.out) == ("classify", METHODS["lora"].usual_lr, "runs/own")
     assert (written.data.max_length, written.data.split, written.data.path) == (64, 0.2, "rows.csv")
 
 

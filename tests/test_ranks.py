@@ -20,9 +20,12 @@ from typing import Any
 
 import pytest
 
+import petune.ranks
 import petune.training
 from petune import checkpoint
 from petune.errors import UsageError
+from petune.recipe import load_recipe
+from petune.run_folder import RunFolder
 from tests.group_pool import assert_same_but_for_rounding, files, ranks
 from tests.small_runs import as_yaml, newest, numbers, run, settings
 
@@ -343,3 +346,19 @@ def test_ranks_started_by_hand_stop_together_when_one_is_told_to(tmp_path: Path,
     assert [one.end() for one in started] == [75, 75], "\n".join(one.text() for one in started)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == numbers(tmp_path / "run")[-1]["step"]
+
+
+# ------------------------------------------------------------------ started anew
+
+
+@pytest.mark.parametrize(("replaced", "anew", "goes_on"), [(1, 0, True), (0, 1, False), (0, 0, False)])
+def test_a_rank_that_replaces_one_goes_on_whatever_the_clock_says(
+    replaced: int, anew: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the machine was set back while the run began: its file is older than the launcher."""
+    monkeypatch.setenv("PETUNE_GENERATION", str(replaced))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(anew))
+    folder = RunFolder(tmp_path, load_recipe())
+    (tmp_path / "resolved.yaml").write_text("# run\n")
+    os.utime(tmp_path / "resolved.yaml", (1, 1))
+    assert petune.ranks.going_on(folder, since=1000.0) is goes_on

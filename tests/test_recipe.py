@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from petune.errors import RecipeError
 from petune.kernels.configs import KEEPS, MemoryConfig
-from petune.methods.configs import CONFIGS, AdapterConfig, FullConfig, LoraConfig, SideConfig
+from petune.methods.configs import METHODS, AdapterConfig, FullConfig, LoraConfig, SideConfig
 from petune.parallel.configs import BACKENDS, ROWS
 from petune.recipe import (
     KEYS_THAT_CHANGE_NUMBERS,
-    METHOD_LR,
     Recipe,
     demo_recipe,
     differences,
@@ -65,7 +64,7 @@ def test_every_method_has_its_config_and_usual_learning_rate(tmp_path: Path, con
     name = config.__name__.removesuffix("Config").lower()
     recipe = load_recipe(write(tmp_path, GOOD), [f"method={name}"])
     assert isinstance(recipe.method, config) and recipe.method_name == name
-    assert recipe.learning_rate == METHOD_LR[name]
+    assert recipe.learning_rate == METHODS[name].usual_lr
     assert load_recipe(recipe, ["lr=3e-3"]).learning_rate == 3e-3
 
 
@@ -289,8 +288,8 @@ def test_the_metric_table_is_that_of_the_tasks() -> None:
 def _every_key() -> set[str]:
     inner = {f"data.{entry.name}" for entry in dataclasses.fields(DataConfig)}
     inner |= {f"memory.{entry.name}" for entry in dataclasses.fields(MemoryConfig)}
-    for config in CONFIGS.values():
-        inner |= {f"method.{entry.name}" for entry in dataclasses.fields(config)}
+    for method in METHODS.values():
+        inner |= {f"method.{entry.name}" for entry in dataclasses.fields(method.config)}
     for name, axis in BACKENDS.items():
         inner |= {f"parallel.{name}", *(f"parallel.{name}.{entry.name}" for entry in dataclasses.fields(axis))}
     return {*Recipe.model_fields, *inner}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from petune.recipe import METHOD_LR, far_from_known, load_recipe
+from petune.methods.configs import METHODS
+from petune.recipe import far_from_known, load_recipe
 from petune.recipe.suggest import suggest
 from petune.training import settle
 
@@ -16,7 +17,7 @@ MINE = ["model=org/mine", "data=mine.jsonl"]
 def test_a_call_without_a_recipe_has_neutral_settings_and_says_them() -> None:
     recipe = load_recipe(None, MINE)
     assert (recipe.method_name, recipe.method.r, recipe.method.targets) == ("lora", 16, "auto")  # type: ignore[union-attr]
-    assert (recipe.task, recipe.learning_rate, recipe.epochs, recipe.max_steps) == (None, METHOD_LR["lora"], 3, None)
+    assert (recipe.task, recipe.learning_rate, recipe.epochs, recipe.max_steps) == (None, METHODS["lora"].usual_lr, 3, None)
     assert recipe.class_weights == "none" and recipe.data.max_length is None and recipe.out is None
     assert recipe.source is None and recipe.name == "run"
     (note,) = recipe.notes
@@ -25,7 +26,7 @@ def test_a_call_without_a_recipe_has_neutral_settings_and_says_them() -> None:
 
 def test_python_arguments_are_neutral_too() -> None:
     assert settle(None, (), {"model": "org/mine", "data": "mine.jsonl"}).resolved() == load_recipe(None, MINE).resolved()
-    assert settle(None, (), {"model": "org/mine", "data": "d", "method": "full"}).learning_rate == METHOD_LR["full"]
+    assert settle(None, (), {"model": "org/mine", "data": "d", "method": "full"}).learning_rate == METHODS["full"].usual_lr
 
 
 def test_settings_given_without_a_recipe_hold() -> None:
@@ -62,7 +63,7 @@ def test_the_values_a_note_tells_to_give_are_taken() -> None:
     note = load_recipe("bert_lora", MINE).notes[0]
     given = note.partition("give ")[2].partition(" for the usual")[0].split()
     recipe = load_recipe("bert_lora", [*MINE, *given])
-    assert not recipe.notes and recipe.learning_rate == METHOD_LR["lora"]
+    assert not recipe.notes and recipe.learning_rate == METHODS["lora"].usual_lr
     assert (recipe.task, recipe.class_weights) == (None, "none")
 
 

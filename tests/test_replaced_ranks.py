@@ -187,6 +187,26 @@ def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it
     assert_same(recipe)
 
 
+def test_a_rank_that_hangs_while_a_group_forms_anew_is_replaced_long_before_its_time_is_over(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the new group of both forms, rank 1 dies and rank 0 waits for its connection, in C++, which hears of no order."""
+    form = torch.distributed.init_process_group
+
+    def hanging(*given: Any, **named: Any) -> Any:
+        if group.restarted() == 1:
+            die() if group.started()[0] else time.sleep(600)
+        return form(*given, **named)
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", hanging)
+    recipe = small(tmp_path, "dp", timeout=90)
+    before_step(monkeypatch, {(0, 1, 5): die})
+    began = time.monotonic()
+    train(recipe, restarts=4, reporter=Listener())
+    assert time.monotonic() - began < 60, "that is less than the time-out of a collective"
+    assert len(forks.pids(0)) == 2, said
+
+
 @pytest.mark.long
 def test_when_nobody_is_left_who_has_the_model_all_start_again(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
@@ -299,28 +319,44 @@ def test_an_error_that_a_rank_raises_itself_is_no_restart(
 
 # ------------------------------------------------------------------ random kills
 
-KILLS = int(os.environ.get("PETUNE_KILLS", "200"))  # of a rank, over all runs
+KILLS = int(os.environ.get("PETUNE_KILLS", "200"))  # of a rank, over all runs of the long form
 PER_RUN = 5
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "snapshot_every", "count"),
+    [
+        pytest.param(2, None, KILLS // 2, marks=pytest.mark.long),
+        pytest.param(4, None, KILLS // 2, marks=pytest.mark.long),
+        pytest.param(2, 1, KILLS // 2, marks=pytest.mark.long),
+        pytest.param(4, 1, KILLS // 2, marks=pytest.mark.long),
+        (2, 1, 3),
+    ],
+)
 def test_no_run_is_lost_to_random_kills_of_its_ranks(
-    world: int, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+    world: int,
+    snapshot_every: int | None,
+    count: int,
+    tmp_path: Path,
+    forks: Forks,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every run ends as one that was left alone, bit by bit; a kill costs no more steps than were made since the newest saved state."""
-    draw = random.Random(world)
+    draw, steps = random.Random(world), 40 if count > PER_RUN else 12
     plans = ("dp", "tp", "galaxy", "pp", "sp") if world == 2 else ("dp x tp",)
-    shape = {"max_steps": 40, "epochs": 14, "save_every": 5, "eval_every": 17, "keep": 3}
-    expected = {plan: straight(small(tmp_path, plan, out=f"out-{plan}/run", **shape), world) for plan in plans}
+    shape = {"max_steps": steps, "epochs": 14, "save_every": 5, "eval_every": 17, "keep": 3, "snapshot_every": snapshot_every}
+    expected: dict[str, Path] = {}
     kills, lost, whole, took = 0, [0], 0, [0.0]
-    while kills < KILLS / 2:
+    while kills < count:
         plan = draw.choice(plans)
         recipe = small(tmp_path, plan, out=f"run-{kills}", **shape)
+        if plan not in expected:
+            expected[plan] = straight(recipe | {"out": str(tmp_path / f"out-{plan}" / "run")}, world)
         said.clear()
         forks.places.clear()
-        killer = Killer(forks, Path(recipe["out"]), sorted(draw.choice((-1, *range(40))) for _ in range(PER_RUN)), draw, world)
+        killer = Killer(forks, Path(recipe["out"]), sorted(draw.choice((-1, *range(steps))) for _ in range(PER_RUN)), draw, world)
         killer.start()
         train(recipe, restarts=2 * PER_RUN, reporter=Listener())
         killer.join()
@@ -331,8 +367,9 @@ def test_no_run_is_lost_to_random_kills_of_its_ranks(
         took += [float(found[1]) for line in said if (found := re.search(r"again, (\d+\.\d) s", line))]
         kills += killer.done
         shutil.rmtree(recipe["out"])
-    print(f"\n{kills} kills of one of {world} ranks: at most {max(lost)} steps lost, {whole} full restarts, recovery {max(took)} s at most")
-    assert max(lost) <= shape["save_every"]
+    print(f"\n{kills} kills of one of {world} ranks, {snapshot_every=}: steps lost {sorted(Counter(lost[1:]).items())}")
+    print(f"{whole} full restarts, recovery {sorted(took)[-3:]} s at most")
+    assert max(lost) <= 5, "with snapshots it is one, or as many as are made while one is written: that is the disk's to say"
 
 
 class Killer(threading.Thread):

@@ -144,7 +144,9 @@ def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(number: i
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group, "BEAT_S", 0.1)
+    """Long before their next beat: the bound is below the time of one."""
+    monkeypatch.setattr(group, "BEAT_S", 12.0)
+    monkeypatch.setattr(group, "LOOKS", 48)
 
     def train(recipe: dict[str, Any]) -> None:
         load = petune.assemble.load_rows

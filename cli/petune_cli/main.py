@@ -5,7 +5,9 @@ Start-up imports typer alone; whatever a verb needs it imports itself, so `petun
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import sys
 import traceback
@@ -77,6 +79,7 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
     0 done; 1 internal error; 2 usage or recipe; 3 data; 4 model, adapter or checkpoint files; 5 environment; 6 distributed; 7 training
     fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the output has gone.
     """
+    atexit.register(gc.freeze)  # or Python searches all of torch for garbage as it ends, which takes one to three seconds
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]

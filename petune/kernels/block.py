@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ from petune.kernels.call import Call, Draws, Parts, Spec
 from petune.kernels.eight import Eight
 from petune.kernels.frame import Frame, Kept
 from petune.kernels.offload import Parked
-from petune.kernels.parts import Bank, Part, bankable
+from petune.kernels.parts import Bank, bankable
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.segments import Segments
 from petune.log import say
+from petune.methods.tuned import LowRank, TunedLinear
 from petune.running import running
 
 
@@ -235,7 +236,7 @@ class FusedBlock(nn.Module):
         def one(p: float) -> Drop | None:
             return draw(places(), p) if p and self.training else None
 
-        def each(group: tuple[Part, ...]) -> tuple[Drop | None, ...]:
+        def each(group: tuple[LowRank, ...]) -> tuple[Drop | None, ...]:
             return tuple(one(part.dropout) for part in group)
 
         qkv, attention = each(parts[0]), one(self.spec.attention_dropout)
@@ -265,14 +266,14 @@ _RECORDS = "transformers.utils.output_capturing"
 _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
-def _part(layer: nn.Module) -> Part:
-    """`part_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
+def _part(layer: nn.Module) -> LowRank:
+    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
     if type(layer) is nn.Linear:
-        return Part(layer.weight, layer.bias)
-    part = getattr(layer, "part", None)
+        return LowRank(layer.weight, layer.bias)
+    part = layer.low_rank() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
-    return cast("Part", part())
+    return part
 
 
 def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

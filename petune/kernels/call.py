@@ -17,13 +17,14 @@ from petune.kernels.frame import Frame, Kept
 from petune.kernels.group import Dropping, Group, Sink
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Bank, Base, Part
+from petune.kernels.parts import Bank, Base
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.reference import Act
+from petune.methods.tuned import LowRank
 
 UP = 2  # gate | up among the groups
-Parts = tuple[tuple[Part, ...], ...]  # of each group
+Parts = tuple[tuple[LowRank, ...], ...]  # of each group
 Where = tuple[nn.Module, str] | None  # an attribute of a module
 
 
@@ -188,7 +189,7 @@ class Call:
         return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
 
 
-def _base(bank: Bank | None, parts: Sequence[Part]) -> Base | None:
+def _base(bank: Bank | None, parts: Sequence[LowRank]) -> Base | None:
     """The frozen weights of `parts` as one product, where they still lie in their bank."""
     if bank is None:
         return None

@@ -26,11 +26,12 @@ from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
 from petune.kernels.padding import FindSegments, Unpadded
-from petune.kernels.parts import Bank, Part, bankable, part_of
+from petune.kernels.parts import Bank, bankable
 from petune.kernels.region import fuse_sites, unfuse_sites
 from petune.kernels.specs import spec_of
 from petune.kernels.unmade import fuse_head, unfuse_head
 from petune.log import say
+from petune.methods.tuned import LowRank, low_rank_of
 from petune.sites import Family
 from petune.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 
@@ -91,12 +92,22 @@ def fuse(
     return _complain(model, device, kernels, base_dtype, done)
 
 
-def fuse_modules(models: Sequence[nn.Module], kernels: KernelsName, device: torch.device, reason: str) -> Fused:
+def fuse_modules(
+    models: Sequence[nn.Module],
+    kernels: KernelsName,
+    device: torch.device,
+    reason: str,
+    memory: MemoryConfig | None = None,
+    base_dtype: BaseDtype | None = None,
+) -> Fused:
     """Fuse tuned linears, norms and activations of `models`, but no blocks, and `reason` says why: a parallel plan cuts them, say.
 
     models: the parts of one model that a process holds; device: where they will compute. Idempotent. Raises UsageError for kernels asked
-    for by name that cannot run, or where nothing can be fused.
+    for by name that cannot run, or where nothing can be fused, and for settings of fused blocks: memory and base_dtype.
     """
+    for setting, asked in {"base_dtype": base_dtype, "memory": None if memory == MemoryConfig() else memory}.items():
+        if asked is not None:
+            raise _no_block(models[0], setting, reason)
     first = next(models[0].parameters())
     ops = select(kernels, device, _dtype(models[0], first.dtype))
     sites = 0 if ops is None else sum(fuse_sites(model, ops) for model in models)
@@ -139,16 +150,22 @@ def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype 
     select(kernels, torch.device("cpu") if first is None else first.device, torch.float32 if first is None else _dtype(model, first.dtype))
 
 
+def _no_block(model: nn.Module, setting: str, why: str) -> UsageError:
+    """The error of a setting of fused blocks where there are none."""
+    what = f"no block of this {type(model).__name__} can be fused"
+    return UsageError(what, where=setting, found=why, remedy="leave the setting out")
+
+
 def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused) -> Fused:
     """`done`; raise UsageError if more was asked for by name, else say what is missing, but for a CPU, where nobody expects it."""
     why = "; ".join(done.reasons)
     if base_dtype is not None and not done.blocks:
-        where, remedy = "base_dtype", "leave the setting out"
-        raise UsageError(f"no block of this {type(model).__name__} can be fused", where=where, found=why, remedy=remedy)
+        raise _no_block(model, "base_dtype", why)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
         raise UsageError(f"nothing of this {type(model).__name__} can be fused", where="kernels", found=why, remedy="use kernels: auto")
     if why and kernels != "off" and (done.sites or device.type != "cpu" or kernels != "auto"):
-        say(f"kernels: the model's own blocks run, not fused ones: {why}" if not done.blocks else f"kernels: not all is fused: {why}")
+        within = f", with {done.sites} of their modules fused" if done.sites else ""
+        say(f"kernels: not all is fused: {why}" if done.blocks else f"kernels: the model's own blocks run{within}: {why}")
     return done
 
 
@@ -230,7 +247,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     alone: of a single linear, a rank that the activation adds needs no room.
     """
     weights = [cast("torch.Tensor", layer.weight) for layer in layers]
-    parts = [cast("Part", part_of(layer)) for layer in layers]
+    parts = [cast("LowRank", low_rank_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
     single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
     if single or not bankable(layers):

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Base, Dense, Part, matmul32
+from petune.kernels.parts import Base, Dense, matmul32
 from petune.kernels.reference import Added, Low
+from petune.methods.tuned import LowRank
 
 Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
 FOLDED = 64  # the largest rank that the element-wise kernels add or read on their way
@@ -81,7 +82,7 @@ class Group:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[LowRank],
         dtype: torch.dtype,
         first: int,
         ops: Ops,

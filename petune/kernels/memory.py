@@ -16,12 +16,12 @@ from petune.kernels.call import Spec
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.cost import rates_of
 from petune.kernels.eight import Eight
-from petune.kernels.parts import part_of
 from petune.kernels.policy import Policy, choose
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.shape import BlockShape, Ranks
 from petune.kernels.specs import GROUPS
 from petune.log import say
+from petune.methods.tuned import low_rank_of
 from petune.running import running
 from petune.sites import Role
 from petune.stack import Stack
@@ -156,7 +156,7 @@ def pinnable(config: MemoryConfig) -> int:
 
 def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
-    parts = {role: part_of(layer) for roles, layers in zip(GROUPS, spec.layers, strict=True) for role, layer in _named(roles, layers)}
+    parts = {role: low_rank_of(layer) for roles, layers in zip(GROUPS, spec.layers, strict=True) for role, layer in _named(roles, layers)}
     down = parts["down"]
     assert down is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}

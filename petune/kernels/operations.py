@@ -145,18 +145,52 @@ def quantise(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(3 * rows * columns, (itemsize + 1) * rows * columns + 4 * rows)
 
 
-def attention(tokens: float, sequence: float, heads: int, kv_heads: int, head_dim: int, causal: bool = True, itemsize: int = 2) -> Cost:
-    """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022, arXiv:2205.14135)."""
-    flop = 4 * heads * head_dim * tokens * sequence * (0.5 if causal else 1)
-    return Cost(flop, tokens * (2 * (heads + kv_heads) * head_dim * itemsize + 4 * heads))
+def attention(
+    tokens: float,
+    sequence: float,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool = True,
+    itemsize: int = 2,
+    keys: float | None = None,
+    window: float | None = None,
+) -> Cost:
+    """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022, arXiv:2205.14135).
+
+    keys: of each sequence of another kind that the queries attend to, in cross-attention. window: the last keys that a
+    query of causal attention sees. A bias by distance costs nothing beside the products.
+    """
+    beside = 1 if keys is None else keys / max(1, sequence)  # keys for each query
+    flop = 4 * heads * head_dim * tokens * _seen(sequence, causal, keys, window)
+    return Cost(flop, tokens * (2 * (heads + beside * kv_heads) * head_dim * itemsize + 4 * heads))
 
 
 def attention_backward(
-    tokens: float, sequence: float, heads: int, kv_heads: int, head_dim: int, causal: bool = True, itemsize: int = 2
+    tokens: float,
+    sequence: float,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool = True,
+    itemsize: int = 2,
+    keys: float | None = None,
+    window: float | None = None,
 ) -> Cost:
     """Its backward: scores made again and four more products; dq is summed in float32."""
-    flop = 2.5 * attention(tokens, sequence, heads, kv_heads, head_dim, causal).flop
-    return Cost(flop, tokens * (4 * (heads + kv_heads) * head_dim * itemsize + 8 * heads * head_dim + 8 * heads))
+    flop = 2.5 * attention(tokens, sequence, heads, kv_heads, head_dim, causal, itemsize, keys, window).flop
+    beside = 1 if keys is None else keys / max(1, sequence)
+    of_heads = 4 * (heads + beside * kv_heads) * head_dim * itemsize
+    return Cost(flop, tokens * (of_heads + 8 * heads * head_dim + 8 * heads))
+
+
+def _seen(sequence: float, causal: bool, keys: float | None, window: float | None) -> float:
+    """The keys that a query sees on average."""
+    if keys is not None:
+        return keys
+    if window is not None and window < sequence:
+        return window * (1 - window / (2 * sequence))
+    return sequence / 2 if causal else sequence
 
 
 def adamw(parameters: float, itemsize: int = 4) -> Cost:

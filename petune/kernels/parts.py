@@ -1,4 +1,4 @@
-"""A linear layer as the fused blocks read it, and several frozen ones that share an input moved into one tensor.
+"""Frozen linears that share an input, moved into one tensor: a base weight of fused blocks, and products with it.
 
 A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T + s b^T of [x | s], summed in
 float32 and rounded once, and one product gives dy W and dy b.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,51 +16,7 @@ from torch import Tensor, nn
 
 from petune.kernels.ops import Ops
 from petune.kernels.reference import Low
-
-
-class Part(NamedTuple):
-    """One linear: weight [n, k], bias [n] or None; A [r, k] and B [n, r] of a LoRA update or None, its scale and its dropout."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 1.0
-    dropout: float = 0.0
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What autograd must know of, in the order `with_tensors` takes them."""
-        return self.weight, self.bias, self.a, self.b
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Part:
-        """The same linear made of other tensors."""
-        weight, bias, a, b = tensors
-        assert weight is not None
-        return Part(weight, bias, a, b, self.scale, self.dropout)
-
-    def to(self, dtype: torch.dtype) -> Part:
-        """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
-        if self.weight.dtype == dtype:
-            return self
-        return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
-
-
-class HasPart(Protocol):
-    """A tuned linear that can be fused. Its own class defines `part`; what a class inherits is not taken for its own."""
-
-    def part(self) -> Part:
-        """Itself as a Part; without factors while its tuning is passed by."""
-        ...
-
-
-def part_of(layer: nn.Module) -> Part | None:
-    """`layer` as a Part, or None for a layer whose forward is not exactly known: what its class merely inherits says nothing of it."""
-    if "forward" in vars(layer):  # somebody has put another in its place
-        return None
-    if type(layer) is nn.Linear:
-        return Part(layer.weight, layer.bias)
-    return cast("HasPart", layer).part() if "part" in vars(type(layer)) else None
+from petune.methods.tuned import LowRank
 
 
 def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -182,7 +138,7 @@ class Bank:
         self.bias = _moved_together(biases, 0)[0] if len(biases) == len(layers) else None
         self.base: Base = Dense(self.weight, self.bias, whole if room else None)
 
-    def intact(self, parts: Sequence[Part]) -> bool:
+    def intact(self, parts: Sequence[LowRank]) -> bool:
         """Whether these parts' weights and biases are still the views of the bank."""
         biases = [part.bias for part in parts if part.bias is not None]
         if self.bias is None:

@@ -27,8 +27,8 @@ from petune.dropout import Drop, draw, places
 from petune.kernels import library, reference
 from petune.kernels.block import FusedBlock
 from petune.kernels.ops import Ops
-from petune.kernels.parts import HasPart, Part, part_of
 from petune.log import say
+from petune.methods.tuned import LowRank, TunedLinear, low_rank_of
 from petune.running import bound
 
 # ------------------------------------------------------------------ nodes
@@ -101,7 +101,7 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     return weight.dtype if x.dtype == weight.dtype else None
 
 
-def lora_linear(x: Tensor, part: Part, ops: Ops, how: Drop | None = None) -> Tensor:
+def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> Tensor:
     """x W^T + bias + scale (dropped(x) A^T) B^T, [..., k] -> [..., n], as one node.
 
     x, W and bias of one dtype, or under autocast, which then says the dtype of computation and result; the factors of any. how: the dropout
@@ -136,7 +136,7 @@ class FusedLora(FusedSite):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own argument and result."""
-        part = cast("HasPart", self).part()
+        part = cast("LowRank", cast("TunedLinear", self).low_rank())
         p = part.dropout if self.training else 0.0
         if part.a is None or _dtype(x, part.weight) is None or (p and (torch.compiler.is_compiling() or x.dim() not in (2, 3))):
             return cast("Tensor", super().forward(x))
@@ -183,8 +183,8 @@ def fuse_sites(model: nn.Module, ops: Ops) -> int:
     found: list[tuple[Any, Any]] = [(module, form) for module in modules if (form := _form(module)) is not None]
     for module, form in found:
         module.__class__ = _fused_class(form, module.__class__, ops)
-    if strangers := {type(module).__name__ for module in modules if hasattr(type(module), "part") and part_of(module) is None}:
-        say(f"kernels: not fused, as what they compute is not known (`part` is not their own): {', '.join(sorted(strangers))}")
+    if strangers := {type(module).__name__ for module in modules if isinstance(module, TunedLinear) and low_rank_of(module) is None}:
+        say(f"kernels: not fused, as they have no fused form (`low_rank` gives none): {', '.join(sorted(strangers))}")
     return len(found)
 
 
@@ -199,7 +199,7 @@ def _form(module: nn.Module) -> type[FusedSite] | None:
     """What `module` can become."""
     if isinstance(module, FusedSite):
         return None
-    if isinstance(module, nn.Linear) and type(module) is not nn.Linear and part_of(module) is not None:
+    if isinstance(module, TunedLinear) and low_rank_of(module) is not None:
         return FusedLora
     if type(module) is NewGELUActivation:
         return FusedGelu
@@ -223,6 +223,6 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 @cache
 def _fused_class(form: Any, kind: Any, ops: Ops) -> Any:
-    """The subclass of `kind` whose forward is that of `form`; its parts, if it says them, are known as those of `kind` are."""
-    known = {"part": kind.part} if form is FusedLora else {}
+    """The subclass of `kind` whose forward is that of `form`; what `kind` says of itself holds for it too."""
+    known = {"low_rank": kind.low_rank} if form is FusedLora else {}
     return type(f"Fused{kind.__name__}", (form, kind), {"__module__": kind.__module__, "ops": ops} | known)

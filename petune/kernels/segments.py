@@ -68,6 +68,35 @@ class Segments:
         return torch.arange(self.total, device=self.starts.device) if self.places is None else self.places
 
 
+def of_rows(rows: int, total: int, device: torch.device) -> Segments:
+    """One segment for each of `rows` rows of equal length, `total` tokens in all; nothing is left out."""
+    length = total // max(1, rows)
+    starts = torch.arange(0, rows * length + 1, max(1, length), dtype=torch.int32, device=device)
+    return Segments(starts, (length,) * rows, None, (rows, length))
+
+
+def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Segments that attend one to one, those of the same two lengths together: (their queries [n, q], their keys [n, k]), int64."""
+    if keys is queries:
+        return tuple((own, own) for own in queries.by_length)
+    if len(queries.lengths) != len(keys.lengths):
+        raise ValueError(f"{len(queries.lengths)} segments of queries, but {len(keys.lengths)} of keys")
+    pairs = defaultdict(list)
+    for lengths, *firsts in zip(
+        zip(queries.lengths, keys.lengths, strict=True),
+        accumulate(queries.lengths, initial=0),
+        accumulate(keys.lengths, initial=0),
+        strict=False,
+    ):
+        pairs[lengths].append(firsts)
+    device = queries.starts.device
+    return tuple(
+        (own[:, :1] + torch.arange(q, device=device), own[:, 1:] + torch.arange(k, device=device))
+        for (q, k), firsts in pairs.items()
+        for own in (torch.tensor(firsts, device=device),)
+    )
+
+
 def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None:
     """One segment for each row, as long as `mask` [b, t], of any dtype, is not zero; read: [b, t] bool, places that are read all the same.
 

@@ -11,11 +11,11 @@ from transformers.activations import ACT2FN
 
 from petune.kernels.call import Spec, Where
 from petune.kernels.ops import Ops
-from petune.kernels.parts import part_of
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.reference import Act
 from petune.kernels.region import is_rms_norm
+from petune.methods.tuned import low_rank_of
 from petune.sites import Norms, Region, Role, Shape, child_of
 from petune.stack import Stack
 
@@ -77,7 +77,7 @@ def _linears(block: nn.Module, regions: Sequence[Region]) -> list[list[nn.Module
             hit = child_of(block, path)
             if hit is not None:
                 by_role[role] = hit[1]
-                if part_of(hit[1]) is None:
+                if low_rank_of(hit[1]) is None:
                     return f"{hit[0]} is a {type(hit[1]).__name__}"
     return [[by_role[role] for role in group if role in by_role] for group in GROUPS]
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from petune.kernels.head import IGNORED, VocabularySlice, linear_cross_entropy
 from petune.kernels.logits import Origin, Unmade
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Part, part_of
 from petune.log import say
+from petune.methods.tuned import LowRank, low_rank_of
 
 _FUSION = "petune_fused_head"  # attribute of a model
 
@@ -119,7 +119,7 @@ class _Fusion:
 
     def refusal(self) -> str | None:
         """Why the head as it is now must run by itself, or None."""
-        head, linear = self.head, part_of(self.head)
+        head, linear = self.head, low_rank_of(self.head)
         if linear is None:
             return f"{type(head).__name__} is neither torch.nn.Linear nor LoRA on one"
         if linear.dropout and head.training:
@@ -138,7 +138,7 @@ class _Fusion:
         count: Tensor | None,
     ) -> Tensor:
         """The cross-entropy of unmade logits, by the head as it is now."""
-        linear = cast("Part", part_of(self.head))
+        linear = cast("LowRank", low_rank_of(self.head))
         biases = [one for one in (linear.bias, bias) if one is not None]
         with autocast():
             return linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""Methods of tuning. A method is a config and a function that rewrites a model in place; `registry.METHODS` lists them.
+"""Methods of tuning. A method is a config and a function that rewrites a model in place; `configs.METHODS` lists them.
 
 Names are fetched when first used, so that reading `methods.configs`, as checking a recipe does, loads no torch.
 """
@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from petune.methods.configs import METHODS, Method, method_of
     from petune.methods.merging import merge, merged_weights
-    from petune.methods.registry import METHODS, Method, tune, wrap
+    from petune.methods.registry import tune, wrap
     from petune.methods.trainable import (
         count_parameters,
         describe,
@@ -35,6 +36,7 @@ __all__ = [
     "mark_only_trainable",
     "merge",
     "merged_weights",
+    "method_of",
     "tune",
     "tuned_names",
     "tuned_parameters",
@@ -46,7 +48,8 @@ __all__ = [
 ]
 
 _FILES = {
-    **dict.fromkeys(("METHODS", "Method", "tune", "wrap"), "registry"),
+    **dict.fromkeys(("METHODS", "Method", "method_of"), "configs"),
+    **dict.fromkeys(("tune", "wrap"), "registry"),
     **dict.fromkeys(("merge", "merged_weights"), "merging"),
     **dict.fromkeys(("Tuning", "is_wrapped", "tuning"), "tuned"),
 }

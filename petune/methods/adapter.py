@@ -18,20 +18,22 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
+from petune.methods.tuned import KeptFeatures, TunedLinear
 from petune.sites import CutKind, Family, Split, find_sites
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
 
-class AdapterLinear(nn.Linear):
+class AdapterLinear(TunedLinear, nn.Linear):
     """nn.Linear followed by a bottleneck adapter. x [..., in] -> [..., out], dtype of the base layer's output."""
 
+    base = nn.Linear
+    additions = ("adapter_down", "adapter_up", "linear_part", "activation", "dropout")
     adapter_down: nn.Linear
     adapter_up: nn.Linear
     linear_part: nn.Identity
     activation: str
     dropout: float
-    active: bool
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """Both linears of the bottleneck, with their biases."""
@@ -44,24 +46,17 @@ class AdapterLinear(nn.Linear):
         base: dict[str, Split] = {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
         return base | dict.fromkeys(self.tuned(), cast("Split", "after"))
 
-    def way_out(self) -> nn.Module:
+    def after_sum(self) -> nn.Module:
         """Where the base layer's output passes before the bottleneck sees it."""
         return self.linear_part
 
-    def kept(self) -> tuple[bool, int]:
-        """Nothing beside what its two linears keep."""
-        return False, 0
+    def kept_features(self) -> KeptFeatures:
+        """The input of both linears, and what enters the activation between them."""
+        return KeptFeatures(after=self.adapter_down.in_features + 2 * self.adapter_down.out_features)
 
-    def merged_weight(self) -> Tensor:
+    def delta(self) -> Tensor:
         """Raises UsageError: the bottleneck has a non-linearity."""
         raise UsageError("an adapter cannot be merged", remedy="keep the base model and load the adapter with petune.load")
-
-    def plain(self) -> nn.Module:
-        """The base layer again, sharing weight and bias."""
-        layer = nn.Linear.__new__(nn.Linear)
-        layer.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("activation", "dropout", "active")}
-        layer.__dict__["_modules"] = {}
-        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """The base map, then the bottleneck with its own residual."""
@@ -87,9 +82,7 @@ def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
     width = layer.out_features
     if config.reduction > width:
         raise UsageError(f"adapter.reduction {config.reduction} leaves no bottleneck", where=name, expected=f"at most {width}")
-    tuned = AdapterLinear.__new__(AdapterLinear)
-    tuned.__dict__ = dict(layer.__dict__)
-    tuned.__dict__["_modules"] = {}
+    tuned = AdapterLinear.of(layer)
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
     tuned.adapter_down = nn.Linear(width, width // config.reduction, dtype=dtype, device=layer.weight.device)
     tuned.adapter_up = nn.Linear(width // config.reduction, width, dtype=dtype, device=layer.weight.device)
@@ -98,5 +91,5 @@ def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
     nn.init.normal_(tuned.adapter_down.weight, std=0.02)
     for zero in (tuned.adapter_down.bias, tuned.adapter_up.weight, tuned.adapter_up.bias):
         nn.init.zeros_(zero)
-    tuned.activation, tuned.dropout, tuned.active = config.activation, config.dropout, True
+    tuned.activation, tuned.dropout = config.activation, config.dropout
     return tuned

@@ -1,4 +1,4 @@
-"""What each method lets you set. Torch-free, so that a recipe is checked without loading torch.
+"""The methods: what each lets you set, and what it says of itself. Torch-free, so that a recipe is checked without loading torch.
 
 The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `choices`, `doc`); recipes and `wrap` read the same line.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, Literal, cast
 
 from petune.errors import Problem, UsageError, nearest
 
@@ -16,12 +17,17 @@ ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of th
 
 
 @dataclass(frozen=True)
-class FullConfig:
+class MethodConfig:
+    """The settings of a method."""
+
+
+@dataclass(frozen=True)
+class FullConfig(MethodConfig):
     """Full fine-tuning: every parameter trains."""
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(MethodConfig):
     """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + (alpha / r) B A dropout(x)."""
 
     r: int = field(default=16, metadata={"ge": 1, "doc": "rank of the factors A [r, in] and B [out, r]"})
@@ -35,7 +41,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class AdapterConfig(MethodConfig):
     """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention and MLP."""
 
     reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
@@ -45,7 +51,7 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class SideConfig:
+class SideConfig(MethodConfig):
     """Ladder side-tuning (Sung et al. 2022, arXiv:2206.06522): a narrow network beside a backbone that needs no backward pass."""
 
     reduction: int = field(default=8, metadata={"ge": 1, "doc": "backbone width over side width"})
@@ -57,8 +63,46 @@ class SideConfig:
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
 
-MethodConfig = FullConfig | LoraConfig | AdapterConfig | SideConfig
-CONFIGS: dict[str, type[MethodConfig]] = {"full": FullConfig, "lora": LoraConfig, "adapter": AdapterConfig, "side": SideConfig}
+FileLayout = Literal["peft", "transformers", "petune"]  # the files of a tuned folder: whose library reads them besides petune
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of tuning, as the rest of petune sees it: what differs between methods is asked here, not by the method's name."""
+
+    config: type[MethodConfig]
+    module: str  # defines apply(model, family, config, also_train), which rewrites a model in place
+    usual_lr: float  # for large pretrained models; small ones want more, so the shipped recipes set lr themselves
+    files: FileLayout = "petune"
+    needs_family: bool = False  # it finds its places by the family's table alone
+    trains_base: bool = False  # every parameter trains, and nothing is left of the base
+    mergeable: bool = False  # it ends in a plain model: what is tuned lies in the base's weights, or can be summed into them
+    fusable: bool = False  # its layers have a form in fused blocks, beside frozen weights
+    row_cut: bool = True  # its layers can be cut by their inputs across ranks
+    ladder: bool = False  # a network of its own climbs beside the blocks
+
+    @property
+    def apply(self) -> Callable[..., None]:
+        """The function of its module, which loads torch."""
+        return cast("Callable[..., None]", import_module(self.module).apply)
+
+
+METHODS: dict[str, Method] = {
+    "full": Method(FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True),
+    "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
+    "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True),
+    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True),
+}
+
+
+def name_of(config: MethodConfig) -> str:
+    """The name in METHODS of the method that `config` sets."""
+    return next(name for name, method in METHODS.items() if method.config is type(config))
+
+
+def method_of(config: MethodConfig) -> Method:
+    """The method that `config` sets."""
+    return METHODS[name_of(config)]
 
 
 def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
@@ -66,9 +110,9 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
 
     Raises UsageError for an unknown method or setting and for every value out of its range, all in one message.
     """
-    if method not in CONFIGS:
-        raise UsageError(f"no method named {method!r}", expected=", ".join(CONFIGS), remedy=_did_you_mean(method, CONFIGS))
-    known = {entry.name: entry for entry in fields(CONFIGS[method])}
+    if method not in METHODS:
+        raise UsageError(f"no method named {method!r}", expected=", ".join(METHODS), remedy=_did_you_mean(method, METHODS))
+    known = {entry.name: entry for entry in fields(METHODS[method].config)}
     problems = [
         Problem(f"{name} is not a setting of {method}", expected=", ".join(known) or "no settings", remedy=_did_you_mean(name, known))
         for name in settings
@@ -80,7 +124,7 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
             problems += [Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, known[name])]
     if problems:
         raise UsageError(problems)
-    return cast("MethodConfig", cast("Any", CONFIGS[method])(**values))
+    return cast("MethodConfig", cast("Any", METHODS[method].config)(**values))
 
 
 def _violations(value: Any, entry: Any) -> list[str]:

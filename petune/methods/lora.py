@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +18,50 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.kernels.parts import Part
-from petune.methods.configs import LoraConfig
+from petune.methods.configs import LoraConfig, name_of
 from petune.methods.targets import select_layers
+from petune.methods.tuned import KeptFeatures, LowRank, TunedLinear
 from petune.sites import CutKind, Family, Split
 
-_EXPLAIN = "lora tunes torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D"
 
+class LoraLayer(TunedLinear):
+    """What the three LoRA layers share."""
 
-class LoraLayer(nn.Module):
-    """What the three LoRA layers share. `merged` is True while `weight` already contains the update."""
-
-    weight: Tensor
+    additions = ("lora_A", "lora_B", "scale", "dropout")
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
     dropout: float
-    active: bool
-    merged: bool
-    base: ClassVar[type[nn.Module]]
+
+    @classmethod
+    def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that trains beside `layer`, by name."""
+        weight = cast("Tensor", layer.weight)
+        outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else weight.T.shape
+        return {"lora_A": (r, inputs), "lora_B": (outputs, r)}
+
+    @classmethod
+    def around(cls, layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> Self:
+        """The tuned form of `layer`, sharing its parameters, hooks and every other attribute.
+
+        `saved` are the tensors of a saved tuning, by name; without them the factors are drawn as the module says.
+        """
+        tuned, weight = cls.of(layer), cast("Tensor", layer.weight)
+        for name, value in (saved or cls._draw(layer, config.r)).items():
+            setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
+        tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
+        tuned.dropout = config.dropout
+        return tuned
+
+    @classmethod
+    def _draw(cls, layer: nn.Module, r: int) -> dict[str, Tensor]:
+        """Fresh factors A and B whose product is zero."""
+        place: Any = {"dtype": factor_dtype(layer), "device": cast("Tensor", layer.weight).device}
+        a, b = (torch.zeros(cls.shapes(layer, r)[name], **place) for name in ("lora_A", "lora_B"))
+        if isinstance(layer, nn.Embedding):
+            return {"lora_A": a, "lora_B": b.normal_()}
+        bound = 1 / math.sqrt(a.shape[1])
+        return {"lora_A": a.uniform_(-bound, bound), "lora_B": b}
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The two factors."""
@@ -46,31 +71,19 @@ class LoraLayer(nn.Module):
         """The update of `weight`, same shape, float32 at least."""
         return self.scale * (self.lora_B @ self.lora_A)
 
-    def merged_weight(self) -> Tensor:
-        """W + scale B A, summed in float32 (float64 for a float64 base) and rounded once to the base's dtype."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
-
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
         if cut == "column":
             return {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0}
         return {"weight": 1, "bias": "owner", "lora_A": 1, "lora_B": None}
 
-    def way_out(self) -> nn.Module:
+    def after_sum(self) -> nn.Module:
         """The layer itself: an update is linear."""
         return self
 
-    def kept(self) -> tuple[bool, int]:
+    def kept_features(self) -> KeptFeatures:
         """The input, which A reads, and what it makes of it, r features."""
-        return True, self.lora_A.shape[0]
-
-    def plain(self) -> nn.Module:
-        """The base layer again, sharing weight and bias."""
-        layer = self.base.__new__(self.base)
-        layer.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("scale", "dropout", "active", "merged")}
-        layer.__dict__["_parameters"] = {name: value for name, value in self._parameters.items() if not name.startswith("lora_")}
-        return layer
+        return KeptFeatures(input=True, inner=self.lora_A.shape[0])
 
     def passes_by(self) -> bool:
         """Whether the base layer's own forward is all there is to compute."""
@@ -96,11 +109,12 @@ class LoraLinear(LoraLayer, nn.Linear):
         y = F.linear(x, self.weight, self.bias)
         return y if self.passes_by() else (y + self.update(x)).to(y.dtype)
 
-    def part(self) -> Part:
-        """Itself as fused blocks read it."""
+    def low_rank(self) -> LowRank:
+        """Weight, bias and both factors."""
         if self.passes_by():
-            return Part(_own(self, "weight"), _own(self, "bias"))
-        return Part(_own(self, "weight"), _own(self, "bias"), _own(self, "lora_A"), _own(self, "lora_B"), self.scale, self.dropout)
+            return LowRank(_own(self, "weight"), _own(self, "bias"))
+        factors = _own(self, "lora_A"), _own(self, "lora_B")
+        return LowRank(_own(self, "weight"), _own(self, "bias"), *factors, self.scale, self.dropout)
 
 
 def _own(layer: nn.Module, name: str) -> Any:
@@ -143,21 +157,24 @@ class LoraEmbedding(LoraLayer, nn.Embedding):
         return (y + F.linear(F.embedding(ids, self.lora_A.T), self.lora_B) * self.scale).to(y.dtype)
 
 
-LAYERS: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear, Conv1D: LoraConv1D, nn.Embedding: LoraEmbedding}
+Layers = Mapping[type[nn.Module], type[LoraLayer]]  # the form of each class of layer that can be tuned
+LAYERS: Layers = {nn.Linear: LoraLinear, Conv1D: LoraConv1D, nn.Embedding: LoraEmbedding}
 
 
-def apply(model: nn.Module, family: Family | None, config: LoraConfig, also_train: tuple[str, ...]) -> None:
-    """Replace every target layer by its LoRA form. Raises UsageError when a target is not a layer LoRA can tune."""
+def apply(model: nn.Module, family: Family | None, config: LoraConfig, also_train: tuple[str, ...], forms: Layers = LAYERS) -> None:
+    """Replace every target layer by its tuned form. Raises UsageError when a target is not a layer that has one in `forms`."""
+    method = name_of(config)
     layers = select_layers(model, family, config.targets, config.exclude, also_train)
-    wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in LAYERS}
+    wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in forms}
     if wrong:
         name = next(iter(wrong))
-        raise UsageError(f"{_EXPLAIN}, not {wrong[name]}", where=name, remedy="narrow `targets` or name it in `exclude`")
+        known = ", ".join(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in forms)
+        raise UsageError(f"{method} tunes {known}, not {wrong[name]}", where=name, remedy="narrow `targets` or name it in `exclude`")
     if not layers:
-        raise UsageError("lora has nothing to tune: targets less exclude is empty")
+        raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
     _refuse_unreached(model, layers)
     for name, layer in layers.items():
-        model.set_submodule(name, tune(layer, config))
+        model.set_submodule(name, forms[type(layer)].around(layer, config))
 
 
 def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
@@ -174,35 +191,11 @@ def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None
             raise UsageError("this embedding is never called, only its tied twins are", where=name, remedy=f"target {', '.join(twins)}")
 
 
-def tune(layer: nn.Module, config: LoraConfig, factors: tuple[Tensor, Tensor] | None = None) -> LoraLayer:
-    """The LoRA form of `layer`, sharing its parameters, hooks and every other attribute.
-
-    `factors` are A [r, in] and B [out, r] of a saved tuning; without them both are drawn as the module says.
-    """
-    form = LAYERS[type(layer)]
-    tuned = form.__new__(form)
-    tuned.__dict__ = dict(layer.__dict__)
-    tuned.__dict__["_parameters"] = dict(layer._parameters)
-    weight, dtype = cast("Tensor", layer.weight), factor_dtype(layer)
-    a, b = factors or _draw(layer, weight, config.r, dtype)
-    tuned.lora_A = nn.Parameter(a.to(weight.device, dtype))
-    tuned.lora_B = nn.Parameter(b.to(weight.device, dtype))
-    tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
-    tuned.dropout, tuned.active, tuned.merged = config.dropout, True, False
-    return tuned
+def tune(layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> LoraLayer:
+    """The LoRA form of `layer`; see `LoraLayer.around`."""
+    return LAYERS[type(layer)].around(layer, config, saved)
 
 
 def factor_dtype(layer: nn.Module) -> torch.dtype:
     """What both factors of a layer are held in: float32, float64 on a float64 weight."""
     return torch.promote_types(cast("Tensor", layer.weight).dtype, torch.float32)
-
-
-def _draw(layer: nn.Module, weight: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Fresh factors A and B whose product is zero."""
-    outputs, inputs = weight.shape if type(layer) is nn.Linear else weight.T.shape
-    a = torch.zeros(r, inputs, dtype=dtype, device=weight.device)
-    b = torch.zeros(outputs, r, dtype=dtype, device=weight.device)
-    if isinstance(layer, nn.Embedding):
-        return a, b.normal_()
-    bound = 1 / math.sqrt(inputs)
-    return a.uniform_(-bound, bound), b

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +17,9 @@ from torch import nn
 from petune import attention
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
-from petune.methods.configs import AdapterConfig, FullConfig, SideConfig
-from petune.methods.lora import LoraLayer
+from petune.methods.configs import method_of
 from petune.methods.saving import forget
-from petune.methods.tuned import tuned_layers, tuning
+from petune.methods.tuned import TunedLinear, tuned_layers, tuning
 from petune.stack import disown_stacks
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,10 +39,9 @@ def merge(model: Model) -> Model:
     disown_stacks(model)
     attention.leave(model)
     for name, layer in list(tuned_layers(model)):
-        lora = cast("LoraLayer", layer)
-        if lora.merged:
+        if layer.merged:
             raise UsageError("this model is inside merged_weights()", where=name, remedy="leave the block first")
-        _untie(model, lora)
+        _untie(model, layer)
         plain = layer.plain()
         plain.weight = nn.Parameter(layer.merged_weight())
         model.set_submodule(name, plain)
@@ -73,7 +71,7 @@ def merged_weights(model: Model) -> Iterator[Model]:
     and side, and when already inside.
     """
     _refuse_unmergeable(model)
-    layers = [cast("LoraLayer", layer) for _, layer in tuned_layers(model)]
+    layers = [layer for _, layer in tuned_layers(model)]
     if any(layer.merged for layer in layers):
         raise UsageError("this model's weights are merged already", remedy="leave the outer merged_weights() first")
     originals = [layer.weight for layer in layers]
@@ -101,14 +99,15 @@ def _refuse_training(model: nn.Module, args: Any) -> None:
 
 def _refuse_unmergeable(model: nn.Module) -> None:
     record = tuning(model)
-    if isinstance(record.config, AdapterConfig | SideConfig):
+    method = method_of(record.config)
+    if not method.mergeable:
         raise UsageError(
             f"{record.method} cannot be merged into the weights", remedy="keep the base model and use petune.load(base, folder)"
         )
-    assert isinstance(record.config, FullConfig) or any(True for _ in tuned_layers(model))
+    assert method.trains_base or any(True for _ in tuned_layers(model))
 
 
-def _untie(model: nn.Module, layer: LoraLayer) -> None:
+def _untie(model: nn.Module, layer: TunedLinear) -> None:
     """Give every layer that shares this one's weight a copy of its own, and tell the config, or saving would write one for all."""
     sharing = [module for module in model.modules() if module is not layer and getattr(module, "weight", None) is layer.weight]
     for module in sharing:

@@ -1,10 +1,9 @@
-"""The method registry and `wrap`. Adding a method is one line in METHODS."""
+"""`wrap`: a model is tuned by a method of METHODS, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -12,8 +11,7 @@ from petune.errors import UsageError
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig, make_memory
 from petune.kernels.fuse import check_kernels, fuse
 from petune.log import say, warn
-from petune.methods import adapter, full, lora, side
-from petune.methods.configs import CONFIGS, FullConfig, MethodConfig, make_config
+from petune.methods.configs import METHODS, MethodConfig, make_config, name_of
 from petune.methods.merging import was_merged
 from petune.methods.saving import remember
 from petune.methods.targets import head_modules
@@ -22,23 +20,6 @@ from petune.methods.tuned import Tuning, is_wrapped, tuned_modules, tuning
 from petune.models import FAMILIES, family_of
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way of tuning: its config, what it does to a model, and whether it needs the model's family to be known."""
-
-    config: type[MethodConfig]
-    apply: Callable[..., None]
-    needs_family: bool
-
-
-METHODS: Mapping[str, Method] = {
-    "full": Method(CONFIGS["full"], full.apply, needs_family=False),
-    "lora": Method(CONFIGS["lora"], lora.apply, needs_family=False),
-    "adapter": Method(CONFIGS["adapter"], adapter.apply, needs_family=True),
-    "side": Method(CONFIGS["side"], side.apply, needs_family=True),
-}
 
 
 def wrap(
@@ -78,14 +59,16 @@ def wrap(
 
 def tune(model: nn.Module, config: MethodConfig) -> None:
     """`wrap` with a finished config, silently."""
-    name = next(name for name, method in METHODS.items() if method.config is type(config))
+    name = name_of(config)
+    method = METHODS[name]
     refuse_tuned(model)
     family = family_of(model)
-    if METHODS[name].needs_family and family is None:
+    if method.needs_family and family is None:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise UsageError(f"{name} needs a model family petune knows, not {kind}", expected=", ".join(FAMILIES), remedy="use lora or full")
-    also_train = () if isinstance(config, FullConfig) else head_modules(model, family, config.also_train)
-    METHODS[name].apply(model, family, config, also_train)
+        remedy = "use " + " or ".join(other for other, one in METHODS.items() if not one.needs_family)
+        raise UsageError(f"{name} needs a model family petune knows, not {kind}", expected=", ".join(FAMILIES), remedy=remedy)
+    also_train = () if method.trains_base else head_modules(model, family, cast("Any", config).also_train)
+    method.apply(model, family, config, also_train)
     remember(model, Tuning(name, config, family.name if family else None, also_train))
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from transformers import PreTrainedModel
 
 from petune.errors import FileError, Problem, UsageError, nearest
-from petune.methods.configs import FullConfig
+from petune.methods.configs import method_of
 from petune.methods.trainable import frozen_tensors, mark_only_trainable, tuned_names, tuned_state
 from petune.methods.tuned import Tuning
 from petune.tensorfile import check_dtypes, read_json, write_json, write_tensors
@@ -111,7 +111,7 @@ def remember(model: nn.Module, record: Tuning) -> None:
     """Note on a model how it is tuned, let exactly that train, and give a transformers model its way of saving."""
     setattr(model, "petune_tuning", record)  # noqa: B010 - mypy's Module has no such attribute
     kind: Any = type(model)
-    if issubclass(kind, PreTrainedModel) and not issubclass(kind, TunedModel) and not isinstance(record.config, FullConfig):
+    if issubclass(kind, PreTrainedModel) and not issubclass(kind, TunedModel) and not method_of(record.config).trains_base:
         model.__class__ = _tuned_class(kind)
     mark_only_trainable(model)
 

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
+from petune.methods.tuned import TunedModule
 from petune.sites import Config, Family, StackRule, stack_paths
 from petune.stack import Call, Stack, carried_by, own_stacks, run_block
 
 
-class Ladder(PreTrainedModel):
+class Ladder(TunedModule, PreTrainedModel):
     """The side network of one stack. A PreTrainedModel of its own, so that the model's recorder of hidden states passes it by."""
 
     config_class: Any = None

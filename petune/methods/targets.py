@@ -78,7 +78,7 @@ def _by_word(
     return hits
 
 
-def left_alone(model: nn.Module, tuned: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> str | None:
+def left_alone(method: str, model: nn.Module, tuned: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> str | None:
     """One line about the matrices of a model without a table that `auto` or `all-linear` did not reach, or None where there is none.
 
     tuned: the layers that have an update; trained: parameters that train. Embeddings, the output head, norms and biases are not counted.
@@ -101,7 +101,7 @@ def left_alone(model: nn.Module, tuned: Iterable[nn.Module], trained: Iterable[n
     number, total = sum(value.numel() for value in missed), sum(value.numel() for value in model.parameters())
     shown = [f"{len(found[kind])} {kind} ({_abridged(names)})" for kind, names in places.items() if names]
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    what = f"lora leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone ({100 * number / total:.1f} %)"
+    what = f"{method} leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone ({100 * number / total:.1f} %)"
     return f"{what}: {' and '.join(shown)}, as it tunes torch.nn.Linear and Conv1D only, and petune has no table of {family}"
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import cast
 
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.methods.configs import FullConfig, LoraConfig
+from petune.methods.configs import method_of
 from petune.methods.targets import left_alone
 from petune.methods.tuned import tuned_layers, tuned_modules, tuning
 from petune.stack import Stack
@@ -19,7 +18,7 @@ from petune.stack import Stack
 def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every name of every parameter that trains; a tensor tied to two of them appears under both, as a file must have it."""
     record = tuning(model)
-    if isinstance(record.config, FullConfig):
+    if method_of(record.config).trains_base:
         return dict(model.named_parameters())
     found = {f"{name}.{own}": value for name, module in tuned_modules(model) for own, value in module.tuned().items()}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -63,7 +62,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
     """The model as it was before its method, heads excepted, for as long as the block lasts. Raises UsageError for `full`."""
     record = tuning(model)
-    if isinstance(record.config, FullConfig):
+    if method_of(record.config).trains_base:
         raise UsageError("full fine-tuning keeps no untouched base to go back to", remedy="load the base model again")
     layers = [layer for _, layer in tuned_layers(model)]
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
@@ -90,9 +89,9 @@ def describe(model: nn.Module) -> str:
 
 
 def untouched(model: nn.Module) -> str | None:
-    """One line about what LoRA's `auto` and `all-linear` leave alone in a wrapped model of a family without a table, or None."""
+    """One line about what the targets `auto` and `all-linear` leave alone in a wrapped model of a family without a table, or None."""
     record = tuning(model)
-    if not isinstance(record.config, LoraConfig) or record.family is not None or record.config.targets not in ("auto", "all-linear"):
+    if record.family is not None or asdict(record.config).get("targets") not in ("auto", "all-linear"):
         return None
-    layers = [cast("nn.Module", layer) for _, layer in tuned_layers(model)]
-    return left_alone(model, layers, tuned_parameters(model).values())
+    layers = [layer for _, layer in tuned_layers(model)]
+    return left_alone(record.method, model, layers, tuned_parameters(model).values())

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
+from petune.methods.tuned import KeptFeatures, TunedLinear
 from petune.parallel.plan import Cut
 from petune.sites import Region, StackRule, child_of
 
@@ -70,7 +71,7 @@ def saved_by(block: nn.Module, rule: StackRule, cut: Cut | None, extent: Extent,
         found += _of_region(block, region, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
             found += Saved(connection * _layer(block, region.leave).out_features)
-        found += Saved(connection * _bottleneck(_layer(block, region.leave), itemsize))
+        found += Saved(connection * _kept(_layer(block, region.leave)).after * itemsize)
     inside = {id(part) for region in rule.regions if (enter := child_of(block, region.enter)) for part in enter[1].modules()}
     return found + Saved(connection * sum(_of_norm(norm) for norm in _norms(block) if id(norm) not in inside))
 
@@ -90,8 +91,8 @@ def _of_region(
     entering: dict[int, float] = {}
     total = 0.0
     for role, layer in layers.items():
-        total += read[role] * _declared(layer)[1] * itemsize
-        if layer is not leave and (_declared(layer)[0] or _trains(layer)):
+        total += read[role] * _kept(layer).inner * itemsize
+        if layer is not leave and (_kept(layer).input or _trains(layer)):
             source = id(layer) if itemsize < NORM else read[role]  # in float32 layers that read the same save one tensor
             entering[source] = read[role] * layer.in_features * itemsize
     total += sum(entering.values())
@@ -102,13 +103,13 @@ def _of_region(
         for path, size in by_head:
             if path is not None and (norm := child_of(block, path)) is not None:
                 total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
-        if itemsize < NORM and _declared(leave)[0]:
+        if itemsize < NORM and _kept(leave).input:
             total += tokens * leave.in_features * itemsize
         return Saved(total) + _pairs(block, region, rule, extent.heads * tokens * keys, itemsize, dropout)
     columns = leave.in_features
     steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
     total += tokens * columns * itemsize * ((3 if "gate" in layers else 1) + steps)
-    if (_declared(leave)[0] or _trains(leave)) and not _relu(block, region):
+    if (_kept(leave).input or _trains(leave)) and not _relu(block, region):
         total += tokens * columns * itemsize
     return Saved(total)
 
@@ -146,16 +147,9 @@ def _trains(layer: nn.Module) -> bool:
     return weight is not None and weight.requires_grad
 
 
-def _declared(layer: nn.Module) -> tuple[bool, int]:
-    """Whether a layer's tuning keeps the layer's input, and how many features of its own; see TunedLayer.kept."""
-    return cast("tuple[bool, int]", cast("Any", layer).kept()) if hasattr(layer, "kept") else (False, 0)
-
-
-def _bottleneck(layer: nn.Module, itemsize: int) -> float:
-    """Bytes per token of linears inside a layer, one after the other with an activation between them."""
-    linears = [child for child in layer.children() if isinstance(child, nn.Linear)]
-    inner = sum(linear.out_features for linear in linears[:-1])
-    return itemsize * (sum(linear.in_features for linear in linears) + inner)
+def _kept(layer: nn.Module) -> KeptFeatures:
+    """What the tuning of a layer keeps; nothing where it has none."""
+    return layer.kept_features() if isinstance(layer, TunedLinear) else KeptFeatures()
 
 
 def _norms(module: nn.Module) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -41,11 +41,13 @@ from petune.parallel.rendezvous import (
     joined,
     lacks_files,
     launched,
+    own_gpu,
     place,
     restarted,
     started,
     stay_on_this_machine,
     too_many_files,
+    write_error_file,
 )
 from petune.parallel.seal import Sealed, refused
 
@@ -75,7 +77,10 @@ __all__ = [
 ]
 
 BEAT_S = 1.0
+LOOKS = 4  # at whether a rank was stopped, for every beat
+STOPPED = "stopped"  # the key that such a rank writes behind its beat
 SILENT_S = 3 * BEAT_S  # a rank that has not beaten for this long is named when a collective fails
+FORMING_S = 3.0  # how long a rank may take to leave a group that is only being formed and has lost another
 SPARE_S = 1.0  # the main thread's own timeout may come first: it unwinds better than a thread can
 
 Kind = Literal["own", "lost", "consequence"]
@@ -131,7 +136,7 @@ def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout
     """Meet the others and make torch's default group, those of this generation."""
     global _session
     stay_on_this_machine(here)
-    device = _own_gpu(here) if device_type == "cuda" else None
+    device = own_gpu(here) if device_type == "cuda" else None
     server, store = connect(here, start_timeout_s)
     _check_in(here, store, start_timeout_s)
     pulse = Pulse(here, client(here, start_timeout_s), timeout_s)
@@ -145,7 +150,7 @@ def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout
             rank=here.rank,
             world_size=here.world,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device,
+            device_id=None if orders.generation() else device,  # bound to it, NCCL splits groups off, which ends in a crash after an abort
         )
     except Exception as error:
         raise explain(error) from None
@@ -202,15 +207,6 @@ def limit(groups: Iterable[dist.ProcessGroup]) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_session.timeout_s), group)
 
 
-def _own_gpu(here: Place) -> torch.device:
-    count = torch.cuda.device_count()
-    index = here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
-    if index >= count:
-        raise MachineError(f"there is no GPU for rank {here.rank}", expected=f"at least {index + 1} on this machine", found=str(count))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
 def _check_in(here: Place, store: Sealed, limit_s: float) -> None:
     """Wait until every rank is here. Raises DistributedError with those that are not."""
     until, keys = time.monotonic() + limit_s, [f"beat/{rank}" for rank in range(here.world)]
@@ -255,6 +251,7 @@ def _wait(store: Sealed, keys: list[str], until: float) -> list[str | None]:
 def gather(text: str) -> list[str]:
     """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or falls silent meanwhile."""
     session = _required()
+    session.pulse.formed = True  # nobody meets the others before
     keys = [f"meet/{session.meetings}/{rank}" for rank in range(session.place.world)]
     own = keys[session.place.rank]
     session.pulse.kept = {**session.pulse.kept, own: text}
@@ -351,10 +348,45 @@ def _await_order(pulse: Pulse) -> bool:
     return ordered
 
 
+_aborted: dist.ProcessGroup | None = None  # the whole group, from when this rank has aborted it until it forgets it
+
+
 def _free_main_thread() -> None:
-    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when its connections close."""
-    if _session is not None and _session.device_type == "cuda" and dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when its connections close.
+
+    Once freed, the main thread finds no group to begin another collective on: it would make a connection of one that is being ended.
+    """
+    global _aborted
+    if _session is None or _session.device_type != "cuda" or not dist.is_initialized():
+        return
+    torchs = dist.distributed_c10d
+    lasting.refuse()
+    _aborted = torchs.GroupMember.WORLD
+    torchs._update_default_pg(None)
+    _abort_at_once(list(torchs._world.pg_names))
+
+
+def _forget_groups() -> None:
+    """Have torch forget its groups, so that others can be made."""
+    global _aborted
+    torchs = dist.distributed_c10d
+    if _aborted is not None:
+        torchs._world.pg_names.clear()  # torch would abort them once more
+        torchs._update_default_pg(_aborted)
+        torchs._abort_process_group()
+        _aborted = None
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    torchs._world.group_count = 0  # torch names groups by it, and counts one that was only half made
+
+
+def _abort_at_once(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort groups side by side: freeing one waits for the device, and so for the collective of another that nobody has aborted."""
+    threads = [threading.Thread(target=group.abort, name="petune-abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def rejoin() -> None:
@@ -364,9 +396,7 @@ def rejoin() -> None:
     session.pulse.threads[1].join()  # it may be about to abort
     _free_main_thread()
     lasting.release()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = 0  # torch names groups by it, and counts one that was only half made
+    _forget_groups()
     gc.collect()  # whoever waits for this rank is freed when the last reference to the old connections goes
     os.environ[orders.GENERATION] = str(orders.given().generation)
     _enter(session.place, session.device_type, session.timeout_s, session.start_timeout_s)
@@ -401,6 +431,7 @@ class Pulse:
         self.answered = time.monotonic()  # when the store last did
         self.heard = [self.answered] * here.world
         self.broken = False  # the connection to the store is
+        self.formed = False  # the groups of this generation are, on this rank
         self.ended = threading.Event()
         self.threads = [threading.Thread(target=work, name="petune-pulse", daemon=True) for work in (self._beat, self._watch)]
 
@@ -422,9 +453,13 @@ class Pulse:
         store.set(f"beat/{self.here.rank}", json.dumps(asdict(self.own)))
 
     def _beat(self) -> None:
-        while not self.ended.wait(BEAT_S):
-            self.own.count += 1
+        looks = 0
+        while not self.ended.wait(BEAT_S / LOOKS):
+            looks += 1
             try:
+                if looks % LOOKS and self.store.read(STOPPED) is None:
+                    continue
+                self.own.count += 1
                 self.publish(self.store)
                 for key, said in self.kept.items():
                     self.store.set(key, said)
@@ -455,9 +490,13 @@ class Pulse:
                 _give_up(lost)
 
     def _follow(self) -> None:
-        """See that the main thread leaves a broken group. Where it cannot, as gloo may wait long for a dead rank, this one is replaced."""
+        """See that the main thread leaves a broken group. Where it cannot, as gloo may wait long for a dead rank, this one is replaced.
+
+        That is soon where groups are being formed, which takes no time: gloo waits for the connection of a dead rank as long as for any
+        answer, and for those of a mesh, which have no limit yet, half an hour. One that has its groups may compute or save meanwhile.
+        """
         _free_main_thread()
-        if not self.ended.wait(self.silence_s):
+        if not self.ended.wait(self.silence_s if self.formed else FORMING_S):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def silent(self, limit_s: float) -> dict[int, float]:
@@ -555,15 +594,17 @@ def report(error: BaseException) -> int:
     trace = "".join(traceback.format_exception(error)) if code == 1 else ""
     if path := os.environ.get(ERROR_FILE):
         with suppress(OSError):
-            _write_error_file(Path(path), here.rank if here else 0, code, kind, text, trace)
+            write_error_file(Path(path), here.rank if here else 0, code, kind, text, trace)
     if not launched():
         print(printable(f"rank {here.rank}: {text}" if here else text), file=sys.stderr, flush=True)
     if _session is not None and kind == "own":
         _session.pulse.own.failed, _session.pulse.own.stopped = text, code == Stopped.code
         with suppress(RuntimeError):
             _session.pulse.publish(_session.store)
+            if code == Stopped.code:
+                _session.store.set(STOPPED, "1")
         if code == Stopped.code and _session.server is not None:
-            time.sleep(1.5 * BEAT_S)  # the others read it in this process
+            time.sleep(2 * BEAT_S / LOOKS)  # the others read it in this process
     _tell_refused()
     return code
 
@@ -577,16 +618,6 @@ def _spoken(error: BaseException) -> tuple[int, str]:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return MachineError.code, f"out of memory: {first_line(error)}"
     return 1, f"internal error: {type(error).__name__}: {first_line(error)}"
-
-
-def _write_error_file(path: Path, rank: int, code: int, kind: Kind, text: str, trace: str) -> None:
-    """torch elastic's form of an error file, which torchrun reads, with what petune's launcher wants beside it."""
-    now = time.time()
-    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
-    own = {"rank": rank, "code": code, "kind": kind, "text": text, "trace": trace, "time": now}
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"message": message, "petune": own}), encoding="utf-8")
-    partial.rename(path)
 
 
 def _required() -> _Session:

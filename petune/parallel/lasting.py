@@ -22,6 +22,7 @@ class LastingGroup(dist.ProcessGroup):
     def __init__(self, now: dist.ProcessGroup) -> None:
         super().__init__(now.rank(), now.size())  # type: ignore[call-arg]  # without a store: this one connects nothing
         self.now: dist.ProcessGroup | None = None
+        self.refuses = False
         self.renew(now)
         _all.add(self)
 
@@ -29,7 +30,7 @@ class LastingGroup(dist.ProcessGroup):
         """Stand for `now` from here on."""
         world = dist.distributed_c10d._world
         world.pg_map[self], world.pg_group_ranks[self] = world.pg_map[now], world.pg_group_ranks[now]
-        self.now = now
+        self.now, self.refuses = now, False
 
     @property
     def _device_types(self) -> Any:
@@ -41,7 +42,7 @@ class LastingGroup(dist.ProcessGroup):
         return self._group().group_name
 
     def _group(self) -> dist.ProcessGroup:
-        if self.now is None:
+        if self.now is None or self.refuses:
             raise RuntimeError("ProcessGroup: a rank was lost, and the group is not made anew yet")
         return self.now
 
@@ -56,6 +57,12 @@ def _passing_on(name: str) -> Callable[..., Any]:
 for _name, _method in vars(dist.ProcessGroup).items():  # every collective, by whatever name this version of torch calls it
     if callable(_method) and not _name.startswith("__") and not isinstance(_method, type) and _name not in _OWN:
         setattr(LastingGroup, _name, _passing_on(_name))
+
+
+def refuse() -> None:
+    """Let no collective begin on groups that are about to be aborted."""
+    for group in list(_all):
+        group.refuses = True
 
 
 def release() -> None:

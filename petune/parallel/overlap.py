@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from petune.methods.tuned import TunedLinear
 from petune.parallel.collectives import SEQ, applied
 from petune.parallel.plan import Cut, apportion
 from petune.parallel.tiles import Incoming, Outgoing, Route, Tiles, choose, receiving, sending
@@ -314,7 +315,7 @@ class Row:
         departing, _open.departing = _open.departing, None
         if departing is None:
             raise RuntimeError(f"the way out of {type(self.site).__name__} was called without the layer itself")
-        linear = self.site if out is self.site else cast("nn.Module", cast("Any", self.site).plain())
+        linear = self.site if out is self.site else cast("TunedLinear", self.site).plain()
         return departing.through(linear.forward, first)
 
 

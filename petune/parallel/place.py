@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.methods.tuned import TunedLinear
 from petune.parallel.collectives import copy, gather_seq, gather_shared, reduce, reduce_scatter_seq, split_shared
 from petune.parallel.exchange import Cross, Gather, Ring, Ulysses
 from petune.parallel.mesh import Mesh
@@ -72,7 +73,7 @@ def _cross_region(block: nn.Module, region: Region, where: str, edges: StackEdge
         return
     enter.register_forward_pre_hook(Enter(plan, group, f"{where}.{region.enter}", overlap), with_kwargs=True)
     leave = module_at(block, region.leave, where)[1]
-    out: nn.Module = cast("Any", leave).way_out() if hasattr(leave, "way_out") else leave
+    out: nn.Module = leave.after_sum() if isinstance(leave, TunedLinear) else leave
     out.register_forward_hook(Leave(plan, group, rank, overlap.row(leave) if overlap is not None else None))
     if region.kind == "attention":
         cast("Any", enter).first_head = sum(plan.heads[:rank])

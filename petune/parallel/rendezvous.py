@@ -6,6 +6,7 @@ torchrun, srun and petune's own launcher say it in the environment. Where every 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import socket
@@ -15,7 +16,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from petune.errors import DistributedError, MachineError
@@ -120,6 +123,26 @@ def launched() -> bool:
 def restarted() -> int:
     """How often a launcher has started the ranks anew, or replaced some; above 0 a run goes on from its newest checkpoint."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + orders.generation()
+
+
+def own_gpu(here: Place) -> torch.device:
+    """The GPU of this rank, which becomes torch's current one. Raises MachineError where there is none for it."""
+    count = torch.cuda.device_count()
+    index = here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
+    if index >= count:
+        raise MachineError(f"there is no GPU for rank {here.rank}", expected=f"at least {index + 1} on this machine", found=str(count))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def write_error_file(path: Path, rank: int, code: int, kind: str, text: str, trace: str) -> None:
+    """torch elastic's form of an error file, which torchrun reads, with what petune's launcher wants beside it."""
+    now = time.time()
+    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
+    own = {"rank": rank, "code": code, "kind": kind, "text": text, "trace": trace, "time": now}
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"message": message, "petune": own}), encoding="utf-8")
+    partial.rename(path)
 
 
 # ------------------------------------------------------------ the store

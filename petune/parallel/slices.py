@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from petune.errors import UsageError
+from petune.methods.tuned import TunedLinear
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.sites import CutKind, Family, Region, Shape, Split, child_of
@@ -110,10 +111,10 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
     """
     if type(layer) is nn.Linear:
         return {"weight": 0, "bias": 0} if kind == "column" else {"weight": 1, "bias": "owner"}
-    if not hasattr(layer, "splits"):
-        expected = "a torch.nn.Linear itself, or a layer with `splits`"
+    if not isinstance(layer, TunedLinear):
+        expected = "a torch.nn.Linear itself, or a TunedLinear"
         raise UsageError(f"{type(layer).__name__} does not say how it is cut across ranks", where=where, expected=expected)
-    declared = cast("Mapping[str, Split]", cast("Any", layer).splits(kind))
+    declared = layer.splits(kind)
     if unsaid := [name for name, _ in layer.named_parameters() if name not in declared]:
         sides = {"expected": ", ".join(declared), "found": ", ".join(unsaid)}
         raise UsageError(f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut", where=where, **sides)

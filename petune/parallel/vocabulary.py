@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError, UsageError
+from petune.methods.tuned import TunedLinear, TunedModule
 from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, applied, copy, gather_dim, reduce
 from petune.parallel.slices import Placed, Slice, splits_of
 from petune.sites import Split
@@ -43,12 +44,12 @@ def refusal(model: nn.Module) -> str | None:
     if len(rows) > 1:
         return f"its token tables and its head differ in rows: {', '.join(map(str, sorted(rows)))}"
     for table in tables:
-        if hasattr(type(table), "tuned"):
+        if isinstance(table, TunedModule):
             return "an embedding is tuned beside its table, by factors that every rank needs whole"
         if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
             return "an embedding with max_norm, scale_grad_by_freq or sparse gradients must see every token"
-    if head is not None and type(head) is not nn.Linear and not hasattr(head, "splits"):
-        return f"its head is a {type(head).__name__}, neither torch.nn.Linear itself nor a layer with `splits`"
+    if head is not None and type(head) is not nn.Linear and not isinstance(head, TunedLinear):
+        return f"its head is a {type(head).__name__}, neither torch.nn.Linear itself nor a TunedLinear"
     return None
 
 

@@ -8,11 +8,10 @@ checking a recipe needs no torch.
 from petune.recipe.neutral import far_from_known, neutral_settings
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
-from petune.recipe.schema import METHOD_LR, Recipe, json_schema, settings_text
+from petune.recipe.schema import Recipe, json_schema, settings_text
 
 __all__ = [
     "KEYS_THAT_CHANGE_NUMBERS",
-    "METHOD_LR",
     "Recipe",
     "demo_recipe",
     "differences",

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from petune.errors import Problem
 from petune.kernels.configs import KEEPS, MemoryConfig
-from petune.methods.configs import CONFIGS
+from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
@@ -32,8 +32,8 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
     method_name = method_name if isinstance(method_name, str) else None
     values = {key: value for key, value in tree.items() if key not in (*SECTIONS, PARALLEL)}
     data, problems = _section(written, "data", DataConfig, "", method_name)
-    if method_name in CONFIGS:
-        values["method"], more = _section(written, "method", CONFIGS[method_name], method_name, method_name)
+    if method_name in METHODS:
+        values["method"], more = _section(written, "method", METHODS[method_name].config, method_name, method_name)
         problems += more
     else:
         values["method"] = None
@@ -114,13 +114,13 @@ def _no_method(written: Written, name: str | None) -> Found:
     given = written.tree.get("method")
     path: KeyPath = ("method", "name") if isinstance(given, dict) and "name" in given else ("method",)
     if "method" not in written.tree:
-        return path, Problem("method is missing", written.where(path), ", ".join(CONFIGS), remedy=f"for example  {_EXAMPLES['method']}")
+        return path, Problem("method is missing", written.where(path), ", ".join(METHODS), remedy=f"for example  {_EXAMPLES['method']}")
     if isinstance(given, dict) and "name" not in given:
         remedy = "for example  method: {name: lora, r: 16}"
-        return path, Problem("method.name is missing", written.where(path), ", ".join(CONFIGS), remedy=remedy)
-    meant = _perhaps(meant_value(name or "", tuple(CONFIGS)))
+        return path, Problem("method.name is missing", written.where(path), ", ".join(METHODS), remedy=remedy)
+    meant = _perhaps(meant_value(name or "", tuple(METHODS)))
     found = show(name or (given.get("name") if isinstance(given, dict) else given))
-    return path, Problem(f"{dotted(path)}: no such method", written.where(path), "one of " + ", ".join(CONFIGS), found, meant)
+    return path, Problem(f"{dotted(path)}: no such method", written.where(path), "one of " + ", ".join(METHODS), found, meant)
 
 
 def _other_version(written: Written) -> Found:

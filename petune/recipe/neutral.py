@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from petune.recipe.schema import METHOD_LR, Recipe
+from petune.methods.configs import method_of
+from petune.recipe.schema import Recipe
 from petune.recipe.written import Written, as_mapping
 
 FEW_STEPS = 30
@@ -54,7 +55,7 @@ def demo_note(written: Written, before: Mapping[str, Any], fresh: Collection[str
     kept = [key for key in _CHOSEN_FOR_DEMO if key in before and key not in fresh]
     if not replaced or not set(kept) & set(_DECIDE):
         return None
-    usual = METHOD_LR[recipe.method_name]
+    usual = method_of(recipe.method).usual_lr
     said = [f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual:g})" if key == "lr" else "") for key in kept]
     nulls = " ".join(f"{key}={'none' if key == 'class_weights' else 'null'}" for key in kept if key in _DECIDE)
     return (
@@ -77,7 +78,7 @@ def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None, s
         yield f"{steps} steps are few to learn from: raise epochs, or lower batch_size"
     if recipe.model.startswith("demo:"):
         return
-    usual = METHOD_LR[recipe.method_name]
+    usual = method_of(recipe.method).usual_lr
     times = recipe.learning_rate / usual
     if times >= FAR or times <= 1 / FAR:
         ratio = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"

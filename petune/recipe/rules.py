@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from petune.errors import Problem, UsageError
 from petune.kernels.configs import MemoryConfig
-from petune.parallel.configs import DpConfig, ParallelConfig, axis_contradictions, size_of, too_many_cuts
+from petune.methods.configs import method_of
+from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, axis_contradictions, layouts, size_of, too_many_cuts
 from petune.patterns import compile_pattern
 from petune.recipe.schema import Recipe
 from petune.recipe.written import PARALLEL, Found, Written, as_mapping
@@ -38,6 +39,18 @@ def _task_is(recipe: Recipe, *tasks: str) -> bool:
 def _cuts_blocks(recipe: Recipe) -> bool:
     """Whether a process holds less than whole blocks of the whole model."""
     return any(axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in recipe.parallel.axes.values())
+
+
+_BY_OUTPUTS = ("q", "k", "v", "gate", "up")  # roles that are never cut by their inputs
+
+
+def _cuts_rows(recipe: Recipe) -> bool:
+    """Whether the plan cuts a target by its inputs, as far as the names of targets say."""
+    targets = getattr(recipe.method, "targets", ())
+    if isinstance(targets, tuple) and targets and set(targets) <= set(_BY_OUTPUTS):
+        return False
+    cuts = [(name, axis) for name, axis in recipe.parallel.axes.items() if isinstance(axis, CutConfig) and size_of(axis) != 1]
+    return any("heads" in layouts(name, axis).values() for name, axis in cuts)
 
 
 _PLACEHOLDER = re.compile(r"\$\{\w*\}|\$[A-Z_]+\b|<[A-Z_]+>")
@@ -89,7 +102,7 @@ def _streamed(key: str, holds: Callable[[Recipe], bool], what: str, remedy: str)
 STREAMED = (
     _streamed(
         "method",
-        lambda recipe: recipe.method_name == "full",
+        lambda recipe: method_of(recipe.method).trains_base,
         "memory.stream is for blocks whose weights all train",
         "set method: full",
     ),
@@ -191,7 +204,7 @@ RULES = (
     ),
     Rule(
         ("init_adapter", "method"),
-        lambda recipe: recipe.init_adapter is None or recipe.method_name != "full",
+        lambda recipe: recipe.init_adapter is None or not method_of(recipe.method).trains_base,
         "full fine-tuning has no adapter to start from",
         "put the folder of the tuned model in model",
     ),
@@ -230,9 +243,15 @@ RULES = (
     *STREAMED,
     Rule(
         ("base_dtype", "method"),
-        lambda recipe: recipe.base_dtype is None or recipe.method_name == "lora",
+        lambda recipe: recipe.base_dtype is None or method_of(recipe.method).fusable,
         "it quantises linears that do not train, beside the factors of lora",
         "remove base_dtype, or set method: lora",
+    ),
+    Rule(
+        ("method", "parallel"),
+        lambda recipe: method_of(recipe.method).row_cut or not _cuts_rows(recipe),
+        "it cannot cut a linear by its inputs, which `o` and `down` are under tp, galaxy, galaxy2 and heads of cut",
+        "set parallel: dp, sp or pp, or name targets among " + ", ".join(_BY_OUTPUTS),
     ),
     Rule(
         ("gradient_checkpointing", "memory"),

@@ -18,14 +18,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, create_model
 
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
-from petune.methods.configs import CONFIGS, MethodConfig
+from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
 from petune.recipe.written import MEMORY, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
 from petune.tasks.configs import DataConfig
-
-# Usual for large pretrained models; small ones want more, so the shipped recipes set lr themselves.
-METHOD_LR: Mapping[str, float] = {"full": 2e-5, "lora": 2e-4, "adapter": 3e-4, "side": 1e-3}
 
 # What the recipe names as input; a relative one is looked for beside the recipe, then in the working directory.
 INPUTS: tuple[KeyPath, ...] = (("model",), ("data", "path"), ("data", "eval"), ("init_adapter",))
@@ -50,7 +47,7 @@ class Recipe(BaseModel):
     task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat"] | None = Field(
         None, description="classify, tokens, mlm, seq2seq, causal or chat; null: inferred from model and data where unambiguous"
     )
-    method: SkipValidation[MethodConfig] = Field(description="full, lora, adapter or side; or a mapping with name and settings")
+    method: SkipValidation[MethodConfig] = Field(description=f"{', '.join(METHODS)}; or a mapping with name and settings")
     epochs: Annotated[float, Field(gt=0, le=10_000)] = Field(1.0, description="passes over the training rows; fractions count")
     max_steps: Count | None = Field(None, description="stop after this many optimizer steps, even if epochs would go on")
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = Field(8, description="rows per forward pass")
@@ -137,13 +134,13 @@ class Recipe(BaseModel):
 
     @property
     def method_name(self) -> str:
-        """full, lora, adapter or side."""
-        return next(name for name, config in CONFIGS.items() if isinstance(self.method, config))
+        """The name of the method: full, lora, ..."""
+        return name_of(self.method)
 
     @property
     def learning_rate(self) -> float:
         """`lr`, or the method's usual one when the recipe sets none."""
-        return METHOD_LR[self.method_name] if self.lr is None else self.lr
+        return method_of(self.method).usual_lr if self.lr is None else self.lr
 
     def where(self, key: str) -> str:
         """The place to name in an error about `key`: `recipe.yaml:4`, `command line`, or the file when the key has its default."""
@@ -259,7 +256,7 @@ def json_schema() -> dict[str, Any]:
     schema.pop("$defs", None)
     sections = {
         "data": [{"type": "string"}, _section_schema(DataConfig)],
-        "method": [{"enum": list(CONFIGS)}, *(_section_schema(config, name) for name, config in CONFIGS.items())],
+        "method": [{"enum": list(METHODS)}, *(_section_schema(method.config, name) for name, method in METHODS.items())],
         MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
         PARALLEL: [{"enum": ["none", *BACKENDS, None]}, _parallel_schema()],
     }

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from petune.errors import nearest
 from petune.kernels.configs import MemoryConfig
-from petune.methods.configs import CONFIGS
+from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS
 from petune.recipe.aliases import CLASSIC
 from petune.recipe.schema import Recipe
@@ -133,10 +133,10 @@ def _settings() -> dict[str, dict[str, tuple[str, ...]]]:
         table.setdefault(entry.name, {})[f"data.{entry.name}"] = ()
     for entry in dataclasses.fields(MemoryConfig):
         table.setdefault(entry.name, {})[f"{MEMORY}.{entry.name}"] = ()
-    for method, config in CONFIGS.items():
-        for entry in dataclasses.fields(config):
+    for name, method in METHODS.items():
+        for entry in dataclasses.fields(method.config):
             paths = table.setdefault(entry.name, {})
-            paths[f"method.{entry.name}"] = (*paths.get(f"method.{entry.name}", ()), method)
+            paths[f"method.{entry.name}"] = (*paths.get(f"method.{entry.name}", ()), name)
     for name, path in _axis_settings().items():
         table.setdefault(name, {})[path] = ()
     return table

@@ -16,6 +16,7 @@ from typing import Any
 
 from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
+from petune.tasks.arrow import refuse_compressed
 from petune.tasks.faults import Faults
 from petune.tasks.lines import Record, shown
 from petune.tasks.objects import HELD_OUT, OBJECT, TRAIN, DataObject, rows_of
@@ -171,9 +172,14 @@ def _rows(name: str, split: Any) -> Iterator[Record]:
 
 
 def _saved_load(folder: Path) -> Any:
-    """The splits of a data set that save_to_disk wrote; a single one is the train split. Raises DataError for a damaged folder."""
+    """The splits of a data set that save_to_disk wrote; a single one is the train split.
+
+    Raises DataError for a damaged folder, and for compressed tables.
+    """
     import datasets
 
+    for file in sorted(folder.rglob("*.arrow")):
+        refuse_compressed(file)
     try:
         found = datasets.load_from_disk(str(folder))
         splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}

@@ -128,6 +128,13 @@ def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+def test_python_searches_nothing_for_garbage_as_the_command_ends() -> None:
+    """With torch in memory that search takes longer than a stop may."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > len(gc.get_objects())));"
+    command = [sys.executable, "-c", f"{code} from petune_cli.main import app; app(['ls', 'nowhere'])"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout.endswith("True\n")
+
+
 def test_out_of_memory_and_a_full_disk_are_the_machines_fault(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

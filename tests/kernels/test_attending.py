@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +130,8 @@ def test_on_the_cpu_torch_attends() -> None:
         ((8, 0), BF16, 128, 2048, "", "flash", "no faster"),
         ((9, 0), BF16, 160, 2048, "", "flash", "not 160"),
         ((9, 0), BF16, 128, 1, "", "flash", "one token"),
-        ((9, 0), BF16, 256, 2048, "", "sdpa", "head dim 256"),
+        ((9, 0), BF16, 256, 2048, "", "flash", "not 256"),
+        ((8, 6), BF16, 256, 2048, "", "sdpa", "head dim 256"),
         ((9, 0), BF16, 20, 2048, "", "sdpa", "head dim 20"),
         ((9, 0), torch.float32, 64, 2048, "", "sdpa", "float32"),
         ((9, 0), BF16, 64, 2048, "masked", "sdpa", "a mask"),
@@ -141,6 +143,33 @@ def test_the_form_follows_from_device_dtype_and_call(
 ) -> None:
     device.capability = capability
     found = choose(GPU, dtype, head_dim, tokens, segmented=kind == "segmented", masked=kind == "masked")
+    assert found.backend == expected
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "reason"),
+    [
+        ({"keys": 512}, "cudnn", "equal length"),
+        ({"keys": 1}, "flash", "one token"),
+        ({"keys": 512, "segmented": True}, "varlen", "unequal length"),
+        ({"keys": 512, "segmented": True, "drops": True}, "triton", "dropout of attention"),
+        ({"keys": 512, "segmented": True, "dtype": torch.float32}, "triton", "segments, and float32"),
+        ({"window": 128}, "flash", "sliding window"),
+        ({"window": 512}, "cudnn", "equal length"),
+        ({"window": 128, "segmented": True}, "triton", "narrow heads on Hopper"),
+        ({"window": 128, "segmented": True, "head_dim": 256}, "varlen", "unequal length"),
+        ({"distant": True}, "triton", "a bias by distance"),
+        ({"distant": True, "segmented": True, "drops": True}, "triton", "dropout of attention"),
+        ({"distant": True, "plain": True}, "sdpa", "plain torch"),
+        ({"distant": True, "masked": True}, "sdpa", "a mask"),
+        ({"capped": True}, "triton", "a soft cap"),
+        ({"capped": True, "head_dim": 256}, "sdpa", "head dim 256"),
+    ],
+)
+def test_what_other_families_ask_for_has_the_form_that_knows_it(device: Any, asked: dict[str, Any], expected: str, reason: str) -> None:
+    given = {"dtype": BF16, "head_dim": 64, "tokens": 512, **asked}
+    found = choose(GPU, **given)
     assert found.backend == expected
     assert reason in found.reason
 
@@ -181,7 +210,7 @@ class Recorder:
 
     def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, lse, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
         assert (bias, lse, dropout, debug) == (None, True, 0.0, False)
-        assert all(x.dim() == 4 and x.stride(3) == 1 and x.shape[2] == q.shape[2] for x in (q, k, v))
+        assert all(x.dim() == 4 and x.stride(3) == 1 for x in (q, k, v)) and k.shape == v.shape
         out, _ = self._same(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal, scale)
         return out.transpose(1, 2), "lse", None, None, q.shape[2], k.shape[2], "seed", "offset", None
 
@@ -189,52 +218,74 @@ class Recorder:
         self, dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
     ):
         assert (lse, seed, offset, bias, cum_q, cum_k, dropout) == ("lse", "seed", "offset", None, None, None, 0.0)
-        assert max_q == max_k == q.shape[2] == out.shape[2] == dout.shape[2] and out.shape == q.shape == dout.shape
+        assert (max_q, max_k) == (q.shape[2], k.shape[2]) and out.shape == q.shape == dout.shape
         found = self._gradients(*(x.transpose(1, 2) for x in (dout, q, k, v)), causal, scale)
         return tuple(x.transpose(1, 2) for x in found)
 
-    def _flash_attention_forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
+    def _flash_attention_forward(  # type: ignore[no-untyped-def]
+        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **window
+    ):
         self._check(q, k, v, cum_q, cum_k, max_q, max_k)
         assert (dropout, debug) == (0.0, False)
-        out, _ = self._same(q, k, v, causal, scale, cum_q)
+        out, _ = self._same(q, k, v, causal, scale, cum_q, cum_k, **window)
         return out, "lse", "state", "unused", None
 
     def _flash_attention_backward(  # type: ignore[no-untyped-def]
-        self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale
+        self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale, **window
     ):
         self._check(q, k, v, cum_q, cum_k, max_q, max_k)
         assert (lse, dropout, state, unused) == ("lse", 0.0, "state", "unused") and dout.shape == out.shape == q.shape
-        return self._gradients(dout, q, k, v, causal, scale, cum_q)
+        return self._gradients(dout, q, k, v, causal, scale, cum_q, cum_k, **window)
 
     def _check(self, q, k, v, cum_q, cum_k, max_q, max_k):  # type: ignore[no-untyped-def]
-        assert all(x.stride(-1) == 1 for x in (q, k, v)) and max_q == max_k and cum_q is cum_k
+        assert all(x.stride(-1) == 1 for x in (q, k, v)) and k.shape == v.shape
         if cum_q is None:
-            assert q.dim() == 4 and max_q == q.shape[1]
-        else:
-            assert q.dim() == 3 and cum_q.dtype == torch.int32 and cum_q.is_contiguous() and max_q == int(cum_q.diff().max())
+            assert cum_k is None and (max_q, max_k) == (q.shape[1], k.shape[1]) and q.dim() == 4
+            return
+        assert q.dim() == 3 and (cum_q is cum_k) == (q.shape[0] == k.shape[0])
+        for x, starts, longest in ((q, cum_q, max_q), (k, cum_k, max_k)):
+            assert starts.dtype == torch.int32 and starts.is_contiguous()
+            assert (len(x), longest) == (int(starts[-1]), int(starts.diff().max()))
 
-    def _how(self, q, causal, scale, starts):  # type: ignore[no-untyped-def]
-        segments = None if starts is None else segments_of(tuple(starts.diff().tolist()))
-        return How(causal, scale, len(q) if segments is None else 1, segments)
+    def _how(self, q, causal, scale, starts, others, window_size_left=None, window_size_right=None):  # type: ignore[no-untyped-def]
+        assert window_size_right == (None if window_size_left is None else 0)
+        window = None if window_size_left is None else window_size_left + 1
+        sides = [None if one is None else segments_of(tuple(one.diff().tolist())) for one in (starts, others)]
+        memory = None if others is starts else sides[1]
+        return How(causal, scale, len(q) if starts is None else 1, sides[0], memory=memory, window=window)
 
-    def _same(self, q, k, v, causal, scale, starts=None):  # type: ignore[no-untyped-def]
+    def _same(self, q, k, v, causal, scale, starts=None, others=None, **window):  # type: ignore[no-untyped-def]
         flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
-        out, kept = attending.forward(*flat, self._how(q, causal, scale, starts))
+        out, kept = attending.forward(*flat, self._how(q, causal, scale, starts, others, **window))
         return out.view_as(q), kept
 
-    def _gradients(self, dout, q, k, v, causal, scale, starts=None):  # type: ignore[no-untyped-def]
+    def _gradients(self, dout, q, k, v, causal, scale, starts=None, others=None, **window):  # type: ignore[no-untyped-def]
         flat = [x.reshape(-1, *x.shape[-2:]) for x in (dout, q, k, v)]
-        found = attending.backward(*flat, flat[1], (), self._how(q, causal, scale, starts))
+        found = attending.backward(*flat, flat[1], (), self._how(q, causal, scale, starts, others, **window))
         return tuple(gradient.view_as(x) for gradient, x in zip(found, (q, k, v), strict=True))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "varlen"])
-def test_fused_forms_call_the_library_as_it_wants(monkeypatch: pytest.MonkeyPatch, backend: Any, causal: bool) -> None:
+FUSED = {
+    "cudnn": How(False, 0.5, 4, backend="cudnn"),
+    "flash": How(False, 0.5, 4, backend="flash"),
+    "varlen": How(False, 0.5, 1, segments_of(LENGTHS), backend="varlen"),
+}
+FUSED |= {f"causal {name}": replace(how, causal=True) for name, how in FUSED.items()}
+FUSED |= {f"windows of {name}": replace(FUSED[f"causal {name}"], window=3) for name in ("flash", "varlen")}
+ACROSS = {f"{name} across": FUSED[name] for name in ("cudnn", "flash")} | {
+    "varlen across": replace(FUSED["varlen"], memory=segments_of((3, 2, 1, 9, 13))),
+    "varlen across, rows of queries": replace(FUSED["flash"], backend="varlen", memory=segments_of((3, 2, 1, 22))),
+}
+
+
+@pytest.mark.parametrize("name", [*FUSED, *ACROSS])
+def test_fused_forms_call_the_library_as_it_wants(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(attending, "aten", Recorder())
-    segments = segments_of(LENGTHS) if backend == "varlen" else None
-    how, plain = (How(causal, 0.5, 4, segments, backend=form) for form in (backend, "sdpa"))
+    how = (FUSED | ACROSS)[name]
+    plain = replace(how, backend="sdpa")
     q, k, v = split(20, 4, 2, 8)
+    if name in ACROSS:
+        _, k, v = split(28, 4, 2, 8)
     dout = torch.randn(20, 4, 8, dtype=torch.float64)
     (out, kept), (expected, _) = (attending.forward(q, k, v, way) for way in (how, plain))
     assert torch.equal(out, expected) and out.is_contiguous() and kept[0] == "lse"

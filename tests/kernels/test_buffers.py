@@ -22,10 +22,11 @@ from petune.kernels.frame import Frame
 from petune.kernels.fuse import OWN_INPUT
 from petune.kernels.group import Group, Sink
 from petune.kernels.ops import Ops
-from petune.kernels.parts import Dense, Part
+from petune.kernels.parts import Dense
 from petune.kernels.postnorm import PostNorm
 from petune.kernels.prenorm import PreNorm
 from petune.kernels.shape import BlockShape, Ranks
+from petune.methods.tuned import LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
 
@@ -192,10 +193,10 @@ def engine(shape: BlockShape, keep: Keep, tile: int | None, tokens: int) -> tupl
     """A block of that shape without memory, and where its gradients go."""
     frozen = {"dtype": torch.bfloat16, "device": "meta"}
 
-    def part(role: str, outputs: int, inputs: int) -> Part:
+    def part(role: str, outputs: int, inputs: int) -> LowRank:
         rank = getattr(shape.ranks, role)
         factors = (torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")) if rank else (None, None)
-        return Part(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
+        return LowRank(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
 
     keys, width = shape.kv_heads * shape.head_dim, shape.width
     layers = [

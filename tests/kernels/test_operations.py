@@ -45,6 +45,10 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (operations.quantise(10, 8), 240, 3 * 80 + 40),
         (operations.attention(10, 10, 2, 1, 4), 4 * 2 * 4 * 100 / 2, 10 * (2 * 3 * 4 * 2 + 8)),
         (operations.attention(10, 10, 2, 1, 4, causal=False), 4 * 2 * 4 * 100, 10 * (2 * 3 * 4 * 2 + 8)),
+        (operations.attention(10, 5, 2, 1, 4, False, keys=20), 4 * 2 * 4 * 10 * 20, 10 * (2 * 6 * 4 * 2 + 8)),
+        (operations.attention(100, 100, 2, 1, 4, window=100), 4 * 2 * 4 * 100 * 50, 100 * (2 * 3 * 4 * 2 + 8)),
+        (operations.attention(100, 100, 2, 1, 4, window=20), 4 * 2 * 4 * 100 * 18, 100 * (2 * 3 * 4 * 2 + 8)),
+        (operations.attention_backward(10, 5, 2, 1, 4, False, keys=20), 2.5 * 6400, 10 * (4 * 6 * 4 * 2 + 8 * 8 + 16)),
         (operations.adamw(10), 140, 280),
     ],
 )

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from petune.kernels import reference
 from petune.kernels.group import Dropping, Group, Rows, Sink, spans
 from petune.kernels.ops import reference_ops
-from petune.kernels.parts import Bank, Dense, Part, matmul32, part_of
+from petune.kernels.parts import Bank, Dense, matmul32
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
+from petune.methods.tuned import LowRank, low_rank_of
 
 M, K = 7, 12
 WIDTHS = (8, 5, 5)
@@ -29,12 +30,12 @@ def _float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def parts_of(ranks: tuple[int, ...], bias: bool, scales: tuple[float, ...] = (1.5, 1.5, 1.5)) -> list[Part]:
+def parts_of(ranks: tuple[int, ...], bias: bool, scales: tuple[float, ...] = (1.5, 1.5, 1.5)) -> list[LowRank]:
     """Linears of WIDTHS outputs; a rank of 0 is no update."""
     made = []
     for width, r, scale in zip(WIDTHS, ranks, scales, strict=True):
         factors = (torch.randn(r, K), torch.randn(width, r)) if r else (None, None)
-        made.append(Part(torch.randn(width, K), torch.randn(width) if bias else None, *factors, scale))
+        made.append(LowRank(torch.randn(width, K), torch.randn(width) if bias else None, *factors, scale))
     return made
 
 
@@ -44,7 +45,7 @@ def mask(seed: int) -> Dropping:
     return lambda x, rows: x * kept[slice(None) if rows is None else rows, : x.shape[1]]
 
 
-def oracle(parts: list[Part], drops: list[Any], x: Tensor) -> Tensor:
+def oracle(parts: list[LowRank], drops: list[Any], x: Tensor) -> Tensor:
     """What the group computes, by autograd."""
     outs = []
     for part, drop in zip(parts, drops, strict=True):
@@ -55,7 +56,7 @@ def oracle(parts: list[Part], drops: list[Any], x: Tensor) -> Tensor:
     return torch.cat(outs, 1)
 
 
-def leaves(parts: list[Part]) -> list[Tensor | None]:
+def leaves(parts: list[LowRank]) -> list[Tensor | None]:
     return [tensor for part in parts for tensor in part.tensors]
 
 
@@ -126,7 +127,7 @@ def test_what_does_not_train_gets_no_gradient() -> None:
 
 def test_gradients_leave_a_group_as_they_were_summed_in_float32() -> None:
     torch.set_default_dtype(torch.float32)
-    part = Part(torch.randn(8, K).bfloat16(), None, torch.randn(2, K), torch.randn(8, 2), 2.0)
+    part = LowRank(torch.randn(8, K).bfloat16(), None, torch.randn(2, K), torch.randn(8, 2), 2.0)
     x, dy = torch.randn(4096, K).bfloat16(), torch.randn(4096, 8).bfloat16()
     group, sink = Group([part], torch.bfloat16, 0, reference_ops()), Sink([True, False, True, True])
     _, s = group(x)
@@ -184,15 +185,15 @@ def layers(bias: bool = True) -> list[nn.Module]:
 def test_a_linear_and_a_tuned_one_are_parts_and_nothing_else_is() -> None:
     linear = nn.Linear(4, 4)
     tuned = tune(nn.Linear(4, 4), LoraConfig(r=2, alpha=6))
-    assert part_of(linear) == Part(linear.weight, linear.bias)
-    assert part_of(tuned) == Part(tuned.weight, tuned.bias, tuned.lora_A, tuned.lora_B, 3.0, tuned.dropout)
+    assert low_rank_of(linear) == LowRank(linear.weight, linear.bias)
+    assert low_rank_of(tuned) == LowRank(tuned.weight, tuned.bias, tuned.lora_A, tuned.lora_B, 3.0, tuned.dropout)
     tuned.active = False
-    assert part_of(tuned) == Part(tuned.weight, tuned.bias)
+    assert low_rank_of(tuned) == LowRank(tuned.weight, tuned.bias)
 
     class Own(nn.Linear):
         """A linear whose forward is anyone's guess."""
 
-    assert part_of(Own(4, 4)) is None and part_of(nn.Identity()) is None
+    assert low_rank_of(Own(4, 4)) is None and low_rank_of(nn.Identity()) is None
 
 
 @pytest.mark.parametrize("room", [0, 3])
@@ -206,7 +207,7 @@ def test_a_bank_leaves_parameters_values_and_state_as_they_were(room: int) -> No
     assert all(torch.equal(value, old) for value, old in zip(parameters, before, strict=True))
     torch.testing.assert_close(bank.base.linear(x), torch.cat([layer(x) for layer in own], 1))
     torch.testing.assert_close(bank.base.dlinear(torch.ones(M, sum(WIDTHS))), sum(value.sum(0) for value in before).expand(M, K))
-    assert bank.intact([part_of(layer) for layer in own])
+    assert bank.intact([low_rank_of(layer) for layer in own])
 
 
 @pytest.mark.parametrize("room", [0, 3, 5])
@@ -252,20 +253,20 @@ def test_a_bank_sees_that_a_weight_has_left(which: int, change: str, room: int) 
     own = layers()
     bank = Bank(own, room)
     CHANGES[change](own[which])
-    assert not bank.intact([part_of(layer) for layer in own])
+    assert not bank.intact([low_rank_of(layer) for layer in own])
 
 
 def test_a_bank_sees_that_a_bias_has_left() -> None:
     own = layers()
     bank = Bank(own)
     own[1].bias = nn.Parameter(own[1].bias.detach() + 1)
-    assert not bank.intact([part_of(layer) for layer in own])
+    assert not bank.intact([low_rank_of(layer) for layer in own])
 
 
 def test_weights_in_another_order_are_not_the_banks() -> None:
     own = [nn.Linear(K, 4).requires_grad_(False) for _ in range(2)]
     bank = Bank(own)
-    assert not bank.intact([part_of(layer) for layer in reversed(own)])
+    assert not bank.intact([low_rank_of(layer) for layer in reversed(own)])
 
 
 def test_what_is_written_into_a_layer_is_in_the_bank() -> None:

@@ -16,7 +16,9 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 import petune
 from petune import attention
 from petune.dropout import drawing, step_key
-from petune.kernels.fuse import fuse
+from petune.errors import UsageError
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.fuse import fuse, fuse_modules
 from petune.kernels.ops import reference_ops
 from petune.kernels.region import FusedGelu, FusedLora, FusedNorm, FusedSite, fuse_sites, unfuse_sites
 from petune.methods import without_tuning
@@ -69,7 +71,7 @@ def layer(k: int = 6, n: int = 5, *, bias: bool = True, dtype: torch.dtype = tor
     """One tuned linear with an update."""
     torch.manual_seed(3)
     base = nn.Linear(k, n, bias=bias, dtype=dtype).requires_grad_(False)
-    tuned = tune(base, LoraConfig(r=2, **settings), (torch.randn(2, k), torch.randn(n, 2)))
+    tuned = tune(base, LoraConfig(r=2, **settings), {"lora_A": torch.randn(2, k), "lora_B": torch.randn(n, 2)})
     assert isinstance(tuned, LoraLinear)
     return tuned.to(dtype) if dtype == torch.float64 else tuned
 
@@ -404,3 +406,23 @@ def test_a_norm_that_only_looks_like_one_is_left_alone() -> None:
             return super().forward(hidden_states)
 
     assert fuse_sites(nn.ModuleList([CohereLayerNorm(6), Shifted(6), Gated(6), nn.LayerNorm(6), nn.Linear(3, 3)]), OPS) == 0
+
+
+@pytest.mark.parametrize(("setting", "value"), [("base_dtype", "fp8"), ("memory", MemoryConfig(keep="input"))])
+def test_settings_of_fused_blocks_are_refused_where_single_modules_are_fused(setting: str, value: Any) -> None:
+    plain = zoo.tiny("t5-seq2seq")
+    petune.wrap(plain, r=4, targets="all-linear", kernels="off")
+    with pytest.raises(UsageError, match=rf"{setting}  no block of this \w+ can be fused\n.*found a plan cuts them"):
+        fuse_modules([plain], "reference", torch.device("cpu"), "a plan cuts them", **{setting: value})
+    assert not any(isinstance(module, FusedSite) for module in plain.modules())
+
+
+def test_what_is_said_of_blocks_that_are_not_fused_counts_their_fused_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("petune.kernels.fuse.say", said.append)
+    plain = zoo.tiny("t5-seq2seq")
+    petune.wrap(plain, r=4, targets="all-linear", kernels="off")
+    done = fuse_modules([plain], "reference", torch.device("cpu"), "a plan cuts them")
+    fused = sum(isinstance(module, FusedSite) for module in plain.modules())
+    assert done.sites == fused > 0
+    assert said == [f"kernels: the model's own blocks run, with {fused} of their modules fused: a plan cuts them"]

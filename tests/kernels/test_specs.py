@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import petune
 from petune.kernels.fuse import fuse, fused_blocks
-from petune.kernels.parts import Part, part_of
 from petune.kernels.region import FusedLora
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
+from petune.methods.tuned import LowRank, low_rank_of
 from petune.models import family_of
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
@@ -31,9 +31,9 @@ class Thrice(LoraLinear):
 class Declared(Thrice):
     """The same, which says what it is."""
 
-    def part(self) -> Part:
-        part = super().part()
-        return part._replace(scale=3 * part.scale)
+    def low_rank(self) -> LowRank:
+        found = LoraLinear.low_rank(self)
+        return found._replace(scale=3 * found.scale)
 
 
 class Negated(nn.Linear):
@@ -121,7 +121,7 @@ def test_why_a_block_is_not_fused_is_said_where_fusing_was_asked_for(monkeypatch
     model = changed(CHANGES["a subclass of LoRA"][0])
     fuse(model, family_of(model), "reference")
     assert any("self_attn.v_proj is a Thrice" in line for line in said)
-    assert any("not known" in line and "Thrice" in line for line in said)
+    assert any("no fused form" in line and "Thrice" in line for line in said)
 
 
 def test_a_single_module_is_fused_by_what_its_own_class_says() -> None:
@@ -138,7 +138,7 @@ def test_a_single_module_is_fused_by_what_its_own_class_says() -> None:
         assert fuse(model, family_of(model), "reference").sites
         assert any(isinstance(module, FusedLora) for module in model.modules()) is fused
         assert_same_gradients(gradients(model, batch("t5-seq2seq"))[1], gradients(plain, batch("t5-seq2seq"))[1], 2e-6)
-        assert all(part_of(module) is not None for module in model.modules() if isinstance(module, FusedLora))
+        assert all(low_rank_of(module) is not None for module in model.modules() if isinstance(module, FusedLora))
 
 
 @pytest.mark.parametrize("kind", [LoraLinear, Declared, Thrice], ids=lambda kind: kind.__name__)
@@ -157,10 +157,23 @@ def test_a_head_is_fused_by_what_its_own_class_says(kind: type[nn.Module], monke
 
 def test_a_part_is_what_a_class_says_of_itself() -> None:
     layer = nn.Linear(4, 3)
-    assert part_of(layer) is not None and part_of(tune(layer, LoraConfig(r=2))) is not None
+    assert low_rank_of(layer) is not None and low_rank_of(tune(layer, LoraConfig(r=2))) is not None
     for kind, known in ((Thrice, False), (Declared, True)):
         tuned = tune(layer, LoraConfig(r=2))
         become(tuned, kind)
-        assert (part_of(tuned) is not None) is known
+        assert (low_rank_of(tuned) is not None) is known
     patch(layer, "forward")
-    assert part_of(layer) is None and part_of(Negated(4, 3)) is None
+    assert low_rank_of(layer) is None and low_rank_of(Negated(4, 3)) is None
+
+
+def test_the_same_for_lora_s_own_subclass_with_another_forward() -> None:
+    """A form that is inherited would make fused blocks train plain LoRA in the place of what the class computes."""
+
+    class Normed(LoraLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y / y.norm(dim=-1, keepdim=True)
+
+    tuned = tune(nn.Linear(4, 3), LoraConfig(r=2))
+    become(tuned, Normed)
+    assert isinstance(tuned, LoraLinear) and tuned.low_rank() is None and low_rank_of(tuned) is None

@@ -14,7 +14,8 @@ import torch
 
 import petune
 from petune.errors import UsageError
-from petune.methods import configs, merge, merged_weights, registry, without_tuning
+from petune.methods import configs, merge, merged_weights, without_tuning
+from petune.methods.tuned import TunedLinear
 from petune.parallel.slices import splits_of
 from tests.methods import zoo
 from tests.methods.zoo import batch, gradients, stir, tiny
@@ -24,10 +25,10 @@ from tests.parallel.plans import BACKENDS, settings_of
 ROOT = Path(__file__).parents[2]
 # What the three pieces of code find around them in the files that they are written into.
 AROUND = (
-    "from __future__ import annotations\nfrom dataclasses import dataclass, field\nfrom petune.methods.configs import ALSO_TRAIN\n{}",
+    "from __future__ import annotations\nfrom dataclasses import dataclass, field\n"
+    "from petune.methods.configs import ALSO_TRAIN, MethodConfig\n{}",
+    "from petune.methods.configs import Method, ScaleConfig\nMETHODS = {{\n{}}}\n",
     "{}",
-    "from petune.methods import scale\nfrom petune.methods.configs import CONFIGS\n"
-    "from petune.methods.registry import Method\nMETHODS = {{\n{}}}\n",
 )
 
 
@@ -36,7 +37,7 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tutorial followed: config, method and line in the table."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     pieces = re.findall(r"```python\n(.*?)```", text[text.index("## Add a method") : text.index("## Add a family")], re.S)
-    config, method, line = [around.format(piece) for around, piece in zip(AROUND, pieces, strict=True)]
+    config, line, method = [around.format(piece) for around, piece in zip(AROUND, pieces, strict=True)]
 
     def load(name: str, source: str) -> ModuleType:
         path = tmp_path / f"{name.rpartition('.')[2]}.py"
@@ -50,10 +51,10 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     own: Any = load("petune.methods.config_of_the_tutorial", config).ScaleConfig
     monkeypatch.setattr(configs, "ScaleConfig", own, raising=False)
-    monkeypatch.setitem(configs.CONFIGS, "scale", own)
+    of_the_table: Any = load("petune.methods.line_of_the_tutorial", line)
+    monkeypatch.setitem(configs.METHODS, "scale", of_the_table.METHODS["scale"])
     found = load("petune.methods.scale", method)
     monkeypatch.setattr(sys.modules["petune.methods"], "scale", found, raising=False)
-    monkeypatch.setitem(registry.METHODS, "scale", load("petune.methods.line_of_the_tutorial", line).METHODS["scale"])  # type: ignore[arg-type]
     monkeypatch.setitem(zoo.SETTINGS, "scale", {})
     return found
 
@@ -98,6 +99,19 @@ def test_a_layer_that_does_not_say_how_it_is_cut_is_refused(scale: ModuleType, m
     monkeypatch.setattr(scale.ScaleLinear, "splits", lambda self, cut: {"weight": 0, "bias": 0})
     with pytest.raises(UsageError, match="scale"):
         splits_of(layer, "column", "q")
-    monkeypatch.delattr(scale.ScaleLinear, "splits")
-    with pytest.raises(UsageError, match="ScaleLinear does not say how it is cut"):
-        splits_of(layer, "column", "q")
+
+
+def test_a_layer_of_another_class_is_never_taken_for_a_linear(scale: ModuleType) -> None:
+    class Twice(torch.nn.Linear):
+        """A linear to isinstance, with `splits` by name, and no tuned layer."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+        def splits(self, cut: str) -> dict[str, int]:
+            return {"weight": 0, "bias": 0}
+
+    with pytest.raises(UsageError, match="Twice does not say how it is cut"):
+        splits_of(Twice(4, 3), "column", "q")
+    with pytest.raises(TypeError, match="splits"):
+        type("Unsaid", (TunedLinear, torch.nn.Linear), {"base": torch.nn.Linear}).of(torch.nn.Linear(4, 3))

@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch.distributed as dist
 
 from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel import group, rendezvous
@@ -264,3 +267,19 @@ def test_two_torchruns_of_one_rank_each_make_one_group(worker: Path, mode: str, 
         assert "rank 1: rows.jsonl:7  the row is no object" in shown[1][1]
     else:
         assert [out for out, _ in shown] == ["rank 0 of 2; rank 1 of 2\n"] * 2
+
+
+def test_groups_are_aborted_side_by_side() -> None:
+    """One that waits for the device until another is aborted, as NCCL's do, must not keep that one waiting."""
+    second = threading.Event()
+
+    class Waiting:
+        def abort(self) -> None:
+            assert second.wait(10)
+
+    class Second:
+        def abort(self) -> None:
+            second.set()
+
+    group._abort_at_once(cast("list[dist.ProcessGroup]", [Waiting(), Second()]))
+    assert second.is_set()

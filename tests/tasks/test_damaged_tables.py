@@ -10,11 +10,13 @@ from pathlib import Path
 
 import datasets
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
 from petune.errors import DataError
 from petune.tasks import DataConfig, load_rows
+from petune.tasks.arrow import refuse_compressed
 from petune.tasks.faults import Faults
 from petune.tasks.read import read_file
 from petune.tasks.sources import find_source
@@ -68,6 +70,39 @@ def test_a_damaged_data_set_of_datasets_is_always_a_fault_of_the_data(tmp_path: 
             assert error.code == 3 and "saved" in str(error)
             found += 1
     assert found >= 20
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4", None])
+@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_compressed_arrow_file_is_refused_before_it_fills_the_memory(
+    codec: str | None, kind: str, dictionary: bool, tmp_path: Path
+) -> None:
+    """16 MiB of one letter in some kilobytes: a saved data set of 5 KB could hold 36 GB."""
+    texts = pyarrow.array(["0" * 2**24])
+    table = pyarrow.table({"text": texts.dictionary_encode() if dictionary else texts})
+    file, options = tmp_path / "data.arrow", pyarrow.ipc.IpcWriteOptions(compression=codec)
+    make = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+    with make(str(file), table.schema, options=options) as writer:
+        writer.write_table(table)
+    before = pyarrow.total_allocated_bytes()
+    if codec is None:
+        return refuse_compressed(file)
+    with pytest.raises(DataError, match=r"data\.arrow  the table is compressed"):
+        refuse_compressed(file)
+    assert pyarrow.total_allocated_bytes() - before < 2**20
+
+
+def test_a_saved_data_set_with_a_compressed_table_is_refused(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": ["red", "blue"]}).save_to_disk(str(saved))
+    file = next(saved.glob("*.arrow"))
+    with pyarrow.ipc.open_stream(file) as reader:
+        table = reader.read_all()
+    with pyarrow.ipc.new_stream(str(file), table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="the table is compressed"):
+        list(find_source(str(saved), tmp_path).records("train", Faults(skip=False)))
 
 
 def test_a_small_file_that_holds_gigabytes_is_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

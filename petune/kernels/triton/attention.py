@@ -1,15 +1,20 @@
-"""Attention within segments, forward and backward, whose probabilities may drop out by index: no score and no mask is ever stored.
+"""Attention within segments or across them, forward and backward, in which no score and no mask is ever stored.
 
-        out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(scale q k^T) within a segment
+        out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(cap(scale q k^T) + bias)
 
-A program walks the keys of a block of queries with a running maximum and sum (Dao 2023, arXiv:2307.08691). The mask is that of
-`petune.dropout` for probabilities [rows, heads, queries, keys]: a query has a 64-bit hash of its row, head and token, its place, from which
-32-bit arithmetic decides about each key. The backward pass hashes once into memory, beside delta_i = dout_i . out_i; then
+i runs over the queries of a segment, j over its keys: its own tokens, all or no later ones or the last few of these,
+or with `keys` the tokens of the segment of another sequence. bias is one by distance (petune.kernels.distance).
+A program walks the keys of a block of queries with a running maximum and sum (Dao 2023, arXiv:2307.08691). What
+drops out is drawn as `petune.dropout` does for probabilities [rows, heads, queries, keys]: a query has a 64-bit hash
+of its row, head and token, its place, from which 32-bit arithmetic decides about each key. The backward pass hashes
+once into memory, beside delta_i = dout_i . out_i; then
 
-        dP_ij = keep_ij dout_i . v_j / (1 - p)          dS = P (dP - delta) scale
+        dP_ij = keep_ij dout_i . v_j / (1 - p)          dS = P (dP - delta)
 
-is made twice: along keys for the gradient of q, along queries for those of k and v. Each program owns what it writes, so nothing is added
-up atomically and the same call gives the same bits. A launch depends on shapes and on `longest` alone, never on a value in memory.
+is made twice: along keys for the gradient of q, along queries for those of k and v. The first sums dS along the
+diagonals of its tiles where the gradient of the bias is asked for. Each program owns what it writes, so nothing is
+added up atomically and the same call gives the same bits. A launch depends on shapes and on the longest segments
+alone, never on a value in memory.
 
 The two passes share their mask and their tiles, so they share a file of over 300 lines.
 """
@@ -17,7 +22,7 @@ The two passes share their mask and their tiles, so they share a file of over 30
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +35,24 @@ from petune.kernels.triton.sums import Variant
 
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)  # exponentials are made in base 2, as the device has them
 _STAGES = 2  # of loads under way: segments are a few blocks long
+
+
+class More(NamedTuple):
+    """What not every call has. starts: of the keys' segments in cross-attention, of which the longest has `longest`
+    tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out. window: a query sees
+    the keys with query - key < window alone, 0 for all; of causal attention. bias: [heads, 2 L - 1] by distance.
+    cap: of the scores before the bias, 0 for none."""
+
+    starts: Tensor | None = None
+    longest: int = 0
+    tokens: Tensor | None = None
+    window: int = 0
+    bias: Tensor | None = None
+    cap: float = 0.0
+
+
+MORE = More()
+
 
 # ------------------------------------------------------------------ the mask
 
@@ -46,12 +69,26 @@ def _placed(number, head, base, LOADED: tl.constexpr):
 
 
 @triton.jit
-def _own(starts, blocks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """(the segment's first row, int64; its tokens; the head, int64; the first token of the block) of this program."""
+def _own(blocks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """(the segment, the head, int64, the first token of the block) of this program."""
     program = tl.program_id(0)
-    segment = starts + program // blocks // HEADS
-    first = tl.load(segment)
-    return first.to(tl.int64), tl.load(segment + 1) - first, (program // blocks % HEADS).to(tl.int64), program % blocks * BLOCK
+    return program // blocks // HEADS, (program // blocks % HEADS).to(tl.int64), program % blocks * BLOCK
+
+
+@triton.jit
+def _span(starts, segment):
+    """(a segment's first row, int64; its tokens)."""
+    first = tl.load(starts + segment)
+    return first.to(tl.int64), tl.load(starts + segment + 1) - first
+
+
+@triton.jit
+def _facing(others, segment, first, length):
+    """The span of the segment's other side: the same but in cross-attention, where `others` are its starts."""
+    if others is None:
+        return first, length
+    else:
+        return _span(others, segment)
 
 
 @triton.jit
@@ -72,66 +109,115 @@ def _store(x, row, stride, values, real, D: tl.constexpr, W: tl.constexpr):
     tl.store(x + row[:, None] * stride + tl.arange(0, W)[None], values.to(x.dtype.element_ty), _inside(real, D, W))
 
 
+# ------------------------------------------------------------------ scores
+
+
+@triton.jit
+def _first_key(begin, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key of the blocks that a block of queries sees."""
+    return tl.maximum(begin - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW else 0
+
+
+@triton.jit
+def _seen(seen, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which of `seen` stay, of tokens query and key in shapes that broadcast."""
+    if CAUSAL:
+        seen = seen & (query >= key)
+    if WINDOW:
+        seen = seen & (query - key < WINDOW)
+    return seen
+
+
+@triton.jit
+def _capped(products, scale, CAP: tl.constexpr):
+    """tanh(scale products / CAP)."""
+    return 2 * tl.sigmoid(products * (2 / CAP * scale)) - 1
+
+
+@triton.jit
+def _biased(scores, bias, distance, real):
+    """Scores in base 2, with `bias` at each `distance` added if there is one: zero beside a token that is not `real`,
+    as whatever is computed there is multiplied by zeros later, and has to be finite for that."""
+    if bias is None:
+        return scores
+    else:
+        return scores + tl.load(bias + distance, real, 0.0).to(tl.float32) * _LOG2E
+
+
 # ------------------------------------------------------------------ forward
 
 
-@triton.jit(do_not_specialize=["blocks", "m", "base", "least"])
+@triton.jit(do_not_specialize=["blocks", "m", "base", "least", "bias_head", "middle"])
 def _forward_kernel(
-    q, k, v, out, lse, starts, numbers, base, blocks, m, least, rescale, scale, q_row, q_head, k_row, k_head, v_row, v_head,
+    q, k, v, out, lse, starts, numbers, base, others, tokens, bias, blocks, m, least, rescale, scale, bias_head, middle,
+    q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
-    LOADED: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    first, length, head, begin = _own(starts, blocks, HEADS, BLOCK)
+    segment, head, begin = _own(blocks, HEADS, BLOCK)
+    first, length = _span(starts, segment)
     if begin >= length:
         return
+    other_first, other_length = _facing(others, segment, first, length)
     query = begin + tl.arange(0, BLOCK)
     real, row = query < length, first + query
     queries = _load(q + head * q_head, row, q_row, real, D, W)
     if numbers is not None:
         place = _placed(tl.load(numbers + row, real, 0), head, base, LOADED)[:, None]
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # the first key is there for every query, so it is finite from then on
+    if bias is not None:
+        bias += head * bias_head + middle
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # of a query that has a key, finite from its first one on
     total = tl.zeros((BLOCK,), tl.float32)
     result = tl.zeros((BLOCK, W), tl.float32)
-    for start in range(0, tl.minimum(length, begin + BLOCK) if CAUSAL else length, BLOCK):
+    end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
+    for start in range(_first_key(begin, BLOCK, WINDOW), end, BLOCK):
         key = start + tl.arange(0, BLOCK)
-        there, other = key < length, first + key
+        there, other = key < other_length, other_first + key
         keys = _load(k + head // GROUP * k_head, other, k_row, there, D, W)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * _LOG2E)
-        seen = there[None] & (query[:, None] >= key[None]) if CAUSAL else there[None]
-        scores = tl.where(seen, scores, float("-inf"))
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        scores = _capped(products, scale, CAP) * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
+        scores = _biased(scores, bias, key[None] - query[:, None], real[:, None] & there[None])
+        scores = tl.where(_seen(there[None], query[:, None], key[None], CAUSAL, WINDOW), scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        weights, shrunk = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
+        lowered = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW else higher
+        weights, shrunk = tl.exp2(scores - lowered[:, None]), tl.exp2(highest - lowered)
         total = total * shrunk + tl.sum(weights, 1)
         highest = higher
         if numbers is not None:
-            token = tl.load(numbers + other, there, 0).to(tl.int32)
+            token = tl.load(tokens + other, there, 0).to(tl.int32)
             weights *= factors(place, token[None], least, rescale)
         values = _load(v + head // GROUP * v_head, other, v_row, there, D, W)
         result = tl.dot(weights.to(values.dtype), values, result * shrunk[:, None], input_precision="ieee")
+    if WINDOW or others is not None:
+        total = tl.where(total == 0, 1.0, total)  # no keys at all, or no query: zeros
     _store(out + head * D, row, HEADS * D, result / total[:, None], real, D, W)
     tl.store(lse + head * m + row, (highest + tl.log2(total)) * _LN2, real)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None
-) -> tuple[Tensor, Tensor]:
-    """(out [m, heads, d] dense, lse float32 [heads, m]: the logarithms of sum_j exp(scale q_i . k_j), natural, before anything is dropped).
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None,
+    more: More = MORE,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [m, heads, d] dense, lse float32 [heads, m]: the natural logarithms of the sums of exponentials, before drops).
 
-    q [m, heads, d], k and v [m, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last dim; d is a multiple of 8 up
-    to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts: int32 [segments + 1] on the device; rows starts[i] to
-    starts[i + 1], none of them or at most `longest`, attend to each other, if causal none to a later one. how: what drops out, with
-    `numbers` [m] as `petune.dropout.places` gives them and `base` a number or a tensor [1] on the device.
+    q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last dim; d is
+    a multiple of 8 up to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts: int32 [segments + 1]
+    on the device; rows starts[i] to starts[i + 1], none of them or at most `longest`, attend to each other, if causal
+    none to a later one. how: what drops out, with `numbers` [m] as `petune.dropout.places` gives them and `base` a
+    number or a tensor [1] on the device.
     """
     (m, heads, d), out = q.shape, torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((heads, m), dtype=torch.float32)
     if m:
-        block, warps = _tile(q.dtype, d, longest)
+        block, warps = _tile(q.dtype, d, max(longest, more.longest), more.bias is not None)
         numbers, base, least, rescale = _draw(how)
         blocks = triton.cdiv(longest, block)
+        bias, *middle = _by_distance(more)
         _forward_kernel[((len(starts) - 1) * heads * blocks,)](
-            *(q, k, v, out, lse, starts, numbers, base, blocks, m, least, rescale, float(scale)),
+            *(q, k, v, out, lse, starts, numbers, base, more.starts, _tokens(numbers, more), bias),
+            *(blocks, m, least, rescale, float(scale), *middle),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(heads, heads // k.shape[1], d, _width(d), block, causal, isinstance(base, Tensor)),
+            *(heads, heads // k.shape[1], d, _width(d), block, causal, more.window, more.cap, isinstance(base, Tensor)),
             num_warps=warps,
             num_stages=_STAGES,
         )
@@ -156,29 +242,38 @@ def _prepare_kernel(
         tl.store(places + head * m + row, _placed(tl.load(numbers + row, real, 0), head, base, LOADED), real)
 
 
-@triton.jit(do_not_specialize=["blocks", "m", "least"])
+@triton.jit(do_not_specialize=["blocks", "m", "least", "bias_head", "middle"])
 def _keys_kernel(
-    dout, q, k, v, lse, delta, places, dk, dv, starts, numbers, blocks, m, least, rescale, scale,
-    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    dout, q, k, v, lse, delta, places, dk, dv, starts, others, tokens, bias, blocks, m, least, rescale, scale,
+    bias_head, middle, dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    first, length, group, begin = _own(starts, blocks, HEADS // GROUP, BLOCK)
-    if begin >= length:
+    segment, group, begin = _own(blocks, HEADS // GROUP, BLOCK)
+    first, length = _span(starts, segment)
+    other_first, other_length = _facing(others, segment, first, length)
+    if begin >= other_length:
         return
     key = begin + tl.arange(0, BLOCK)
-    there, other = key < length, first + key
+    there, other = key < other_length, other_first + key
     keys, values = _load(k + group * k_head, other, k_row, there, D, W), _load(v + group * v_head, other, v_row, there, D, W)
     if places is not None:
-        token = tl.load(numbers + other, there, 0).to(tl.int32)[:, None]
+        token = tl.load(tokens + other, there, 0).to(tl.int32)[:, None]
     dkeys, dvalues = tl.zeros((BLOCK, W), tl.float32), tl.zeros((BLOCK, W), tl.float32)
+    end = tl.minimum(length, begin + BLOCK + WINDOW - 1) if WINDOW else length
     for head in range(group * GROUP, group * GROUP + GROUP):
-        for start in range(begin if CAUSAL else 0, length, BLOCK):
+        for start in range(begin if CAUSAL else 0, end, BLOCK):
             query = start + tl.arange(0, BLOCK)
             real, row = query < length, first + query
             queries = _load(q + head * q_head, row, q_row, real, D, W)
-            scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * (scale * _LOG2E)
+            products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+            if CAP != 0.0:
+                tanh = _capped(products, scale, CAP)
+            scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
+            distance = key[:, None] - query[None] + (head * bias_head + middle)
+            scores = _biased(scores, bias, distance, real[None] & there[:, None])
             if CAUSAL:
-                scores = tl.where(query[None] >= key[:, None], scores, float("-inf"))
+                scores = tl.where(_seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf"))
             logs = tl.load(lse + head * m + row, real, 0.0) * _LOG2E
             weights = tl.exp2(scores - logs[None])
             grads = _load(dout + head * dout_head, row, dout_row, real, D, W)
@@ -189,21 +284,26 @@ def _keys_kernel(
                 left, dweights = weights * kept, dweights * kept
             dvalues = tl.dot(left.to(grads.dtype), grads, dvalues, input_precision="ieee")
             dscores = weights * (dweights - tl.load(delta + head * m + row, real, 0.0)[None])
+            if CAP != 0.0:
+                dscores *= 1 - tanh * tanh
             dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
     # Rows past the segment's end may hold what is no number by now, and are not stored.
     _store(dk + group * D, other, HEADS // GROUP * D, dkeys * scale, there, D, W)
     _store(dv + group * D, other, HEADS // GROUP * D, dvalues, there, D, W)
 
 
-@triton.jit(do_not_specialize=["blocks", "m", "least"])
+@triton.jit(do_not_specialize=["blocks", "m", "least", "bias_head", "middle"])
 def _queries_kernel(
-    dout, q, k, v, lse, delta, places, dq, starts, numbers, blocks, m, least, rescale, scale,
-    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    dout, q, k, v, lse, delta, places, dq, parts, starts, others, tokens, bias, blocks, m, least, rescale, scale,
+    bias_head, middle, dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    first, length, head, begin = _own(starts, blocks, HEADS, BLOCK)
+    segment, head, begin = _own(blocks, HEADS, BLOCK)
+    first, length = _span(starts, segment)
     if begin >= length:
         return
+    other_first, other_length = _facing(others, segment, first, length)
     query = begin + tl.arange(0, BLOCK)
     real, row = query < length, first + query
     queries, grads = _load(q + head * q_head, row, q_row, real, D, W), _load(dout + head * dout_head, row, dout_row, real, D, W)
@@ -211,33 +311,65 @@ def _queries_kernel(
     less = tl.load(delta + head * m + row, real, 0.0)[:, None]
     if places is not None:
         place = tl.load(places + head * m + row, real, 0)[:, None]
+    if bias is not None:
+        bias += head * bias_head + middle
     dqueries = tl.zeros((BLOCK, W), tl.float32)
-    for start in range(0, tl.minimum(length, begin + BLOCK) if CAUSAL else length, BLOCK):
+    if parts is not None:  # of the distances - blocks BLOCK to blocks BLOCK - 1, for each block of queries and head
+        column = tl.arange(0, BLOCK)
+        parts += ((segment * blocks + begin // BLOCK) * HEADS + head) * (2 * blocks * BLOCK) + blocks * BLOCK - begin + column
+        ahead = tl.zeros((BLOCK,), tl.float32)
+    end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
+    for start in range(_first_key(begin, BLOCK, WINDOW), end, BLOCK):
         key = start + tl.arange(0, BLOCK)
-        there, other = key < length, first + key
+        there, other = key < other_length, other_first + key
         keys = _load(k + head // GROUP * k_head, other, k_row, there, D, W)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (scale * _LOG2E)
-        seen = there[None] & (query[:, None] >= key[None]) if CAUSAL else there[None]
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if CAP != 0.0:
+            tanh = _capped(products, scale, CAP)
+        scores = tanh * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
+        scores = _biased(scores, bias, key[None] - query[:, None], real[:, None] & there[None])
+        seen = _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW)
         weights = tl.exp2(tl.where(seen, scores, float("-inf")) - logs)
         values = _load(v + head // GROUP * v_head, other, v_row, there, D, W)
         dweights = tl.dot(grads, tl.trans(values), input_precision="ieee")
         if places is not None:
-            token = tl.load(numbers + other, there, 0).to(tl.int32)
+            token = tl.load(tokens + other, there, 0).to(tl.int32)
             dweights *= factors(place, token[None], least, rescale)
-        dqueries = tl.dot((weights * (dweights - less)).to(keys.dtype), keys, dqueries, input_precision="ieee")
+        dscores = weights * (dweights - less)
+        if parts is not None:
+            behind, more = _along_diagonals(dscores, BLOCK)
+            tl.store(parts + start - BLOCK, ahead + behind)
+            ahead = more
+        if CAP != 0.0:
+            dscores *= 1 - tanh * tanh
+        dqueries = tl.dot(dscores.to(keys.dtype), keys, dqueries, input_precision="ieee")
+    if parts is not None:
+        tl.store(parts + (end - 1) // BLOCK * BLOCK, ahead)
     _store(dq + head * D, row, HEADS * D, dqueries * scale, real, D, W)
+
+
+@triton.jit
+def _along_diagonals(x, BLOCK: tl.constexpr):
+    """Sums of x[i, i + d] of a square tile: of d = j - BLOCK, and of d = j, for each column j."""
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None]
+    skewed, above = tl.gather(x, (row + column) % BLOCK, 1), row + column < BLOCK
+    return tl.sum(tl.where(above, 0.0, skewed), 0), tl.sum(tl.where(above, skewed, 0.0), 0)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None,
+    starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None, more: More = MORE,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq [m, heads, d], dk, dv [m, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest is what `forward` had."""
+    """(dq [m, heads, d], dk, dv [n, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest is what `forward` had.
+
+    dbias: float32, shaped like the bias, whose gradient is added to it.
+    """
     (m, heads, d), groups = q.shape, k.shape[1]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if not m:
-        return dq, dk, dv
-    block, warps = _tile(q.dtype, d, longest)
+        return dq, dk.zero_(), dv.zero_()
+    block, warps = _tile(q.dtype, d, max(longest, more.longest), more.bias is not None)
     numbers, base, least, rescale = _draw(how)
     delta = torch.empty_like(lse)
     places = None if numbers is None else torch.empty_like(lse, dtype=torch.int64)
@@ -246,17 +378,35 @@ def backward(
         *(heads, d, _width(d), block, isinstance(base, Tensor)),
         num_warps=warps,
     )
-    blocks = triton.cdiv(longest, block)
+    blocks, key_blocks = triton.cdiv(longest, block), triton.cdiv(longest if more.starts is None else more.longest, block)
+    bias, *middle = _by_distance(more)
     given = dout, q, k, v, lse, delta, places
-    rest = (starts, numbers, blocks, m, least, rescale, float(scale), *(size for x in given[:4] for size in x.stride()[:2]))
-    consts = heads, heads // groups, d, _width(d), block, causal
+    sides = starts, more.starts, _tokens(numbers, more), bias
+    rest = (m, least, rescale, float(scale), *middle, *(size for x in given[:4] for size in x.stride()[:2]))
+    consts = heads, heads // groups, d, _width(d), block, causal, more.window, more.cap
+    how_run = {"num_warps": warps, "num_stages": _STAGES}
     segments = len(starts) - 1
-    _keys_kernel[(segments * groups * blocks,)](*given, dk, dv, *rest, *consts, num_warps=warps, num_stages=_STAGES)
-    _queries_kernel[(segments * heads * blocks,)](*given, dq, *rest, *consts, num_warps=warps, num_stages=_STAGES)
+    parts = None if dbias is None else lse.new_zeros(segments * blocks, heads, 2 * blocks * block)
+    _keys_kernel[(segments * groups * key_blocks,)](*given, dk, dv, *sides, key_blocks, *rest, *consts, **how_run)
+    _queries_kernel[(segments * heads * blocks,)](*given, dq, parts, *sides, blocks, *rest, *consts, **how_run)
+    if dbias is not None and parts is not None:
+        reach, own = longest - 1, dbias.shape[1] // 2
+        summed = parts.sum(0)[:, blocks * block - reach : blocks * block + reach + 1]
+        dbias[:, own - reach : own + reach + 1] += summed
     return dq, dk, dv
 
 
 # ------------------------------------------------------------------ what is launched
+
+
+def _tokens(numbers: Tensor | None, more: More) -> Tensor | None:
+    """What keys are numbered by where something drops out: the queries' own places, or the tokens of another sequence."""
+    return numbers if more.starts is None or numbers is None else more.tokens
+
+
+def _by_distance(more: More) -> tuple[Tensor | None, int, int]:
+    """(the bias, dense; numbers of a head; the place of distance 0)."""
+    return (None, 0, 0) if more.bias is None else (more.bias.contiguous(), more.bias.shape[1], more.bias.shape[1] // 2)
 
 
 def _draw(how: Drop | None) -> tuple[Tensor | None, int | Tensor, int, float]:
@@ -271,11 +421,11 @@ def _width(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-def _tile(dtype: torch.dtype, d: int, longest: int) -> tuple[int, int]:
+def _tile(dtype: torch.dtype, d: int, longest: int, biased: bool = False) -> tuple[int, int]:
     """(queries, and keys, of a block; warps). float32 has no tensor cores here, and a thread no registers for larger blocks."""
     wide = d > 64
     if dtype == torch.float32:
-        return 16 if wide or longest <= 16 else 32, 4
+        return 16 if wide or biased or longest <= 16 else 32, 4
     block = min(64, _width(longest))
     return block, block // 16 * (1 + wide)
 
@@ -284,14 +434,30 @@ def variants() -> Iterator[Variant]:
     """What is launched for heads of 64 and 128 columns, as `tests/kernels/gate.py` compiles it."""
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
     fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}  # strides, and what is not named here
-    fixed |= dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("rescale", "scale"), "fp32")
-    fixed |= dict.fromkeys(("numbers", "places"), "*i64") | {"starts": "*i32"}
-    shapes = (64, 512, False, True), (128, 512, True, True), (64, 512, False, False), (64, 16, True, True)
-    cases = [(torch.bfloat16, "*bf16", shape) for shape in shapes] + [(torch.float32, "*fp32", shape) for shape in shapes[:2]]
-    for dtype, kind, (d, longest, causal, drops) in cases:
-        block, warps = _tile(dtype, d, longest)
-        signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind) | {"base": "*i64" if causal else "i64"}
-        values: dict[str, Any] = {"HEADS": 16, "GROUP": 1, "D": d, "W": _width(d), "BLOCK": block, "CAUSAL": causal, "LOADED": causal}
-        values |= {} if drops else {"numbers": None, "places": None}
+    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias"), "*fp32") | dict.fromkeys(("rescale", "scale"), "fp32")
+    fixed |= dict.fromkeys(("numbers", "places", "tokens"), "*i64") | dict.fromkeys(("starts", "others"), "*i32")
+    alone, drawn = ("others", "bias", "parts"), ("numbers", "places", "tokens")  # what a call may lack
+    # A head's columns, the longest segment, whether causal, what it lacks, what else it has.
+    cases: list[tuple[torch.dtype, int, int, bool, tuple[str, ...], dict[str, Any]]] = [
+        (torch.bfloat16, 64, 512, False, alone, {}),
+        (torch.bfloat16, 128, 512, True, alone, {}),
+        (torch.bfloat16, 64, 512, False, alone + drawn, {}),
+        (torch.bfloat16, 64, 16, True, alone, {}),
+        (torch.float32, 64, 512, False, alone, {}),
+        (torch.float32, 128, 512, True, alone, {}),
+        (torch.bfloat16, 64, 512, False, ("others", "parts", *drawn), {}),
+        (torch.bfloat16, 64, 512, True, ("others",), {}),
+        (torch.bfloat16, 128, 512, False, ("others", *drawn), {}),
+        (torch.bfloat16, 64, 512, False, ("bias", "parts"), {}),
+        (torch.bfloat16, 128, 2048, True, alone + drawn, {"WINDOW": 1024, "CAP": 50.0}),
+        (torch.float32, 64, 512, False, ("others", *drawn), {}),
+    ]
+    for dtype, d, longest, causal, missing, own in cases:
+        block, warps = _tile(dtype, d, longest, "bias" not in missing)
+        kind = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+        signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind)
+        signature |= {"base": "*i64" if causal else "i64"}
+        values = {"HEADS": 16, "GROUP": 1, "D": d, "W": _width(d), "BLOCK": block, "CAUSAL": causal, "LOADED": causal}
+        values |= {"WINDOW": 0, "CAP": 0.0} | own | dict.fromkeys(missing)
         for kernel in kernels:
             yield kernel, signature, {name: value for name, value in values.items() if name in kernel.arg_names}, warps, _STAGES
