@@ -84,14 +84,14 @@ def _threads() -> Iterator[None]:
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """No loss.png at the end of a run: drawing it takes longer than the run."""
-    monkeypatch.setattr("petune.run_folder.draw_loss", lambda metrics, picture: False)
+    monkeypatch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
 
 
 @pytest.fixture
 def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that notice a lost one within a second."""
-    monkeypatch.setattr("petune.parallel.group.BEAT_S", 0.1)
-    monkeypatch.setattr("petune.parallel.group.SILENT_S", 0.5)
+    monkeypatch.setattr("petune.parallel.launch.process_group.BEAT_S", 0.1)
+    monkeypatch.setattr("petune.parallel.launch.process_group.SILENT_S", 0.5)
 
 
 @pytest.fixture

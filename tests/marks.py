@@ -15,12 +15,12 @@ from typing import Any
 
 REACHED = {
     "forks": (
-        *("subprocess", "multiprocessing", "os.fork", "petune.parallel.launch", "petune.tasks.bounded"),
+        *("subprocess", "multiprocessing", "os.fork", "petune.parallel.launch.launcher", "petune.tasks.bounded"),
         *("tests.pool", "tests.group_pool", "tests.forked_launch", "tests.kills", "tests.kernels.gate"),
     ),
     "interpret": ("triton", "petune.kernels.triton"),
     "slow": (
-        *("petune.train", "petune.training.train", "transformers.trainer", "torch.compile"),
+        *("petune.train", "petune.run.train.train", "transformers.trainer", "torch.compile"),
         *("tests.small_runs.run", "tests.planned_runs", "tests.profiling.conftest"),
     ),
 }

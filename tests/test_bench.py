@@ -18,10 +18,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bert_peers, ceiling, peers
-from petune.bench import Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.errors import UsageError
-from petune.forecast import sketch
+from petune.estimate.forecast import sketch
 from petune.kernels.configs import MemoryConfig
+from petune.profiling.throughput import Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.recipe import Recipe
 from petune.tasks import Example
 from tests.methods.zoo import tiny
@@ -160,7 +160,7 @@ def test_a_step_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_tokens_are_those_of_the_rows_not_of_the_padding(tmp_path: Path) -> None:
-    from petune.assemble import prepare
+    from petune.run.build import prepare
 
     recipe = small(tmp_path, batch_size=24, accumulate=1)  # one step is one epoch
     found = measure(cases(recipe)[0], steps=1)

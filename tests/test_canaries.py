@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from petune_cli.main import app
 
-from petune.folders import commit_folder
+from petune.files.atomic import commit_folder
 from tests.small_runs import as_yaml, run, settings, write_model, write_rows
 
 FORK = multiprocessing.get_context("fork")

@@ -92,7 +92,7 @@ petune.no_such_name
 """
 SEEN = [
     "def (recipe: str | pathlib.Path | petune.recipe.schema.Recipe | typing.Mapping[str, Any] | None =, *,",
-    "petune.runs.Run",
+    "petune.run.finished.Run",
     "torch.nn.Module",
     "list[dict[str, float]]",
     *["transformers.BertForMaskedLM"] * 4,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from petune.audit import Audit
 from petune.errors import Stopped
-from petune.kernels.block import FusedBlock
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.recipe import shipped_recipes
+from petune.run.audit import Audit
 from tests.fused_runs import LORA, NEAR, assert_alike, recipe, tuned
 from tests.small_runs import Listener, assert_same_run, run, terminate_at, training, write_model
 

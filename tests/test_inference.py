@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from petune.errors import UsageError
-from petune.inference import settle_options
 from petune.methods import without_tuning
+from petune.run.inference import settle_options
+from petune.run.train import load_run
 from petune.tasks import encode_prompt
-from petune.training import load_run
 from tests.small_runs import METHODS, WORDS, run, settings, write_model
 
 pytestmark = pytest.mark.usefixtures("no_picture")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from petune.kernels.triton import sums
+from petune.kernels.triton import residual
 from tests import small_runs
 from tests.kernels.exactness import matrix
 from tests.marks import marks_of
@@ -37,7 +37,7 @@ def within() -> None:
 
 
 def by_a_kernel() -> None:
-    sums.total(matrix)  # type: ignore[call-arg]
+    residual.total(matrix)  # type: ignore[call-arg]
 
 
 def by_a_whole_run(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_test_is_marked_by_what_it_reaches(function: object, expected: set[str
 
 
 def test_a_parameter_marks_its_test() -> None:
-    assert marks_of([in_itself], ["triton"]) == marks_of([in_itself], [sums.total]) == {"interpret"}
+    assert marks_of([in_itself], ["triton"]) == marks_of([in_itself], [residual.total]) == {"interpret"}
     assert marks_of([in_itself], ["reference", 3, None]) == set()
 
 

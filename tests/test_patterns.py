@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from petune.errors import FileError, PetuneError, UsageError
-from petune.patterns import MOST_STEPS, Pattern, Refused, _Program, compile_pattern, parser
-from petune.peft_files import check_config
+from petune.files.patterns import MOST_STEPS, Pattern, Refused, _Program, compile_pattern, parser
 from petune.recipe import load_recipe
+from petune.saving.peft import check_config
 
 NAMES = [f"model.layers.{at}.{name}" for at in range(1250) for name in ("q_proj", "mlp.up_proj", "norm", "self_attn.v_proj") * 2]
 EVIL = [

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
-from petune import export
 from petune.errors import FileError, UsageError
 from petune.methods import tuned_state, wrap
+from petune.saving import export
 from tests.tiny_models import IDS, bart, bart_classifier, bert, edit, llama, llama_classifier, logits, stir, t5, tuned
 
 FILE = "adapter_model.safetensors"

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoConfig, BertModel
 
-from petune.assemble import plan_of
 from petune.demo import minilm_folder
 from petune.errors import UsageError
-from petune.models.load import AUTO, Head
+from petune.models.loading import AUTO, Head
 from petune.parallel import ALONE
 from petune.recipe import load_recipe, shipped_recipes
+from petune.run.build import plan_of
 from petune.tasks import TASKS, pad_token_id
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import run

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from petune.errors import UsageError
-from petune.sites import Family, Region, Shape, StackRule, find_sites, stack_paths
+from petune.models.spec import Family, Region, Shape, StackRule, find_sites, stack_paths
 
 
 class Block(nn.Module):

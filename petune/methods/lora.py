@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from petune.errors import UsageError
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.targets import select_layers
-from petune.methods.tuned import KeptFeatures, LowRank, TunedLinear
-from petune.sites import CutKind, Family, Split
+from petune.models.spec import CutKind, Family, Split
+from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 
 
 class LoraLayer(TunedLinear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Config, Family, Region, Shape, StackName, StackRule
+from petune.models.spec import Config, Family, Region, Shape, StackName, StackRule
 
 ATTENTION = Region(
     kind="attention",

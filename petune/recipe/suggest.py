@@ -15,8 +15,8 @@ from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS
 from petune.recipe.aliases import CLASSIC
+from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.schema import Recipe
-from petune.recipe.written import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import DataConfig
 

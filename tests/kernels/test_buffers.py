@@ -14,19 +14,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from petune.kernels import attending, buffers, parts
-from petune.kernels.call import UP
+from petune.kernels.block import attention as attending
+from petune.kernels.block import linear
+from petune.kernels.block.call import UP
+from petune.kernels.block.config import Frame
+from petune.kernels.block.linear import Dense
+from petune.kernels.block.packed_linear import Group, Sink
+from petune.kernels.block.postnorm import PostNorm
+from petune.kernels.block.prenorm import PreNorm
 from petune.kernels.configs import Rung
-from petune.kernels.cost import Keep
-from petune.kernels.frame import Frame
+from petune.kernels.dispatch import Ops
 from petune.kernels.fuse import OWN_INPUT
-from petune.kernels.group import Group, Sink
-from petune.kernels.ops import Ops
-from petune.kernels.parts import Dense
-from petune.kernels.postnorm import PostNorm
-from petune.kernels.prenorm import PreNorm
-from petune.kernels.shape import BlockShape, Ranks
-from petune.methods.tuned import LowRank
+from petune.kernels.memory import buffers
+from petune.kernels.memory.block_cost import Keep
+from petune.kernels.memory.shape import BlockShape, Ranks
+from petune.models.tuned_linear import LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
 
@@ -239,7 +241,7 @@ def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, til
     """Byte for byte what is kept; the peak of a block's passes to a few hundredths, and above what is said by half of one at most."""
     monkeypatch.setattr(attending, "forward", hollow_attention)
     monkeypatch.setattr(attending, "backward", hollow_attention_backward)
-    monkeypatch.setattr(parts, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
+    monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
     tokens = 8192
     block, sink = engine(shape, keep, tile, tokens)
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import petune
 from petune.errors import UsageError
-from petune.kernels.eight import Eight, refuse_eight
+from petune.kernels.block.fp8 import Eight, refuse_eight
+from petune.kernels.dispatch import Ops, reference_ops, triton_ops
 from petune.kernels.fuse import fuse
-from petune.kernels.ops import Ops, reference_ops, triton_ops
 from petune.models import family_of
 from tests.kernels.fused_pairs import batch, blocks, gradients
 

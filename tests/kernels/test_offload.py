@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from petune.errors import UsageError
-from petune.kernels import offload
 from petune.kernels.configs import Rung
-from petune.kernels.offload import Parked, Store
+from petune.kernels.memory import offload
+from petune.kernels.memory.offload import Parked, Store
 from tests.kernels.fused_pairs import METHODS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 CPU = torch.device("cpu")

@@ -20,15 +20,15 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 import petune
-from petune.kernels import attending
-from petune.kernels.attending import How
-from petune.kernels.padding import NO_MASK, FindSegments, Unpadded
-from petune.kernels.segments import Segments, from_mask, pack
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import How
+from petune.kernels.block.unpad import NO_MASK, FindSegments, Unpadded
+from petune.kernels.block.varlen import Segments, from_mask, pack
 from petune.methods.configs import SideConfig
 from petune.methods.side import apply as climb
 from petune.models import family_of
-from petune.running import Running, bound, running
-from petune.stack import own_stacks
+from petune.models.stack import own_stacks
+from petune.rng.context import Running, bound, running
 from tests.methods.zoo import VOCAB, ZOO, assert_same_gradients, gradients, tiny
 
 MASKS = {
@@ -198,7 +198,7 @@ class Mean(BertPreTrainedModel):
 
 def test_who_else_reads_hidden_states_finds_padding_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.padding.say", said.append)
+    monkeypatch.setattr("petune.kernels.block.unpad.say", said.append)
     own = Mean(BertConfig(**ZOO["bert-tokens"][2])).double().eval()
     fused = petune.wrap(copy.deepcopy(own), "lora", kernels="reference").train()
     for _ in range(2):

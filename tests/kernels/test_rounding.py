@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks import exact
-from petune.kernels.call import UP
-from petune.kernels.eight import Eight
+from petune.kernels.block.call import UP
+from petune.kernels.block.fp8 import Eight
+from petune.kernels.dispatch import reference_ops
 from petune.kernels.head import linear_cross_entropy
-from petune.kernels.ops import reference_ops
 from petune.kernels.reference import wide
 
 RANKS = (16, 40, 72)  # gate | up in the activation and in the product, s of down by the activation and by itself

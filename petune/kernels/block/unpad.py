@@ -1,0 +1,204 @@
+"""Padding left out: a fused stack computes on real tokens alone, one sample after the other, and the model around it sees none of that.
+
+A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart). `FindSegments` reads that off the calls of the model
+and of its part that owns the stack; `Unpadded`, the stack's edges, then carries the tokens across:
+
+    hidden states [b, t, w] -> [1, total, w] -> the blocks, which attend within segments -> [b, t, w], zeros where padding was
+
+Kept tokens get what they would have got in the padded batch; embeddings, pooler and heads are Hugging Face's own and see [b, t]. Zeros must
+not be read, so padding is left out only behind the last token of a row, and only where a head of transformers' own is known not to read it:
+see `FindSegments`. Stacks that attend across to another one, learn a position bias or fill a cache keep their padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from petune.kernels.block.varlen import Segments, from_mask, from_positions, pack, unpack
+from petune.kernels.head.linear_cross_entropy import IGNORED
+from petune.log import say
+from petune.models.stack import Call, Stack
+from petune.rng.context import Running, running
+
+# Stands in for the attention mask of a call whose segments are known. Hugging Face hands a mask with four dims on as it is, so the
+# [b, 1, t, t] that nobody would read is never made; a block that reads it after all raises, as no scores have such a shape.
+NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
+
+
+class Unpadded:
+    """Edges of a stack (petune.models.stack.Edges) that leave padding outside, where `running().segments` says what is kept; else they do
+    nothing.
+
+    Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them, has [1, total] instead,
+    `position_embeddings` and `position_ids` among them, and there is no attention mask: blocks have to attend within segments.
+    """
+
+    def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
+        """See petune.models.stack.Edges."""
+        here = replace(running())
+        segments: Segments | None = here.segments
+        if segments is None:
+            return call, here
+        assert stack.rule.bias is None and call.get("encoder_hidden_states") is None, "such a stack keeps its padding"
+        packed = {name: _packed(value, segments) for name, value in call.items() if name != "attention_mask"}
+        return packed | {"attention_mask": None}, here
+
+    def enter_side(self, stack: Stack, call: Call, here: Running) -> Call:
+        """See petune.models.stack.Edges: a ladder's call is made from one that has entered."""
+        return call
+
+    def part(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden if here.segments is None else pack(hidden, here.segments)
+
+    def leave(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden if here.segments is None else unpack(hidden, here.segments)
+
+
+def _packed(value: Any, segments: Segments) -> Any:
+    """`value` of a call with its tokens packed, where it has some."""
+    if isinstance(value, tuple):
+        return tuple(_packed(one, segments) for one in value)
+    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] in (1, segments.shape[0]) and value.shape[1] == segments.shape[1]:
+        return pack(value, segments)
+    return value
+
+
+# ------------------------------------------------------------------ where they are found
+
+
+class FindSegments:
+    """Hooks on a model and on its owner of a stack, which makes the masks (BertModel, LlamaModel, ...): they bind `running().segments`.
+
+    causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask comes first: with one, positions
+    say nothing of samples. These calls are left alone, with no segments and their mask as it was:
+    - with a mask that is not [b, t], with nothing to leave out, or longer than the model's sliding window;
+    - that go across to an encoder, or read or fill a cache, which for a decoder is the default: pass use_cache=False;
+    - of which hidden states or attentions are recorded, as they would be recorded packed;
+    - for which `ready`, asked with the owner, says that blocks would not attend within segments at this moment.
+
+    Padding is also computed, which is said once, where it may be read:
+    - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place before it;
+    - where a label stands on padding, or the token that a decoder's classifier pools, the last that is not `pad_token_id`, is masked;
+    - by heads over all tokens of a row (question answering), by a model without a head, by one that is not transformers' own, and by who
+      calls the owner itself.
+    """
+
+    def __init__(self, model: nn.Module, owner: nn.Module, causal: bool, ready: Callable[[nn.Module], bool] = lambda owner: True) -> None:
+        self.causal, self.ready = causal, ready
+        self.arguments, self.around = _arguments(owner), _arguments(model)
+        self.unknown = _unknown(model, owner)
+        self.pools = causal and self.unknown is None and cast("Any", model).get_output_embeddings() is None
+        self.asked: Call | None = None  # the running call of the model around the owner
+        self.said: set[str] = set()
+
+    def register(self, model: nn.Module, owner: nn.Module) -> tuple[RemovableHandle, ...]:
+        """Hang the hooks on both; those behind a call act after an exception too."""
+        return (
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            owner.register_forward_pre_hook(self.before, with_kwargs=True),
+            owner.register_forward_hook(self.after, always_call=True),
+            model.register_forward_hook(self.after_model, always_call=True),
+        )
+
+    def before_model(self, model: nn.Module, args: Any, kwargs: Call) -> None:
+        """Remember the call: its labels say what will be read."""
+        self.asked = dict(zip(self.around, args, strict=False)) | kwargs
+
+    def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Forget it."""
+        self.asked = None
+
+    def before(self, owner: nn.Module, args: Any, kwargs: Call) -> tuple[tuple[()], Call] | None:
+        """Bind what the call's mask or positions say, and take the mask away where it is said."""
+        call = dict(zip(self.arguments, args, strict=False)) | kwargs
+        config = getattr(owner, "config", None)
+        found = None if self._left_alone(config, call) or not self.ready(owner) else self._found(config, call)
+        if found is not None and found.shape[1] > (getattr(config, "sliding_window", None) or found.shape[1]):
+            found = None
+        running().segments = found
+        return None if found is None else ((), call | {"attention_mask": NO_MASK})
+
+    def after(self, owner: nn.Module, args: Any, output: Any) -> None:
+        """Forget."""
+        running().segments = None
+
+    def _left_alone(self, config: Any, call: Call) -> bool:
+        """Whether something about the call needs its padding."""
+        if call.get("past_key_values") is not None or call.get("encoder_hidden_states") is not None:
+            return True
+        if any(_asked(config, call, name) for name in ("output_hidden_states", "output_attentions")):
+            return True
+        # A BERT that is asked to be a decoder is one; encoders ignore a config that speaks of a cache
+        return _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))
+
+    def _found(self, config: Any, call: Call) -> Segments | None:
+        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+        if inputs is None:
+            return None
+        (rows, tokens), mask, positions = inputs.shape[:2], call.get("attention_mask"), call.get("position_ids")
+        if mask is not None:
+            return self._from_mask(config, mask.to(inputs.device), call) if mask.shape == (rows, tokens) else None
+        if self.causal and positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
+            return from_positions(positions.expand(rows, -1))
+        return None
+
+    def _from_mask(self, config: Any, mask: Tensor, call: Call) -> Segments | None:
+        found: Segments | str | None = self.unknown or "the model was not called by its head"
+        if self.unknown is None and self.asked is not None:
+            read = _labelled(self.asked, mask)
+            found = read if isinstance(read, str) else from_mask(mask, self._pooled(config, call, mask) if read is None else read)
+        if not isinstance(found, str):
+            return found
+        if found not in self.said and torch.is_grad_enabled():
+            self.said.add(found)
+            say(f"kernels: padding, where there is any, is computed too: {found}")
+        return None
+
+    def _pooled(self, config: Any, call: Call, mask: Tensor) -> Tensor | None:
+        """Where a decoder's classifier finds the token that it pools, [b, t]: the last of these, or the last of all."""
+        if not self.pools:
+            return None
+        ids, pad = call.get("input_ids"), getattr(config, "pad_token_id", None)
+        return torch.ones_like(mask, dtype=torch.bool) if ids is None or pad is None else ids != pad
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a forward pass that may be given by position."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
+
+
+def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
+    """Why it is not known which hidden states the model around a stack's owner reads, or None."""
+    kind = type(model)
+    if model is owner:
+        return f"{kind.__name__} has no head, and whoever calls it may read every place"
+    if kind.__module__.partition(".")[0] != "transformers":
+        return f"{kind.__name__} is not transformers' own, and may read every place"
+    return f"{kind.__name__} compares all places of a row" if "start_positions" in _arguments(model) else None
+
+
+def _labelled(call: Call, mask: Tensor) -> Tensor | str | None:
+    """Where labels of tokens stand that count, [b, t]; None without such labels, in words that they cannot be laid on the mask."""
+    labels = [value for name in ("labels", "shift_labels") if isinstance(value := call.get(name), Tensor)]
+    labels = [value for value in labels if value.dim() > 1 and not value.is_floating_point()]
+    if any(value.shape != mask.shape for value in labels):
+        return "labels have another shape than the mask"
+    places = [value.to(mask.device) != IGNORED for value in labels]
+    return torch.stack(places).any(0) if places else None
+
+
+def _asked(config: Any, call: Call, name: str) -> bool:
+    """Whether the call, or the config where the call says nothing, asks for `name`."""
+    given = call.get(name)
+    given = getattr(config, name, None) if given is None else given
+    return given is not None and given is not False
