@@ -266,6 +266,7 @@ def test_the_last_exception_is_what_failed() -> None:
     assert peers.last_error("") == ""
 
 
+@pytest.mark.forks
 def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text("import time\ntime.sleep(60)\n")
