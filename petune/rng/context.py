@@ -22,10 +22,11 @@ class Running:
     """What is known of the running call. Fields are replaced on entering a narrower call and put back on leaving it.
 
     rows: [batch] int64, the number of each row within the optimizer step, or None outside training. key: what the step's dropout is drawn
-    from. site: names the place in the model, `stack.block`; drawn counts the dropouts of that site so far. sizes: tokens per rank of the
-    tp axis when the sequence is cut, else empty. token, feature: the place in the whole sequence and in the whole last dim of the first
+    from. site: names the place in the model, `stack.block`; drawn counts the dropouts of that site so far. sizes: tokens per rank of the tp
+    axis when the sequence is cut, else empty. token, feature: the place in the whole sequence and in the whole last dim of the first
     element that is held here. segments: which tokens of a padded or packed batch are kept and attend to each other
-    (petune.kernels.block.varlen.Segments), inside the model that has them, else None.
+    (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the encoder's tokens, inside a
+    decoder that attends across to them.
     """
 
     rows: Tensor | None = None
@@ -36,6 +37,7 @@ class Running:
     token: int = 0
     feature: int = 0
     segments: Any = None
+    memory: Any = None
 
 
 _now = local()

@@ -7,7 +7,8 @@ and of its part that owns the stack; `Unpadded`, the stack's edges, then carries
 
 Kept tokens get what they would have got in the padded batch; embeddings, pooler and heads are Hugging Face's own and see [b, t]. Zeros must
 not be read, so padding is left out only behind the last token of a row, and only where a head of transformers' own is known not to read it:
-see `FindSegments`. Stacks that attend across to another one, learn a position bias or fill a cache keep their padding.
+see `FindSegments`. A decoder that attends across to an encoder sees the encoder's kept tokens alone, [1, kept, w]; stacks that fill a cache
+keep their padding.
 """
 
 from __future__ import annotations
@@ -32,23 +33,26 @@ from petune.rng.context import Running, running
 NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
 
 
+_ACROSS = "encoder_hidden_states"
+
+
 class Unpadded:
     """Edges of a stack (petune.models.stack.Edges) that leave padding outside, where `running().segments` says what is kept; else they do
     nothing.
 
     Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them, has [1, total] instead,
-    `position_embeddings` and `position_ids` among them, and there is no attention mask: blocks have to attend within segments.
+    `position_embeddings` and `position_ids` among them, and there is no attention mask: blocks have to attend within segments. Where
+    `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask of them.
     """
 
     def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
         """See petune.models.stack.Edges."""
         here = replace(running())
-        segments: Segments | None = here.segments
-        if segments is None:
+        segments, memory = here.segments, here.memory
+        if segments is None and memory is None:
             return call, here
-        assert stack.rule.bias is None and call.get("encoder_hidden_states") is None, "such a stack keeps its padding"
-        packed = {name: _packed(value, segments) for name, value in call.items() if name != "attention_mask"}
-        return packed | {"attention_mask": None}, here
+        masks = dict.fromkeys(call.keys() & _MASKS) if segments is not None else {"encoder_attention_mask": None}
+        return {name: _entered(name, value, segments, memory) for name, value in call.items()} | masks, here
 
     def enter_side(self, stack: Stack, call: Call, here: Running) -> Call:
         """See petune.models.stack.Edges: a ladder's call is made from one that has entered."""
@@ -61,6 +65,15 @@ class Unpadded:
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""
         return hidden if here.segments is None else unpack(hidden, here.segments)
+
+
+_MASKS = {"attention_mask", "encoder_attention_mask"}
+
+
+def _entered(name: str, value: Any, segments: Segments | None, memory: Segments | None) -> Any:
+    """One argument of a call: the encoder's hidden states have rows and padding of their own."""
+    own = memory if name == _ACROSS else segments
+    return value if own is None or name in _MASKS else _packed(value, own)
 
 
 def _packed(value: Any, segments: Segments) -> Any:
@@ -78,10 +91,13 @@ def _packed(value: Any, segments: Segments) -> Any:
 class FindSegments:
     """Hooks on a model and on its owner of a stack, which makes the masks (BertModel, LlamaModel, ...): they bind `running().segments`.
 
+    feeds: an encoder whose hidden states a decoder alone reads, through the same mask. encoder: of such a decoder,
+    the finder of its encoder.
     causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask comes first: with one, positions
     say nothing of samples. These calls are left alone, with no segments and their mask as it was:
     - with a mask that is not [b, t], with nothing to leave out, or longer than the model's sliding window;
-    - that go across to an encoder, or read or fill a cache, which for a decoder is the default: pass use_cache=False;
+    - that read or fill a cache, which for a decoder is the default: pass use_cache=False;
+    - that go across to an encoder, unless the encoder's own finder is given, by whom `running().memory` is found;
     - of which hidden states or attentions are recorded, as they would be recorded packed;
     - for which `ready`, asked with the owner, says that blocks would not attend within segments at this moment.
 
@@ -92,8 +108,19 @@ class FindSegments:
       calls the owner itself.
     """
 
-    def __init__(self, model: nn.Module, owner: nn.Module, causal: bool, ready: Callable[[nn.Module], bool] = lambda owner: True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: nn.Module,
+        causal: bool,
+        ready: Callable[[nn.Module], bool] = lambda owner: True,
+        *,
+        feeds: bool = False,
+        encoder: FindSegments | None = None,
+    ) -> None:
         self.causal, self.ready = causal, ready
+        self.feeds, self.encoder = feeds, encoder
+        self.last: tuple[Tensor, int, Segments | str | None] | None = None  # what was said of a mask, by its version
         self.arguments, self.around = _arguments(owner), _arguments(model)
         self.unknown = _unknown(model, owner)
         self.pools = causal and self.unknown is None and cast("Any", model).get_output_embeddings() is None
@@ -121,24 +148,45 @@ class FindSegments:
         """Bind what the call's mask or positions say, and take the mask away where it is said."""
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         config = getattr(owner, "config", None)
-        found = None if self._left_alone(config, call) or not self.ready(owner) else self._found(config, call)
-        if found is not None and found.shape[1] > (getattr(config, "sliding_window", None) or found.shape[1]):
-            found = None
-        running().segments = found
-        return None if found is None else ((), call | {"attention_mask": NO_MASK})
+        segments, memory = (None, None) if self._left_alone(config, call) or not self.ready(owner) else self._both(config, call)
+        running().segments, running().memory = segments, memory
+        if segments is None and memory is None:
+            return None
+        masks = ["attention_mask"] * (segments is not None) + ["encoder_attention_mask"] * (call.get(_ACROSS) is not None)
+        return (), call | dict.fromkeys(masks, NO_MASK)
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
         """Forget."""
-        running().segments = None
+        running().segments = running().memory = None
 
     def _left_alone(self, config: Any, call: Call) -> bool:
         """Whether something about the call needs its padding."""
-        if call.get("past_key_values") is not None or call.get("encoder_hidden_states") is not None:
+        if call.get("past_key_values") is not None or (call.get(_ACROSS) is not None and self.encoder is None):
             return True
         if any(_asked(config, call, name) for name in ("output_hidden_states", "output_attentions")):
             return True
         # A BERT that is asked to be a decoder is one; encoders ignore a config that speaks of a cache
         return _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))
+
+    def _both(self, config: Any, call: Call) -> tuple[Segments | None, Segments | None]:
+        """(segments of the call's own tokens, of those it attends across to)."""
+        memory = None if self.encoder is None or call.get(_ACROSS) is None else self.encoder.said_of(call)
+        if isinstance(memory, str):  # its padding is computed, and has a mask
+            return None, None
+        found = self._found(config, call)
+        if found is not None and found.shape[1] > (getattr(config, "sliding_window", None) or found.shape[1]):
+            found = None
+        return found, memory
+
+    def said_of(self, call: Call) -> Segments | str | None:
+        """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden states; it is not asked again."""
+        mask, hidden = call.get("encoder_attention_mask"), call[_ACROSS]
+        if mask is None or self.asked is None:
+            return None if mask is None else "the model was not called by its head"
+        if self.last is None or self.last[0] is not mask or self.last[1] != mask._version:
+            fits = mask.shape == hidden.shape[:2]
+            self.last = mask, mask._version, from_mask(mask.to(hidden.device)) if fits else "it is no mask of rows"
+        return self.last[2]
 
     def _found(self, config: Any, call: Call) -> Segments | None:
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
@@ -146,16 +194,19 @@ class FindSegments:
             return None
         (rows, tokens), mask, positions = inputs.shape[:2], call.get("attention_mask"), call.get("position_ids")
         if mask is not None:
-            return self._from_mask(config, mask.to(inputs.device), call) if mask.shape == (rows, tokens) else None
+            return self._from_mask(config, mask, inputs.device, call) if mask.shape == (rows, tokens) else None
         if self.causal and positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
             return from_positions(positions.expand(rows, -1))
         return None
 
-    def _from_mask(self, config: Any, mask: Tensor, call: Call) -> Segments | None:
+    def _from_mask(self, config: Any, given: Tensor, device: torch.device, call: Call) -> Segments | None:
         found: Segments | str | None = self.unknown or "the model was not called by its head"
+        mask = given.to(device)
         if self.unknown is None and self.asked is not None:
-            read = _labelled(self.asked, mask)
+            read = None if self.feeds else _labelled(self.asked, mask)
             found = read if isinstance(read, str) else from_mask(mask, self._pooled(config, call, mask) if read is None else read)
+        if self.feeds:
+            self.last = given, given._version, found
         if not isinstance(found, str):
             return found
         if found not in self.said and torch.is_grad_enabled():
@@ -184,7 +235,9 @@ def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
         return f"{kind.__name__} has no head, and whoever calls it may read every place"
     if kind.__module__.partition(".")[0] != "transformers":
         return f"{kind.__name__} is not transformers' own, and may read every place"
-    return f"{kind.__name__} compares all places of a row" if "start_positions" in _arguments(model) else None
+    if "start_positions" in _arguments(model):
+        return f"{kind.__name__} compares all places of a row"
+    return None if "labels" in _arguments(model) else f"{kind.__name__} has no head, and whoever calls it may read every place"
 
 
 def _labelled(call: Call, mask: Tensor) -> Tensor | str | None:
