@@ -92,8 +92,7 @@ def block_of(kind: str, size: str, rank: int, device: str, kernels: str, act: st
 def groups_of(block: FusedBlock) -> list[Group]:
     """The block's groups as a call makes them."""
     parts = block.parts()
-    nothing = Draws(tuple((None,) * len(group) for group in parts), None, (None, None))
-    call = block.call(parts, cast("Any", None), nothing, (None, None))
+    call = block.call(parts, (), Draws.nothing(parts, block.spec.program), None)
     return call.groups(block.tensors(parts))
 
 
@@ -117,12 +116,12 @@ def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
         out = group.product(h, s, inlet)
         if not group.defers:
             return out
-        m, _ = ops.activate(out, block.spec.act, block.spec.gated, group.deferred(s), None, group.paired)
+        m, _ = ops.activate(out, block.spec.program.sizes.act, block.spec.program.gated, group.deferred(s), None, group.paired)
         return cast("Tensor", m)
 
     if group.defers:
-        act = partial(reference.activate, act=block.spec.act, gated=block.spec.gated)
-        return {"gate | up" if block.spec.gated else "up": share(site, b, act(y + change)[0] - act(y)[0])}
+        act = partial(reference.activate, act=block.spec.program.sizes.act, gated=block.spec.program.gated)
+        return {"gate | up" if block.spec.program.gated else "up": share(site, b, act(y + change)[0] - act(y)[0])}
     rows = dict(zip(_NAMES[at][-len(group.widths) :], spans(group.widths), strict=True))
     return {name: share(lambda b, own=own: site(b)[:, own], b, change[:, own]) for name, own in rows.items()}  # type: ignore[misc]
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from petune.errors import UsageError
-from petune.models.spec import Family, Region, Shape, StackRule, find_sites, stack_paths
+from petune.models.spec import Attention, Family, Mlp, Shape, StackRule, SubLayer, find_sites, linears, stack_paths
 
 
 class Block(nn.Module):
@@ -25,16 +25,16 @@ class Model(nn.Module):
         self.body.layers = nn.ModuleList(blocks)
 
 
-ATTENTION = Region("attention", "attn", "attn.out", {"q": "attn.query", "o": "attn.out"})
-CROSS = Region("attention", "cross", "cross.out", {"q": "cross.query", "o": "cross.out"}, cross=True)
-MLP = Region("mlp", "mlp", "mlp.down", {"gate": "mlp.gate", "up": "mlp.up|mlp.fc", "down": "mlp.down"})
+ATTENTION = Attention("attn", (linears(q="attn.query"),), "attn.out")
+CROSS = Attention("cross", (linears(q="cross.query"),), "cross.out", memory="key_value_states")
+MLP = Mlp("mlp", linears(gate="mlp.gate", up="mlp.up|mlp.fc"), "mlp.down")
 
 
-def family(*regions: Region, blocks: str = "layers") -> Family:
+def family(*cores: Attention | Mlp, blocks: str = "layers") -> Family:
     return Family(
         "toy",
         "decoder",
-        {"decoder": StackRule(blocks, regions)},
+        {"decoder": StackRule(blocks, tuple(map(SubLayer, cores)))},
         (),
         lambda _: Shape(1, 1, 4, 4, 4),
         lambda _: {},

@@ -23,7 +23,7 @@ from typing import cast
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
-from petune.models.spec import Region, StackRule, child_of
+from petune.models.spec import Attention, Mlp, Region, StackRule, child_of
 from petune.models.tuned_linear import KeptFeatures, TunedLinear
 from petune.parallel.plan import Cut
 
@@ -64,11 +64,12 @@ def saved_by(block: nn.Module, rule: StackRule, cut: Cut | None, extent: Extent,
     """
     connection = extent.whole if cut is None or cut.connection == "whole" else extent.own
     found = Saved()
-    for region in rule.regions:
+    for core in (sublayer.core for sublayer in rule.sublayers):
+        region = core.region
         if child_of(block, region.enter) is None:
             continue
         tokens = connection if cut is None or cut.layout(region.kind) == "sequence" else extent.whole
-        found += _of_region(block, region, rule, cut, extent, tokens, itemsize, dropouts[0])
+        found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
         if dropouts[1]:
             found += Saved(connection * _layer(block, region.leave).out_features)
         found += Saved(connection * _kept(_layer(block, region.leave)).after * itemsize)
@@ -82,8 +83,16 @@ def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> flo
 
 
 def _of_region(
-    block: nn.Module, region: Region, rule: StackRule, cut: Cut | None, extent: Extent, tokens: int, itemsize: int, dropout: float
+    block: nn.Module,
+    core: Attention | Mlp,
+    rule: StackRule,
+    cut: Cut | None,
+    extent: Extent,
+    tokens: int,
+    itemsize: int,
+    dropout: float,
 ) -> Saved:
+    region = core.region
     layers = {role: cast("nn.Linear", found[1]) for role, path in region.sites.items() if (found := child_of(block, path))}
     leave = _layer(block, region.leave)
     keys = extent.across if region.cross else extent.own if _exchanged(cut, "ulysses", "ring") else extent.whole
@@ -96,12 +105,11 @@ def _of_region(
             source = id(layer) if itemsize < NORM else read[role]  # in float32 layers that read the same save one tensor
             entering[source] = read[role] * layer.in_features * itemsize
     total += sum(entering.values())
-    if region.kind == "attention":
+    if isinstance(core, Attention):
         made = {role: layer.out_features for role, layer in layers.items()}
         total += itemsize * (tokens * (made["q"] + leave.in_features) + keys * (made["k"] + made["v"]))
-        by_head = () if rule.norms is None else ((rule.norms.q, made["q"]), (rule.norms.k, made["k"]))
-        for path, size in by_head:
-            if path is not None and (norm := child_of(block, path)) is not None:
+        for by_head, size in ((core.q_norm, made["q"]), (core.k_norm, made["k"])):
+            if by_head is not None and (norm := child_of(block, by_head.path)) is not None:
                 total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
         if itemsize < NORM and _kept(leave).input:
             total += tokens * leave.in_features * itemsize

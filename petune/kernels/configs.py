@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from petune.errors import UsageError
 
+Level = Literal["input", "attention", "projections", "all"]  # what a block keeps, from the least to the most
 KernelsName = Literal["auto", "reference", "triton", "off"]
 Keep = Literal["auto", "all", "projections", "attention", "input"]
 Offload = Literal["auto", "none", "input", "attention"]
@@ -96,5 +97,5 @@ def refuse_contradiction(config: MemoryConfig) -> None:
 class Rung:
     """What one block keeps and where: MemoryConfig's keep and offload, decided."""
 
-    keep: Literal["all", "projections", "attention", "input"] = "all"
+    keep: Level = "all"
     offload: Literal["none", "input", "attention"] = "none"

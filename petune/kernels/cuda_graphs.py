@@ -31,16 +31,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from petune.errors import UsageError
-from petune.kernels.block.attention import Backend, How
+from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
-from petune.kernels.block.config import Kept
 from petune.kernels.block.module import FusedBlock, angles_of, places_of
-from petune.kernels.block.prenorm import PreNorm
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import Rung
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import rounded, shape_of
+from petune.kernels.steps import Values
 from petune.log import say
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
@@ -160,7 +159,7 @@ class Arrival:
         """A call of a stack of such blocks, with nothing drawn yet."""
         hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
         backend = block.form(hidden, segments, drops=block.training and spec.attention_dropout > 0)
-        angles = angles_of(call["position_embeddings"]) if spec.kind is PreNorm else None
+        angles = angles_of(call["position_embeddings"]) if spec.program.rotary else None
         return cls(hidden, angles, segments, backend)
 
     @cached_property
@@ -207,13 +206,13 @@ class Weights:
     """The tensors of a stack's blocks as they are at this moment, and what of them is part of a recording."""
 
     def __init__(self, blocks: Sequence[FusedBlock], parts: Sequence[Parts]) -> None:
-        self.parts = parts
+        self.parts, self.programs = parts, [block.spec.program for block in blocks]
         self.tensors = [block.tensors(own) for block, own in zip(blocks, parts, strict=True)]
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
         self.scaled = [(part.scale, part.dropout) for own in parts for group in own for part in group]
-        self.modes = [(block.training, block.spec.attention_dropout, *block.spec.drops) for block in blocks]
+        self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by
             self.lay,
@@ -239,7 +238,7 @@ class Weights:
     @cached_property
     def undrawn(self) -> Sequence[Draws]:
         """What is drawn where nothing drops out."""
-        return [Draws(tuple(tuple(None for _ in group) for group in parts), None, (None, None)) for parts in self.parts]
+        return [Draws.nothing(parts, program) for parts, program in zip(self.parts, self.programs, strict=True)]
 
 
 # ------------------------------------------------------------------ both passes
@@ -262,14 +261,14 @@ class Passes:
 
     def __init__(self, pieces: Sequence[Piece], inlet: Tensor, outlet: Tensor) -> None:
         self.pieces, self.inlet, self.outlet = pieces, inlet, outlet
-        self.kept: list[tuple[Piece, list[Tensor | None], Kept]] = []  # factors stacked by the forward pass, and what it keeps
+        self.kept: list[tuple[Piece, list[Tensor | None], Values]] = []  # factors stacked by the forward pass, and what it keeps
 
     def forward(self) -> None:
         """What the backward pass needs of this rests here until it has run."""
         self.kept.clear()
         x = self.inlet
         for piece in self.pieces:
-            x, kept, factors = piece.call.forward(x, piece.tensors)
+            x, kept, factors = piece.call.forward([x], piece.tensors)
             self.kept.append((piece, factors, kept))
         self.outlet.copy_(x)
 
@@ -280,7 +279,7 @@ class Passes:
             piece, factors, kept = self.kept.pop()
             if dx is None:
                 continue
-            dx, grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, piece.needs_x)
+            (dx,), grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, [piece.needs_x])
             found = [grad for grad in grads if grad is not None]
             if found:
                 assert len(found) == len(piece.rooms), "all that trains has a gradient"
@@ -318,9 +317,7 @@ class Graph:
 
     def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
         """A block's call as it is recorded."""
-        spec = block.spec
-        how = How(spec.causal, spec.scale, self.bucket.rows, self.slots, None, self.backend, draws.attention)
-        return block.call(parts, how, draws, self.angles or (None, None))
+        return block.call(parts, block.hows(self.bucket.rows, self.slots, None, self.backend, draws), draws, self.angles)
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""

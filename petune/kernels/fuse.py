@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.kernels.block.call import UP, Spec
+from petune.kernels.block.call import Spec
 from petune.kernels.block.fp8 import Eight, refuse_eight
 from petune.kernels.block.hooks import InDtype, NoCache, Ready, dense
 from petune.kernels.block.linear import Bank, bankable
@@ -31,11 +31,9 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
-from petune.models.spec import Family
+from petune.models.spec import Family, StackRule
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, low_rank_of
-
-OWN_INPUT = 1  # the group whose input attention writes, where no s can be put beside it: o
 
 
 @dataclass(frozen=True)
@@ -178,15 +176,20 @@ def _refusals(model: nn.Module, family: Family | None) -> list[str]:
     """Why no stack of the model can be fused; nothing where one may."""
     if family is None:
         return [f"{type(model).__name__} is of no family with a table"]
-    if all(rule.norms is None for rule in family.stacks.values()):
+    if not any(_has_form(rule) for rule in family.stacks.values()):
         return [f"blocks of {family.name} have no fused form"]
     reason = unownable(model)
     return [] if reason is None else [reason]
 
 
+def _has_form(rule: StackRule) -> bool:
+    """Whether blocks of a stack may be fused: those of an encoder beside a decoder are not."""
+    return len(rule.carry) == 1 and not any(getattr(sublayer.core, "memory", None) == "key_value_states" for sublayer in rule.sublayers)
+
+
 def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
     """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
-    if stack.rule.norms is None:
+    if not _has_form(stack.rule):
         return "its blocks have no fused form"
     if stack.ladder is not None:
         return "a ladder climbs beside it"
@@ -207,7 +210,10 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
         spec.store, spec.said = store, said
-        spec.banks = [_bank(layers, plan, room=at != OWN_INPUT, alone=at == UP and spec.defers) for at, layers in enumerate(spec.layers)]
+        spec.banks = [  # what attention writes has no room for s beside it
+            _bank(layers, plan, room=group.kind != "out", alone=group.kind == "up" and spec.defers)
+            for group, layers in zip(spec.program.groups, spec.layers, strict=True)
+        ]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
         layers = {id(layer) for group in spec.layers for layer in group}
         spec.homes = [(parent, name, child) for parent in block.modules() for name, child in parent.named_children() if id(child) in layers]

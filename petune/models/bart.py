@@ -1,28 +1,35 @@
-"""BART: post-norm encoder and decoder. The MLP is two linears of the block itself; the decoder has a second, crossing attention."""
+"""BART: post-norm encoder and decoder. The MLP is two linears of the block itself; the decoder has a second,
+crossing attention."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Config, Family, Region, Shape, StackName, StackRule
+from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
 
-ATTENTION = Region(
-    kind="attention",
-    enter="self_attn",
-    leave="self_attn.out_proj",
-    sites={"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj"},
-    head_counts=("num_heads",),
+
+def attention(at: str, *, causal: bool = False, memory: str | None = None) -> SubLayer:
+    """Attention of the module `at`, "self_attn" or "encoder_attn"."""
+    q, k, v = (f"{at}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+    core = Attention(
+        at=at,
+        groups=(linears(q=q, k=k, v=v),) if memory is None else (linears(q=q), linears(k=k, v=v)),
+        out=f"{at}.out_proj",
+        memory=memory,
+        causal=causal,
+        drop=f"{at}.dropout",
+        head_counts=("num_heads",),
+    )
+    return SubLayer(core, norm_after_sum=Norm(f"{at}_layer_norm", "layer"), drop="dropout")
+
+
+MLP = SubLayer(
+    Mlp(at="fc1", up=linears(up="fc1"), down="fc2", drop="activation_dropout"),
+    norm_after_sum=Norm("final_layer_norm", "layer"),
+    drop="dropout",
 )
-CROSS = Region(
-    kind="attention",
-    enter="encoder_attn",
-    leave="encoder_attn.out_proj",
-    sites={"q": "encoder_attn.q_proj", "k": "encoder_attn.k_proj", "v": "encoder_attn.v_proj", "o": "encoder_attn.out_proj"},
-    inputs=("hidden_states", "key_value_states"),
-    head_counts=("num_heads",),
-    cross=True,
-)
-MLP = Region(kind="mlp", enter="fc1", leave="fc2", sites={"up": "fc1", "down": "fc2"})
+ENCODER = (attention("self_attn"), MLP)
+DECODER = (attention("self_attn", causal=True), attention("encoder_attn", memory="key_value_states"), MLP)
 
 
 def shape(config: Config) -> Shape:
@@ -49,8 +56,8 @@ FAMILY = Family(
     name="bart",
     kind="encoder-decoder",
     stacks={
-        "encoder": StackRule(blocks="encoder.layers", regions=(ATTENTION, MLP)),
-        "decoder": StackRule(blocks="decoder.layers", regions=(ATTENTION, CROSS, MLP), causal=True),
+        "encoder": StackRule(blocks="encoder.layers", sublayers=ENCODER),
+        "decoder": StackRule(blocks="decoder.layers", sublayers=DECODER),
     },
     heads=("classification_head",),
     shape=shape,

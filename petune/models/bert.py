@@ -1,40 +1,32 @@
-"""BERT: post-norm encoder. The MLP is two modules, `intermediate` and `output`, so the region is entered by one and left by the other."""
+"""BERT: post-norm encoder. The MLP is two modules, `intermediate` and `output`, so the region is entered by
+one and left by the other."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Config, Family, Norms, Region, Shape, StackName, StackRule
+from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
 
-ATTENTION = Region(
-    kind="attention",
-    enter="attention.self",
-    leave="attention.output.dense",
-    sites={"q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value", "o": "attention.output.dense"},
-    head_counts=("num_attention_heads",),
-)
-CROSS = Region(  # of a BERT used as a decoder
-    kind="attention",
-    enter="crossattention.self",
-    leave="crossattention.output.dense",
-    sites={
-        "q": "crossattention.self.query",
-        "k": "crossattention.self.key",
-        "v": "crossattention.self.value",
-        "o": "crossattention.output.dense",
-    },
-    inputs=("hidden_states", "encoder_hidden_states"),
-    head_counts=("num_attention_heads",),
-    cross=True,
-)
-MLP = Region(kind="mlp", enter="intermediate", leave="output.dense", sites={"up": "intermediate.dense", "down": "output.dense"})
 
-NORMS = Norms(
-    first="attention.output.LayerNorm",
-    second="output.LayerNorm",
-    post=True,
-    drops=("attention.output.dropout", "output.dropout"),
-    attention_drop="attention.self.dropout",
+def attention(at: str, memory: str | None = None) -> SubLayer:
+    """Attention of the module `at`, which is "attention", or "crossattention" of a BERT used as a decoder."""
+    q, k, v = (f"{at}.self.{name}" for name in ("query", "key", "value"))
+    core = Attention(
+        at=f"{at}.self",
+        groups=(linears(q=q, k=k, v=v),) if memory is None else (linears(q=q), linears(k=k, v=v)),
+        out=f"{at}.output.dense",
+        memory=memory,
+        drop=f"{at}.self.dropout",
+        head_counts=("num_attention_heads",),
+    )
+    return SubLayer(core, norm_after_sum=Norm(f"{at}.output.LayerNorm", "layer"), drop=f"{at}.output.dropout")
+
+
+MLP = Mlp(at="intermediate", up=linears(up="intermediate.dense"), down="output.dense")
+BLOCK = (
+    attention("attention"),
+    attention("crossattention", memory="encoder_hidden_states"),
+    SubLayer(MLP, norm_after_sum=Norm("output.LayerNorm", "layer"), drop="output.dropout"),
 )
 
 
@@ -60,7 +52,7 @@ def depth(config: Config) -> dict[StackName, int]:
 FAMILY = Family(
     name="bert",
     kind="encoder",
-    stacks={"encoder": StackRule(blocks="encoder.layer", regions=(ATTENTION, CROSS, MLP), norms=NORMS)},
+    stacks={"encoder": StackRule(blocks="encoder.layer", sublayers=BLOCK)},
     heads=("classifier",),
     shape=shape,
     narrow=narrow,

@@ -1,25 +1,26 @@
-"""Llama and its kin (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary positions, grouped key and value heads, gated MLP."""
+"""Llama and its kin (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary positions, grouped key and value heads,
+gated MLP."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Config, Family, Norms, Region, Shape, StackName, StackRule
+from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
 
-ATTENTION = Region(
-    kind="attention",
-    enter="self_attn",
-    leave="self_attn.o_proj",
-    sites={"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"},
+ATTENTION = Attention(
+    at="self_attn",
+    groups=(linears(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj"),),
+    out="self_attn.o_proj",
+    rotary=True,
+    causal=True,
+    q_norm=Norm("self_attn.q_norm", over="head"),  # Qwen3's
+    k_norm=Norm("self_attn.k_norm", over="head"),
+    drop="self_attn.attention_dropout",
 )
-MLP = Region(kind="mlp", enter="mlp", leave="mlp.down_proj", sites={"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"})
-
-NORMS = Norms(
-    first="input_layernorm",
-    second="post_attention_layernorm",
-    q="self_attn.q_norm",
-    k="self_attn.k_norm",
-    attention_drop="self_attn.attention_dropout",
+MLP = Mlp(at="mlp", up=linears(gate="mlp.gate_proj", up="mlp.up_proj"), down="mlp.down_proj")
+BLOCK = (
+    SubLayer(ATTENTION, norm_in=Norm("input_layernorm")),
+    SubLayer(MLP, norm_in=Norm("post_attention_layernorm")),
 )
 
 
@@ -51,7 +52,7 @@ def depth(config: Config) -> dict[StackName, int]:
 FAMILY = Family(
     name="llama",
     kind="decoder",
-    stacks={"decoder": StackRule(blocks="layers", regions=(ATTENTION, MLP), tail="norm", rotary="rotary_emb", causal=True, norms=NORMS)},
+    stacks={"decoder": StackRule(blocks="layers", sublayers=BLOCK, tail="norm", rotary="rotary_emb")},
     heads=("score", "classifier", "qa_outputs"),
     shape=shape,
     narrow=narrow,

@@ -1,14 +1,15 @@
-"""The vocabulary in which a model family is described, and the one function that looks the description up in a real model.
+"""The vocabulary in which a model family is described, and the one function that looks the description up in
+a real model.
 
-A family is data: which module lists are its stacks, where attention and MLP are entered and left inside a block, and which linear plays
-which role. Methods and backends read sites, never model classes, so a family costs one table and no code. A rule that matches nothing
-raises and names what is there instead.
-"""
+A family is data: which module lists are its stacks, and of which sub-layers their blocks are made. Regions
+and sites, which methods and backends read, and the steps of a fused block follow from the sub-layers, so a
+family costs one table and no code. A rule that matches nothing raises and names what is there instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import nn
@@ -19,7 +20,8 @@ Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs
-# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum; None: whole, inside the cut
+# The dim that is sliced; "owner": on the first rank alone; "after": whole, and acting after the region's sum;
+# None: whole, inside the cut
 Split = int | Literal["owner", "after"] | None
 Config = Any  # a transformers PreTrainedConfig, whose fields differ by family
 
@@ -37,10 +39,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Region:
-    """Attention or MLP inside a block: the module it enters by, the row site it leaves by, its linears by role.
+    """Attention or MLP inside a block: the module it enters by, the row site it leaves by, its linears by
+    role.
 
-    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention) may be absent from a block.
-    """
+    Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
+    may be absent from a block."""
 
     kind: Literal["attention", "mlp"]
     enter: str
@@ -53,48 +56,134 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Norms:
-    """The norms of a block, by path: `first` is attention's and `second` the MLP's, before them or, with `post`, behind the sum.
+class Norm:
+    """A norm of a block, by its path. offset: what is added to its weight; over: all features of a token, or
+    those of each head."""
 
-    `q` and `k` norm each head of queries and keys, where a model does. `drops` are the dropouts of the two connections, `attention_drop`
-    the attention's own: a module, or a number that is an attribute of one.
+    path: str
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    over: Literal["features", "head"] = "features"
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears that read the same input: (role, path) of each, in the order of their outputs. A gate may be
+    absent from a block."""
+
+    members: tuple[tuple[Role, str], ...]
+
+
+def linears(**paths: str) -> LinearGroup:
+    """The group of the linears at these paths, by role."""
+    return LinearGroup(tuple(paths.items()))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention, entered by the module `at`. groups: one of q, k and v, or, with a memory, one of q and one
+    of k and v.
+
+    memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
+    keys are turned by their positions. scale: of the scores; None for the `scaling` of `at`. bias: the table
+    of relative positions below `at`, which block 0 has. drop: the dropout of its probabilities, a module or a
+    number that is an attribute of one. head_counts: attributes of `at`."""
+
+    at: str
+    groups: tuple[LinearGroup, ...]
+    out: str
+    memory: str | None = None
+    rotary: bool = False
+    causal: bool = False
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    scale: float | None = None
+    bias: str | None = None
+    drop: str | None = None
+    head_counts: tuple[str, ...] = ()
+
+    @cached_property
+    def region(self) -> Region:
+        """Where it is entered and left."""
+        return Region(
+            kind="attention",
+            enter=self.at,
+            leave=self.out,
+            sites=dict(member for group in self.groups for member in group.members) | {"o": self.out},
+            inputs=("hidden_states",) if self.memory is None else ("hidden_states", self.memory),
+            head_counts=self.head_counts,
+            by_head={} if self.bias is None else {f"{self.bias}.weight": 1},
+            cross=self.memory is not None,
+        )
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP, entered by the module `at`: act(up) or, where the block has a gate, act(gate) * up. drop: the
+    dropout before `down`."""
+
+    at: str
+    up: LinearGroup
+    down: str
+    drop: str | None = None
+
+    @cached_property
+    def region(self) -> Region:
+        """Where it is entered and left."""
+        return Region(kind="mlp", enter=self.at, leave=self.down, sites=dict(self.up.members) | {"down": self.down})
+
+
+@dataclass(frozen=True)
+class SubLayer:
+    """Attention or MLP with what a block puts around it:
+
+        y = norm_after_sum(x + drop(norm_out(core(norm_in(x)))))
+
+    where a norm or a dropout that is None does nothing.
     """
 
-    first: str
-    second: str
-    post: bool = False
-    q: str | None = None
-    k: str | None = None
-    drops: tuple[str, str] | None = None
-    attention_drop: str | None = None
+    core: Attention | Mlp
+    norm_in: Norm | None = None
+    norm_out: Norm | None = None
+    norm_after_sum: Norm | None = None
+    drop: str | None = None
 
 
 @dataclass(frozen=True)
 class StackRule:
-    """One stack of blocks. `blocks` is a path suffix below the base model; `carry` names what one block hands the next.
+    """One stack of blocks. `blocks` is a path suffix below the base model; `carry` names what one block hands
+    the next. Cross-attention among the sub-layers may be absent from a block.
 
-    `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside the list; `bias` is the
-    argument of the block's constructor that asks for a learned relative position bias in block 0.
-    """
+    `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
+    the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
+    in block 0."""
 
     blocks: str
-    regions: tuple[Region, ...]
+    sublayers: tuple[SubLayer, ...]
     carry: tuple[str, ...] = ("hidden_states",)
     tail: str | None = None
     rotary: str | None = None
     bias: str | None = None
-    causal: bool = False
-    norms: Norms | None = None  # None: its blocks have no fused form
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Where the sub-layers are entered and left."""
+        return tuple(sublayer.core.region for sublayer in self.sublayers)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return any(isinstance(sublayer.core, Attention) and sublayer.core.causal for sublayer in self.sublayers)
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family: its stacks, its task heads, and its sizes as functions of the config.
 
-    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which then train too.
-    `narrow(config, reduction)` returns a copy of the config whose blocks have every width divided by `reduction` and as many heads.
-    `depth(config)` is the number of blocks of each stack, in the order data passes them.
-    """
+    `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which
+    then train too. `narrow(config, reduction)` returns a copy of the config whose blocks have every width
+    divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
+    order data passes them."""
 
     name: str
     kind: Kind
@@ -108,7 +197,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Site:
-    """One linear of one block: the full module name, where it is, what it does, and whether it is the region's way out."""
+    """One linear of one block: the full module name, where it is, what it does, and whether it is the
+    region's way out."""
 
     name: str
     module: nn.Module
@@ -153,9 +243,8 @@ def child_of(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:
 def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
     """Every site of `model`, in the order of the blocks.
 
-    Raises UsageError when a region that is not cross-attention, or one of its required roles, is absent from a block: the table and the
-    model disagree, and working on would silently leave part of the model out.
-    """
+    Raises UsageError when a region that is not cross-attention, or one of its required roles, is absent from
+    a block: the table and the model disagree, and working on would silently leave part of the model out."""
     sites: list[Site] = []
     for stack, path in stack_paths(model, family).items():
         rule = family.stacks[stack]

@@ -1,40 +1,46 @@
-"""T5: pre-norm encoder and decoder with a learned relative position bias, made by block 0 and carried from block to block."""
+"""T5: pre-norm encoder and decoder with a learned relative position bias, made by block 0 and carried from
+block to block."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Config, Family, Region, Shape, StackName, StackRule
+from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
 
-ATTENTION = Region(
-    kind="attention",
-    enter="layer.0.SelfAttention",
-    leave="layer.0.SelfAttention.o",
-    sites={role: f"layer.0.SelfAttention.{role}" for role in ("q", "k", "v", "o")},
-    head_counts=("n_heads",),
-    by_head={"relative_attention_bias.weight": 1},
-)
-CROSS = Region(
-    kind="attention",
-    enter="layer.1.EncDecAttention",
-    leave="layer.1.EncDecAttention.o",
-    sites={role: f"layer.1.EncDecAttention.{role}" for role in ("q", "k", "v", "o")},
-    inputs=("hidden_states", "key_value_states"),
-    head_counts=("n_heads",),
-    cross=True,
-)
 CARRY = ("hidden_states", "position_bias", "encoder_decoder_position_bias")
 
 
-def mlp(place: int) -> Region:
-    """The feed-forward region, sub-layer `place` of a block; gated (wi_0, wi_1) and plain (wi) forms alike."""
-    inner = f"layer.{place}.DenseReluDense"
-    return Region(
-        kind="mlp",
-        enter=inner,
-        leave=f"{inner}.wo",
-        sites={"gate": f"{inner}.wi_0", "up": f"{inner}.wi_1|{inner}.wi", "down": f"{inner}.wo"},
+def attention(place: int, name: str, *, causal: bool = False, bias: str | None = None, memory: str | None = None) -> SubLayer:
+    """Attention `name`, sub-layer `place` of a block; its scores are not scaled."""
+    at = f"layer.{place}.{name}"
+    q, k, v = (f"{at}.{role}" for role in ("q", "k", "v"))
+    core = Attention(
+        at=at,
+        groups=(linears(q=q, k=k, v=v),) if memory is None else (linears(q=q), linears(k=k, v=v)),
+        out=f"{at}.o",
+        memory=memory,
+        causal=causal,
+        scale=1.0,
+        bias=bias,
+        drop=f"{at}.dropout",
+        head_counts=("n_heads",),
     )
+    return SubLayer(core, norm_in=Norm(f"layer.{place}.layer_norm"), drop=f"layer.{place}.dropout")
+
+
+def mlp(place: int) -> SubLayer:
+    """The feed-forward sub-layer `place` of a block; gated (wi_0, wi_1) and plain (wi) forms alike."""
+    at = f"layer.{place}.DenseReluDense"
+    core = Mlp(at=at, up=linears(gate=f"{at}.wi_0", up=f"{at}.wi_1|{at}.wi"), down=f"{at}.wo", drop=f"{at}.dropout")
+    return SubLayer(core, norm_in=Norm(f"layer.{place}.layer_norm"), drop=f"layer.{place}.dropout")
+
+
+ENCODER = (attention(0, "SelfAttention", bias="relative_attention_bias"), mlp(1))
+DECODER = (
+    attention(0, "SelfAttention", causal=True, bias="relative_attention_bias"),
+    attention(1, "EncDecAttention", memory="key_value_states"),
+    mlp(2),
+)
 
 
 def shape(config: Config) -> Shape:
@@ -56,21 +62,17 @@ def depth(config: Config) -> dict[StackName, int]:
     return {"encoder": config.num_layers, "decoder": getattr(config, "num_decoder_layers", None) or config.num_layers}
 
 
+def rule(blocks: str, sublayers: tuple[SubLayer, ...]) -> StackRule:
+    """One of the two stacks."""
+    return StackRule(blocks, sublayers, CARRY, tail="final_layer_norm", bias="has_relative_attention_bias")
+
+
 FAMILY = Family(
     name="t5",
     kind="encoder-decoder",
     stacks={
-        "encoder": StackRule(
-            blocks="encoder.block", regions=(ATTENTION, mlp(1)), carry=CARRY, tail="final_layer_norm", bias="has_relative_attention_bias"
-        ),
-        "decoder": StackRule(
-            blocks="decoder.block",
-            regions=(ATTENTION, CROSS, mlp(2)),
-            carry=CARRY,
-            tail="final_layer_norm",
-            bias="has_relative_attention_bias",
-            causal=True,
-        ),
+        "encoder": rule("encoder.block", ENCODER),
+        "decoder": rule("decoder.block", DECODER),
     },
     heads=("classification_head", "classifier"),
     shape=shape,

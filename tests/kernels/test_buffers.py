@@ -14,20 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from petune.kernels import fold
 from petune.kernels.block import attention as attending
 from petune.kernels.block import linear
-from petune.kernels.block.call import UP
-from petune.kernels.block.config import Frame
 from petune.kernels.block.linear import Dense
-from petune.kernels.block.packed_linear import Group, Sink
-from petune.kernels.block.postnorm import PostNorm
-from petune.kernels.block.prenorm import PreNorm
-from petune.kernels.configs import Rung
+from petune.kernels.block.packed_linear import Group
 from petune.kernels.dispatch import Ops
-from petune.kernels.fuse import OWN_INPUT
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, Ranks
+from petune.kernels.program import Program, Sizes, compiled
+from petune.kernels.steps import Run
+from petune.models import bert, llama
+from petune.models.spec import Attention, LinearGroup
 from petune.models.tuned_linear import LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
@@ -191,37 +190,51 @@ def hollow_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_:
     return grads
 
 
-def engine(shape: BlockShape, keep: Keep, tile: int | None, tokens: int) -> tuple[Any, Sink]:
-    """A block of that shape without memory, and where its gradients go."""
+def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
+    """A block of that shape without memory: its program, a pass of it, and which of its tensors train."""
     frozen = {"dtype": torch.bfloat16, "device": "meta"}
+    program = program_of(shape)
 
-    def part(role: str, outputs: int, inputs: int) -> LowRank:
+    def part(role: str) -> LowRank:
+        outputs, inputs = sizes_of(shape)[role]
         rank = getattr(shape.ranks, role)
         factors = (torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")) if rank else (None, None)
         return LowRank(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
 
-    keys, width = shape.kv_heads * shape.head_dim, shape.width
-    layers = [
-        [part("q", shape.queries, width), part("k", keys, width), part("v", keys, width)],
-        [part("o", width, shape.queries)],
-        [part(role, shape.columns, width) for role in ("gate", "up")[1 - shape.gated :]],
-        [part("down", width, shape.columns)],
-    ]
     groups: list[Group] = []
-    ops = hollow()
-    for at, own in enumerate(layers):
+    for place in program.groups:
+        own = [part(role) for role in place.roles]
         k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
         whole = torch.empty(sum(len(one.weight) for one in own), k + rank, **frozen)  # type: ignore[arg-type]
-        base = Dense(whole[:, :k], None, whole if rank and at != OWN_INPUT else None)
-        first = 4 * sum(len(group.parts) for group in groups)
-        groups.append(Group(own, torch.bfloat16, first, ops, base, gates=at == UP))
+        base = Dense(whole[:, :k], None, whole if rank and place.kind != "out" else None)
+        groups.append(Group(own, torch.bfloat16, place.first, ops, base, gates=place.kind == "up"))
+    norm = torch.empty(shape.width, **frozen)  # type: ignore[arg-type]
+    norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
     how = attending.How(shape.causal, 1.0, 1)
-    frame = Frame(shape.heads, shape.kv_heads, shape.head_dim, "silu", shape.gated, 1e-5, ops, how, Rung(keep), tile)
-    norm, angles = torch.empty(width, **frozen), (torch.empty(tokens, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
-    needs = [shape.trained and place % 4 == 0 for place in range(4 * sum(map(len, layers)))] + [False] * 4
-    if shape.norm == "rms":
-        return PreNorm(frame, groups, [norm, norm, None, None], angles), Sink(needs)
-    return PostNorm(frame, groups, [norm] * 4, (None, None)), Sink(needs)
+    angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
+    linears = sum(len(place.paths) for place in program.groups)
+    needs = [shape.trained and place % 4 == 0 for place in range(4 * linears)] + [False] * sum(map(len, norms))
+    return program, Run(ops, groups, norms, [None] * len(program.dropouts), [how], angles), needs
+
+
+def program_of(shape: BlockShape) -> Program:
+    """The program of a block of Llama, or of BERT."""
+    found = []
+    for sublayer in llama.BLOCK if shape.norm == "rms" else (bert.BLOCK[0], bert.BLOCK[2]):
+        core = sublayer.core
+        if isinstance(core, Attention):
+            core = replace(core, scale=1.0, q_norm=None, k_norm=None)
+        elif not shape.gated:
+            core = replace(core, up=LinearGroup(tuple(member for member in core.up.members if member[0] == "up")))
+        found.append(replace(sublayer, core=core))
+    return compiled(tuple(found), Sizes(shape.heads, shape.kv_heads, shape.head_dim, "silu", 1e-5))
+
+
+def sizes_of(shape: BlockShape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each role."""
+    keys, width, columns = shape.kv_heads * shape.head_dim, shape.width, shape.columns
+    above = {"gate": (columns, width), "up": (columns, width), "down": (width, columns)}
+    return {"q": (shape.queries, width), "k": (keys, width), "v": (keys, width), "o": (width, shape.queries)} | above
 
 
 @pytest.mark.parametrize(
@@ -243,16 +256,16 @@ def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, til
     monkeypatch.setattr(attending, "backward", hollow_attention_backward)
     monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
     tokens = 8192
-    block, sink = engine(shape, keep, tile, tokens)
+    program, run, needs = engine(shape, hollow())
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
-        y, kept = block.forward(x)
+        y, kept = fold.forward(program, run, [x], keep, tile)
     standing = sum(value.untyped_storage().nbytes() for value in tree_leaves(kept) if isinstance(value, Tensor))
     assert standing == buffers.kept_bytes(shape, keep) * tokens
     del y
     dy = torch.empty_like(x)
     with Live() as back:
-        block.backward(dy, kept, True, sink)
+        fold.backward(program, run, dy, kept, needs, [True], keep, tile)
     found = max(x.nbytes + ahead.peak, standing + x.nbytes + back.peak)
     said = standing + buffers.working_set(shape, keep, tokens, tile)
     least = 0.7 if shape.trained else 0.96  # gradients of weights come one by one, and are counted as if all were there

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from petune.errors import UsageError
+from petune.kernels import fold
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.prenorm import PreNorm
 from petune.kernels.fuse import fuse
 from petune.kernels.memory import offloaded_adamw
 from petune.kernels.memory.offloaded_adamw import Event, Rule, StreamedAdamW, Traffic, adamw_, random_bits, random_words, rounded
@@ -692,17 +692,17 @@ def test_an_exception_in_the_middle_leaves_a_usable_state(name: str, fails: int,
     optimizer = StreamedAdamW(model, blocks, **SETTINGS, states=FP32)
     losses = [stepped(model, optimizer, 0)]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    own, calls = getattr(PreNorm, name), iter(range(4))
+    own, calls = getattr(fold, name), iter(range(4))
 
-    def failing(self: PreNorm, *args: Any) -> Any:
+    def failing(*args: Any) -> Any:
         if next(calls) == (fails if name == "forward" else 3 - fails):
             raise RuntimeError("out of memory")
-        return own(self, *args)
+        return own(*args)
 
-    monkeypatch.setattr(PreNorm, name, failing)
+    monkeypatch.setattr(fold, name, failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         model(**inputs(1)).loss.backward()
-    monkeypatch.setattr(PreNorm, name, own)
+    monkeypatch.setattr(fold, name, own)
     if name == "forward":
         assert all(value.data_ptr() in resting(optimizer) for block in blocks for value in block.parameters())
         assert_same(model.state_dict(), before)

@@ -14,7 +14,7 @@ from transformers import BertModel, LlamaModel, T5EncoderModel
 from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models import FAMILIES, family_of
-from petune.models.spec import Family, find_sites, stack_paths
+from petune.models.spec import Family, find_sites, linears, stack_paths
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, frozen, prompt, stir, tiny
 
 # roles and ways out of one block, by family and stack
@@ -133,26 +133,28 @@ def test_the_wrong_table_raises_and_names_what_is_there(name: str, other: str) -
     assert own in text or "SelfAttention" in text or "self_attn" in text
 
 
-def bent(table: Family, stack: str, index: int, **changes: object) -> Family:
+def bent(table: Family, stack: str, **changes: object) -> Family:
+    """The table with changes to the first core of a stack."""
     rule = table.stacks[stack]  # type: ignore[index]
-    regions = tuple(dataclasses.replace(region, **changes) if i == index else region for i, region in enumerate(rule.regions))
-    return dataclasses.replace(table, stacks={**table.stacks, stack: dataclasses.replace(rule, regions=regions)})
+    first, *rest = rule.sublayers
+    first = dataclasses.replace(first, core=dataclasses.replace(first.core, **changes))
+    return dataclasses.replace(table, stacks={**table.stacks, stack: dataclasses.replace(rule, sublayers=(first, *rest))})
 
 
 def test_a_role_the_model_has_under_another_name_is_an_error_naming_it() -> None:
-    sites = {"q": "self_attn.q_prj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
+    groups = (linears(q="self_attn.q_prj", k="self_attn.k_proj", v="self_attn.v_proj"),)
     with pytest.raises(UsageError) as caught:
-        find_sites(tiny("llama-causal"), bent(FAMILIES["llama"], "decoder", 0, sites=sites))
+        find_sites(tiny("llama-causal"), bent(FAMILIES["llama"], "decoder", groups=groups))
     problem = caught.value.problems[0]
     assert problem.where == "model.layers.0"
     assert "self_attn.q_proj" in (problem.found or "")
 
 
-@pytest.mark.parametrize("part", ["enter", "leave"])
+@pytest.mark.parametrize("part", ["at", "out"])
 def test_a_region_whose_entry_or_exit_is_missing_is_an_error(part: str) -> None:
     """Without a way out no site leaves, and an adapter would silently be put nowhere."""
     with pytest.raises(UsageError):
-        find_sites(tiny("llama-causal"), bent(FAMILIES["llama"], "decoder", 0, **{part: "self_attn.nowhere"}))
+        find_sites(tiny("llama-causal"), bent(FAMILIES["llama"], "decoder", **{part: "self_attn.nowhere"}))
 
 
 def test_a_model_without_a_table_has_no_family() -> None:

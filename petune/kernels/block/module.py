@@ -1,19 +1,19 @@
-"""A fused block: Hugging Face's own block, whose training forward is one autograd node with both passes written by hand.
+"""A fused block: Hugging Face's own block, whose training forward is one autograd node with both passes
+written by hand.
 
-The class of a block is exchanged for a subclass of it, so names, hooks and state stay. A call that the node cannot do (a cache, attention
-probabilities asked for) goes to the block's own forward, and the reason is said once.
-"""
+The class of a block is exchanged for a subclass of it, so names, hooks and state stay. A call that the node
+cannot do (a cache, attention probabilities asked for) goes to the block's own forward, and the reason is said
+once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -21,87 +21,13 @@ from petune.errors import UsageError
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
-from petune.kernels.block.config import Frame, Kept
 from petune.kernels.block.linear import Bank, bankable
-from petune.kernels.block.postnorm import PostNorm
 from petune.kernels.block.varlen import Segments
-from petune.kernels.memory.offload import Parked
+from petune.kernels.node import Node, forward
 from petune.log import say
 from petune.models.tuned_linear import LowRank, TunedLinear
 from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drawing, places
-
-
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        y, kept, factors = _forward(call, x, tensors)
-        ctx.call, ctx.shape, ctx.numbers = call, x.shape, (len(tensors), len(factors))
-        if any(ctx.needs_input_grad):
-            ctx.parked = _park(call, kept)
-            flat, ctx.names = _flattened(kept)
-            ctx.save_for_backward(*tensors, *factors, *flat)
-        return y.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call, (count, factors) = ctx.call, ctx.numbers
-        saved = ctx.saved_tensors
-        tensors = saved[:count]
-        kept = _unflattened(saved[count + factors :], ctx.names)
-        if ctx.parked is not None:
-            kept |= call.spec.store.fetch(ctx.parked)
-            ctx.parked = None  # its host memory is for the next step, though the graph may live on
-        elif "x" not in kept:
-            remedy = "set memory: {offload: none} to go back through a graph twice"
-            raise UsageError("what this block had parked in host memory is gone after the first backward pass", remedy=remedy)
-        needs_x, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
-        with torch.autocast(dy.device.type, enabled=False):
-            dx, grads = call.backward(_rows_of(dy), kept, saved[count : count + factors], tensors, needs, needs_x)
-        return None, None if dx is None else dx.view(ctx.shape), *grads
-
-
-def _forward(call: Call, x: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Kept, list[Tensor | None]]:
-    """`call.forward` of hidden states [..., width] under any autocast."""
-    with torch.autocast(x.device.type, enabled=False):
-        return call.forward(_rows_of(x), tensors)
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """[..., width] as a matrix whose last dim is dense; the gradient of a sum is one number everywhere, and is not."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _park(call: Call, kept: Kept) -> Parked | None:
-    """What the rung sends to the host, taken out of `kept`."""
-    names = {"none": (), "input": ("x",), "attention": ("x", "a")}[call.frame.rung.offload]
-    sent = {name: kept.pop(name) for name in names if kept.get(name) is not None}
-    if not sent or call.spec.store is None:
-        kept |= sent
-        return None
-    return call.spec.store.park(sent)
-
-
-def _flattened(kept: Kept) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:
-    """Tensors to save, and for each value its name, its place in a tuple or None, and itself where it is no tensor."""
-    flat: list[Tensor | None] = []
-    names: list[tuple[str, int | None, Any]] = []
-    for name, value in kept.items():
-        for at, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
-            tensor = one if isinstance(one, Tensor) else None
-            flat.append(tensor)
-            names.append((name, at, None if tensor is not None else one))
-    return flat, names
-
-
-def _unflattened(flat: Sequence[Tensor | None], names: Sequence[tuple[str, int | None, Any]]) -> Kept:
-    kept: Kept = {}
-    for value, (name, at, other) in zip(flat, names, strict=True):
-        value = other if value is None else value
-        kept[name] = value if at is None else (*kept.get(name, ()), value)
-    return kept
 
 
 class FusedBlock(nn.Module):
@@ -121,7 +47,8 @@ class FusedBlock(nn.Module):
         return self._unfused(super().forward, hidden_states, *args, **kwargs)
 
     def _unfused(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The block's own forward, computed again in the backward pass where the block is not to keep everything."""
+        """The block's own forward, computed again in the backward pass where the block is not to keep
+        everything."""
         cached = kwargs.get("past_key_values") is not None  # which a second forward would fill a second time
         if self.spec.rung.keep == "all" or cached or not torch.is_grad_enabled():
             return own(*args, **kwargs)
@@ -146,7 +73,8 @@ class FusedBlock(nn.Module):
         return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
 
     def _hooked(self) -> str | None:
-        """The module inside that has a hook; looked for anew where one has been registered anywhere since, or was found."""
+        """The module inside that has a hook; looked for anew where one has been registered anywhere since, or
+        was found."""
         count, found = self.spec.hooked
         if count != RemovableHandle.next_id or found is not None:
             found = next((name for name, module in self.spec.inside if _hooked(module)), None)
@@ -172,18 +100,18 @@ class FusedBlock(nn.Module):
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         parts = self.parts()
         draws = self.draws(parts, cache(lambda: places_of(hidden)))
-        angles = (None, None) if self.spec.kind is PostNorm else angles_of(given["position_embeddings"])
-        call = self.call(parts, self._how(hidden, given, draws), draws, angles)
+        angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
+        call = self.call(parts, self._hows(hidden, given, draws), draws, angles)
         if not torch.is_grad_enabled():
-            return _forward(call, hidden, self.tensors(parts))[0].view(hidden.shape)
-        out: Tensor = _Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
+            return forward(call, [hidden], self.tensors(parts))[0].view(hidden.shape)
+        out: Tensor = Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
         return out
 
     def linears(self) -> Parts:
         """The linears as they are at this moment.
 
-        Raises UsageError where a layer has been exchanged for another: which of the two was to be computed would be a guess.
-        """
+        Raises UsageError where a layer has been exchanged for another: which of the two was to be computed
+        would be a guess."""
         for parent, name, layer in self.spec.homes:
             if parent._modules.get(name) is not layer:
                 raise UsageError(
@@ -202,26 +130,32 @@ class FusedBlock(nn.Module):
 
     def tensors(self, parts: Parts) -> list[Tensor | None]:
         """What autograd must know of: the tensors of `parts`, then the norms'."""
-        norms = [None if norm is None else getattr(*norm) for norm in self.spec.norms]
+        norms = [getattr(*norm) for norm in self.spec.norms]
         return [tensor for group in parts for part in group for tensor in part.tensors] + norms
 
-    def call(self, parts: Parts, how: How, draws: Draws, angles: tuple[Tensor, Tensor] | tuple[None, None]) -> Call:
+    def call(self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
         """A call of these parts."""
         spec = self.spec
-        frame = Frame(spec.heads, spec.kv_heads, spec.head_dim, spec.act, spec.gated, spec.eps, spec.ops, how, spec.rung, spec.tile)
-        return Call(spec, frame, parts, draws, angles, spec.computes_in(parts[0][0].weight.device.type))
+        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts[0][0].weight.device.type))
 
-    def _how(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> How:
-        spec, mask, segments = self.spec, given.get("attention_mask"), running().segments
-        backend = self.form(hidden, segments, masked=mask is not None, drops=draws.attention is not None)
-        return How(spec.causal, spec.scale, len(hidden), segments, mask, backend, draws.attention)
+    def hows(self, batch: int, segments: Segments | None, mask: Tensor | None, backend: Backend, draws: Draws) -> tuple[How, ...]:
+        """How each attention of a call of `batch` rows, or of `segments`, is computed."""
+        return tuple(
+            How(one.causal, one.scale, batch, segments, mask, backend, None if one.drop is None else draws.drops[one.drop])
+            for one in self.spec.program.attends
+        )
+
+    def _hows(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> tuple[How, ...]:
+        mask, segments, drop = given.get("attention_mask"), running().segments, self.spec.program.attends[0].drop
+        drops = drop is not None and draws.drops[drop] is not None
+        return self.hows(len(hidden), segments, mask, self.form(hidden, segments, masked=mask is not None, drops=drops), draws)
 
     def form(self, hidden: Tensor, segments: Segments | None, *, masked: bool = False, drops: bool = False) -> Backend:
         """The form of its attention for hidden states [b, t, w], or [1, total, w] in `segments`."""
         return attending.choose(
             hidden.device,
             hidden.dtype,
-            self.spec.head_dim,
+            self.spec.program.sizes.head_dim,
             hidden.shape[1] if segments is None else segments.longest,
             segmented=segments is not None,
             masked=masked,
@@ -230,18 +164,19 @@ class FusedBlock(nn.Module):
         ).backend
 
     def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:
-        """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its tokens, see `places_of`."""
+        """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its
+        tokens, see `places_of`."""
 
         def one(p: float) -> Drop | None:
             return draw(places(), p) if p and self.training else None
 
-        def each(group: tuple[LowRank, ...]) -> tuple[Drop | None, ...]:
-            return tuple(one(part.dropout) for part in group)
-
-        qkv, attention = each(parts[0]), one(self.spec.attention_dropout)
-        o, first = each(parts[1]), one(self.spec.drops[0])
-        up, down = each(parts[2]), each(parts[3])
-        return Draws((qkv, o, up, down), attention, (first, one(self.spec.drops[1])))
+        chances, groups, drops = self.spec.probabilities, [], []
+        for kind, at in self.spec.program.order:
+            if kind == "group":
+                groups.append(tuple(one(part.dropout) for part in parts[at]))
+            else:
+                drops.append(one(chances[at]))
+        return Draws(tuple(groups), tuple(drops))
 
 
 def places_of(hidden: Tensor) -> Tensor:
@@ -254,7 +189,8 @@ def places_of(hidden: Tensor) -> Tensor:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act only when asked to."""
+    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
+    only when asked to."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False
     others = (*module._forward_pre_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values())
@@ -266,7 +202,8 @@ _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
 def _part(layer: nn.Module) -> LowRank:
-    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than the part."""
+    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than
+    the part."""
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None

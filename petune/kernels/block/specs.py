@@ -1,21 +1,22 @@
-"""A block of a family as a fused one computes it, read off the model by the family's table; or the reason why it cannot be."""
+"""A block of a family as a fused one computes it, read off the model by the family's table; or the reason why
+it cannot be."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 from transformers.activations import ACT2FN
 
-from petune.kernels.block.call import Spec, Where
-from petune.kernels.block.postnorm import PostNorm
-from petune.kernels.block.prenorm import PreNorm
+from petune.kernels.block.call import Spec
 from petune.kernels.dispatch import Ops
+from petune.kernels.program import Sizes, compiled
 from petune.kernels.reference import Act
 from petune.kernels.single_modules import is_rms_norm
-from petune.models.spec import Norms, Region, Role, Shape, child_of
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, SubLayer, child_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import low_rank_of
 
@@ -27,63 +28,67 @@ _ACTS: dict[str, Act] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-GROUPS: tuple[tuple[Role, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
     """The block as a fused one computes it, or why it cannot be."""
-    norms = cast("Norms", stack.rule.norms)
-    linears = _linears(block, stack.rule.regions)
-    if isinstance(linears, str):
-        return linears
     name = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None))
+    sublayers = tuple(_read(block, sublayer) for sublayer in stack.rule.sublayers if child_of(block, sublayer.core.at) is not None)
+    for sublayer in sublayers:
+        core = sublayer.core
+        for path in core.region.sites.values():
+            layer = block.get_submodule(path)
+            if low_rank_of(layer) is None:
+                return f"{path} is a {type(layer).__name__}"
     if (act := _ACTS.get(name)) is None:
         return f"its activation {name!r} has no kernel"
     if getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False):
         return "it attends to an encoder"
-    found = _norm_tensors(block, norms)
-    if (reason := _stranger(block, name) or _other_norm([one[0] for one in found if one is not None], norms)) is not None:
+    norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
+    if (reason := _stranger(block, name) or _other_norm(norms)) is not None:
         return reason
-    first = block.get_submodule(norms.first)
-    attention = block.get_submodule(next(region.enter for region in stack.rule.regions if region.kind == "attention"))
-    if getattr(attention, "exchange", None) is not None:
-        return "its attention exchanges tokens with other ranks"
-    after = norms.drops or (None, None)
+    for core in (sublayer.core for sublayer in sublayers):
+        if getattr(block.get_submodule(core.at), "exchange", None) is not None:
+            return "its attention exchanges tokens with other ranks"
+    program = compiled(sublayers, Sizes(shape.heads, shape.kv_heads, shape.head_dim, act, _eps(norms[0][1])))
     return Spec(
-        kind=PostNorm if norms.post else PreNorm,
-        layers=linears,
-        norms=found,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        act=act,
-        gated=len(linears[2]) == 2,
-        eps=_eps(first),
-        scale=float(cast("Any", attention).scaling),
-        causal=stack.rule.causal,
+        program=program,
+        layers=[[block.get_submodule(path) for path in group.paths] for group in program.groups],
+        norms=[
+            (block.get_submodule(norm.path), name) for norm in program.norms for name in ("weight", "bias")[: 1 + (norm.kind == "layer")]
+        ],
+        dropouts=[_where(block, path) for path in program.dropouts],
         ops=ops,
-        dropouts=(_where(block, norms.attention_drop), _where(block, after[0]), _where(block, after[1])),
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
     )
 
 
-def _linears(block: nn.Module, regions: Sequence[Region]) -> list[list[nn.Module]] | str:
-    """The linears of each group, or why there are none."""
-    by_role: dict[str, nn.Module] = {}
-    for region in regions:
-        if region.cross:
-            continue
-        for role, path in region.sites.items():
-            hit = child_of(block, path)
-            if hit is not None:
-                by_role[role] = hit[1]
-                if low_rank_of(hit[1]) is None:
-                    return f"{hit[0]} is a {type(hit[1]).__name__}"
-    return [[by_role[role] for role in group if role in by_role] for group in GROUPS]
+def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
+    """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
+    none, the scale."""
+    core = sublayer.core
+    if isinstance(core, Mlp):
+        return replace(sublayer, core=replace(core, up=_present(block, core.up)))
+    scale = float(cast("Any", block.get_submodule(core.at)).scaling) if core.scale is None else core.scale
+    q_norm, k_norm = (norm if norm is not None and child_of(block, norm.path) else None for norm in (core.q_norm, core.k_norm))
+    return replace(sublayer, core=replace(core, q_norm=q_norm, k_norm=k_norm, scale=scale))
+
+
+def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:
+    found = ((role, child_of(block, path)) for role, path in group.members)
+    return LinearGroup(tuple((role, hit[0]) for role, hit in found if hit is not None))
+
+
+def _norms_of(sublayer: SubLayer) -> list[Norm]:
+    """Its norms."""
+    core = sublayer.core
+    heads = (core.q_norm, core.k_norm) if isinstance(core, Attention) else ()
+    return [norm for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum) if norm is not None]
 
 
 def _stranger(block: nn.Module, activation: str) -> str | None:
-    """What in the block is neither torch's, transformers' nor ours, so that it may compute anything, or is not the config's activation."""
+    """What in the block is neither torch's, transformers' nor ours, so that it may compute anything, or is
+    not the config's activation."""
     known = type(ACT2FN[activation])
     for path, module in block.named_modules():
         kind = type(module)
@@ -95,12 +100,12 @@ def _stranger(block: nn.Module, activation: str) -> str | None:
     return None
 
 
-def _other_norm(norms: Sequence[nn.Module], rule: Norms) -> str | None:
+def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
     """A norm that computes something else than the table says, or with another epsilon than the first."""
-    for norm in norms:
-        if type(norm) is not nn.LayerNorm if rule.post else not is_rms_norm(norm):
-            return f"its norm {type(norm).__name__} is not {'a LayerNorm' if rule.post else 'an RMS norm'}"
-        if _eps(norm) != _eps(norms[0]):
+    for norm, module in norms:
+        if not is_rms_norm(module) if norm.kind == "rms" else type(module) is not nn.LayerNorm:
+            return f"its norm {type(module).__name__} is not {'an RMS norm' if norm.kind == 'rms' else 'a LayerNorm'}"
+        if _eps(module) != _eps(norms[0][1]):
             return "its norms have different epsilons"
     return None
 
@@ -109,16 +114,7 @@ def _eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _norm_tensors(block: nn.Module, norms: Norms) -> list[tuple[nn.Module, str] | None]:
-    if norms.post:
-        return [(block.get_submodule(path), name) for path in (norms.first, norms.second) for name in ("weight", "bias")]
-    paths = [norms.first, norms.second, norms.q, norms.k]
-    return [None if path is None or child_of(block, path) is None else (block.get_submodule(path), "weight") for path in paths]
-
-
-def _where(block: nn.Module, path: str | None) -> Where:
+def _where(block: nn.Module, path: str) -> tuple[nn.Module, str]:
     """The module and the attribute of it that a path names."""
-    if path is None:
-        return None
     owner, _, name = path.rpartition(".")
     return block.get_submodule(owner), name

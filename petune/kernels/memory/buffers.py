@@ -1,8 +1,8 @@
 """The bytes of a fused block: tables of the tensors that it keeps and that are alive in each phase of its passes, so its peak of memory.
 
-The tables describe one engine, petune/kernels/block/prenorm.py and postnorm.py, and have its names, with the two norms told apart.
-Pre-norm: x -> h1 -> qkv -> a, lse -> o -> r = x + o -> h2 -> u -> m -> d -> y = r + d. Post-norm: no h1; t = x + o -> h2 -> u -> m -> d ->
-z = h2 + d -> y. s, s_o, s_up and s_down are low-rank inputs; a d before a name is its gradient.
+The tables describe one engine, petune/kernels/program.py, and have its names, with the two norms told apart. Pre-norm:
+x -> h1 -> qkv -> a, lse -> o -> r = x + o -> h2 -> u -> m -> d -> y = r + d. Post-norm: no h1; t = x + o -> h2 -> u -> m -> d -> z = h2 + d
+-> y. s, s_o, s_up and s_down are low-rank inputs; a d before a name is its gradient.
 """
 
 from __future__ import annotations
@@ -74,18 +74,19 @@ _FORWARD: dict[str, dict[str, str]] = {
         "norm": "x a lse o r h2 y_tiles",
         "up": "x a lse r h2 u s_up y_tiles",
         "activation": "x a lse r u s_up m y_tiles",
-        "down": "x a lse r m m_fp8 d_sum d y_tiles",
-        "joining": "x a lse y_tiles y_whole r_whole",
+        "down": "x a lse r u m m_fp8 d_sum d y_tiles",
+        "joining": "x a lse y_tiles y_whole",
     },
     "layer": {
         "projection": "x x_s qkv_sum qkv s",
         "attention": "x qkv s a lse",
         "output": "x a lse o_sum o y_tiles",
         "norm": "x a lse o t h2 y_tiles",
-        "activation": "x a lse o t h2 u s_up m y_tiles",
-        "down": "x a lse o t h2 u s_up m m_fp8 d_sum d y_tiles",
-        "last norm": "x a lse o t h2 u s_up d z y y_tiles",
-        "joining": "x a lse y_tiles y_whole t_whole",
+        "up": "x a lse h2 u s_up y_tiles",
+        "activation": "x a lse h2 u s_up m y_tiles",
+        "down": "x a lse h2 u s_up m m_fp8 d_sum d y_tiles",
+        "last norm": "x a lse h2 d z y y_tiles",
+        "joining": "x a lse y_tiles y_whole",
     },
 }
 _MLP_BACKWARD: dict[str, dict[str, str]] = {
@@ -95,29 +96,35 @@ _MLP_BACKWARD: dict[str, dict[str, str]] = {
         "norm, backward": "dy r dh2 dr dr_tiles",
     },
     "layer": {
-        "activation, backward": "dy t z h2 u s_up dz dm du dr_tiles",
-        "up, backward": "dy t z h2 u s_up dz du du_fp8 dh2 dr_tiles",
-        "norm, backward": "dy t z h2 u s_up dz du dh2 dt da dr_tiles",
+        "last norm, backward": "dy t z h2 u s_up dz dr_tiles",
+        "activation, backward": "dy t h2 u s_up dz dm du dr_tiles",
+        "up, backward": "dy t h2 dz du du_fp8 dh2 dr_tiles",
+        "norm, backward": "dy t dh2 dt dr_tiles",
     },
 }
 _ATTENTION_BACKWARD: dict[str, dict[str, str]] = {
     "rms": {
         "projection, again": "dy dr da x a lse h1 qkv_sum qkv s",
         "attention, backward": "dy dr da x a lse qkv s dq_dk_dv dq_sum delta",
-        "rotation, backward": "dy dr da x a lse qkv s dq_dk_dv dqkv",
-        "projection, backward": "dy dr da x a lse qkv s dqkv dh1",
-        "first norm, backward": "dy dr da x a lse qkv s dh1 dx",
+        "rotation, backward": "dy dr x s dq_dk_dv dqkv",
+        "projection, backward": "dy dr x s dqkv dh1",
+        "first norm, backward": "dy dr x dh1 dx",
     },
     "layer": {
         "projection, again": "dy dt da x a lse x_s qkv_sum qkv s",
         "attention, backward": "dy dt da x a lse qkv s dq_dk_dv dq_sum delta",
-        "projection, backward": "dy dt da x a lse qkv s dq_dk_dv dqkv dx",
+        "heads, backward": "dy dt da x a lse qkv s dq_dk_dv dqkv",
+        "projection, backward": "dy dt x s dqkv dx",
     },
 }
 _AGAIN_FROM_INPUT = {"projection, again": "dy x h1 qkv_sum qkv s", "attention, again": "dy x qkv s a lse"}
 _AGAIN_FROM_ATTENTION = {
     "rms": {"norm, again": "dy x a lse o r h2 dr_tiles"},
-    "layer": {"norm, again": "dy x a lse o t h2 dr_tiles", "down, again": "dy x a lse t h2 u s_up m d z y dr_tiles"},
+    "layer": {
+        "norm, again": "dy x a lse o t h2 dr_tiles",
+        "down, again": "dy x a lse t h2 u s_up m d dr_tiles",
+        "last norm, again": "dy x a lse t h2 u s_up d z y dr_tiles",
+    },
 }
 
 
@@ -147,9 +154,7 @@ def phases(shape: BlockShape, keep: Keep, tokens: int, tile: int | None = None) 
     in_tiles, kept = _IN_TILES.split(), _KEPT[shape.norm][keep].split()
     sizes = {name: size * (rows if name in in_tiles else tokens) for name, size in tensors(shape).items()}
     joined = shape.width * shape.itemsize * tokens * tiled
-    gradients = 1 if shape.norm == "rms" else 1 + shape.queries / shape.width  # of r, or of t and a
-    sizes |= {"y_tiles": joined, "y_whole": joined, "dr_tiles": int(joined * gradients)}
-    sizes |= {"r_whole": joined * ("r" in kept), "t_whole": 2 * joined * ("t" in kept)}  # t and z
+    sizes |= dict.fromkeys(("y_tiles", "y_whole", "dr_tiles"), joined)
     return tuple(
         Phase(name, tuple((one, sizes[one]) for one in dict.fromkeys(alive.split()) if one not in kept and sizes[one]))
         for name, alive in (*_FORWARD[shape.norm].items(), *_backward_phases(shape, keep))
@@ -166,8 +171,10 @@ def _backward_phases(shape: BlockShape, keep: Keep) -> Iterator[tuple[str, str]]
         yield from ((name, alive + held) for name, alive in _AGAIN_FROM_ATTENTION[norm].items())
     for name, alive in _MLP_BACKWARD[norm].items():
         again = " m_again" if shape.makes_m_again and name == "activation, backward" else ""
-        # A pre-norm block that keeps u has no use for h2 unless weights train: the norm's scale is applied to the gradient's rows.
-        spared = alive.replace(" h2 ", " ") if norm == "rms" and keep == "all" and not shape.trained else alive
+        # A block that keeps u makes h2 again for the gradients of up alone; a pre-norm one not even there unless weights train, as the
+        # norm's scale is applied to the gradient's rows.
+        useless = (norm == "layer" and name == "activation, backward") or (norm == "rms" and not shape.trained)
+        spared = alive.replace(" h2 ", " ") if keep == "all" and useless else alive
         yield name, spared + again + held
     for name, alive in _ATTENTION_BACKWARD[norm].items():
         if name != "projection, again" or keep == "attention":

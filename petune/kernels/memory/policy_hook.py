@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -12,15 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.prenorm import PreNorm
-from petune.kernels.block.specs import GROUPS
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.log import say
-from petune.models.spec import Role
 from petune.models.stack import Stack
 from petune.models.tuned_linear import low_rank_of
 from petune.rng.context import running
@@ -155,26 +152,23 @@ def pinnable(config: MemoryConfig) -> int:
 
 def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
-    parts = {role: low_rank_of(layer) for roles, layers in zip(GROUPS, spec.layers, strict=True) for role, layer in _named(roles, layers)}
+    program, sizes = spec.program, spec.program.sizes
+    roles = (role for group in program.groups for role in group.roles)
+    parts = {role: low_rank_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
     down = parts["down"]
     assert down is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}
     return BlockShape(
         width=len(down.weight),
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
         columns=down.weight.shape[1],
-        gated=spec.gated,
+        gated=program.gated,
         ranks=Ranks(**ranks),
         trained=down.weight.requires_grad,
         itemsize=(dtype or spec.dtype).itemsize,
-        norm="rms" if spec.kind is PreNorm else "layer",
-        causal=spec.causal,
+        norm=program.norms[0].kind,
+        causal=program.attends[0].causal,
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
     )
-
-
-def _named(roles: Sequence[Role], layers: Sequence[nn.Module]) -> zip[tuple[Role, nn.Module]]:
-    """Layers by role; an MLP without a gate has `up` alone."""
-    return zip(roles[-len(layers) :], layers, strict=True)

@@ -1,0 +1,84 @@
+"""Both passes of a fused block: the steps of its program one after the other, tile by tile where that is
+asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from petune.kernels.block.packed_linear import Sink
+from petune.kernels.configs import Level
+from petune.kernels.program import Program
+from petune.kernels.schedule import Section
+from petune.kernels.steps import Run, Values
+
+
+def forward(program: Program, run: Run, inputs: Sequence[Tensor | None], keep: Level, tile: int | None) -> tuple[Tensor, Values]:
+    """(the block's output, what the rung keeps, the inputs among it)."""
+    schedule = program.schedules.forward(keep)
+    v: Values = dict(zip(program.inputs, inputs, strict=True))
+    for section, drops in zip(schedule.sections, schedule.drops, strict=True):
+        _run(section, drops, run, v, _tiles(section, v["x"], keep, tile))
+    y: Tensor = v.pop(program.y)
+    return y, {name: v[name] for name in schedule.kept}
+
+
+def backward(
+    program: Program, run: Run, dy: Tensor, kept: Values, needs: Sequence[bool], given: Sequence[bool], keep: Level, tile: int | None
+) -> list[Tensor | None]:
+    """The gradients of the inputs, None for those not `given` as in need of one; those of what trains, as
+    `needs` says, go into run.sink.
+
+    `kept` is used up.
+    """
+    schedule = program.schedules.backward(keep, tuple(needs), tuple(given))
+    run.sink, run.wants, run.grads = Sink(needs), schedule.wants, {program.y: dy}
+    for section, drops in zip(schedule.sections, schedule.drops, strict=True):
+        _run(section, drops, run, kept, _tiles(section, dy, keep, tile))
+    return [run.grads.get(name) for name in program.inputs]
+
+
+def _run(section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: Sequence[slice]) -> None:
+    if len(tiles) < 2:
+        _act(section, run, v)
+        return
+    found: list[Values] = []
+    back: list[dict[str, Tensor]] = []
+    grads = run.grads
+    for rows in tiles:
+        run.at(rows)
+        run.grads = {name: grad[rows] for name, grad in grads.items()}
+        tile = {name: None if v[name] is None else v[name][rows] for name in section.enters}
+        _act(section, run, tile)
+        found.append({name: tile[name] for name in section.leaves})
+        back.append(run.grads)
+        del tile
+    run.at(None)
+    for name in drops:
+        del v[name]
+    run.grads = {name: torch.cat([one.pop(name) for one in back]) for name in list(back[0])}
+    for name in section.leaves:
+        v[name] = joined([one.pop(name) for one in found])
+
+
+def _act(section: Section, run: Run, v: Values) -> None:
+    for action in section.actions:
+        action.run(run, v)
+        for name in action.drops:
+            v.pop(name, None)
+
+
+def _tiles(section: Section, x: Tensor, keep: Level, tile: int | None) -> Sequence[slice]:
+    """The rows of each tile; nothing where there is but one."""
+    if not section.tiles or tile is None or keep == "all" or tile >= len(x):
+        return ()
+    size = max(1, tile)
+    return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
+
+
+def joined(pieces: list[Tensor | None]) -> Tensor | None:
+    """Tiles one below the other; the only one as it is."""
+    present = [piece for piece in pieces if piece is not None]
+    return present[0] if len(present) == 1 else torch.cat(present) if present else None

@@ -1,0 +1,134 @@
+"""The steps of heads: queries and keys turned by their positions, normed before that, and attention
+itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from petune.kernels.block import attention as attending
+from petune.kernels.steps import Run, Step, Values
+
+
+@dataclass(eq=False)
+class Rotate(Step):
+    """q | k | v with q and k turned by their positions, in place."""
+
+    raw: str
+    qkv: str
+    heads: int  # that are turned
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (self.raw,), (self.qkv,), {self.qkv: "projections"}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        v[self.qkv] = run.ops.rope_(v[self.raw], *_of(run.angles), self.heads)
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step. The gradients come one by one from attention."""
+        run.grads[self.raw] = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
+
+
+@dataclass(eq=False)
+class NormHeads(Step):
+    """q | k | v, with the heads of q and of k normed and then turned by their positions, beside the original.
+    first: of their weights."""
+
+    raw: str
+    qkv: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    at: int
+    first: int
+    cheap = True
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.reads, self.keeps = (self.raw,), (self.qkv,), (self.raw,), {}
+        self.trained = (self.first, self.first + 1)
+        q = self.heads * self.head_dim
+        self.columns = slice(0, q), slice(q, q + self.kv_heads * self.head_dim)
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        raw = v[self.raw]
+        out = raw.clone()
+        for (weight,), columns in zip(run.norms[self.at : self.at + 2], self.columns, strict=True):
+            normed = run.ops.rms_norm(raw[:, columns].reshape(-1, self.head_dim), weight, self.eps)[0]
+            out[:, columns] = normed.view(len(raw), columns.stop - columns.start)
+        v[self.qkv] = run.ops.rope_(out, *_of(run.angles), self.heads + self.kv_heads)
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        raw, sink = v[self.raw], run.sink
+        dqkv = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
+        for (weight,), columns, place in zip(run.norms[self.at : self.at + 2], self.columns, self.trained, strict=True):
+            heads, grad = (one[:, columns].reshape(-1, self.head_dim) for one in (raw, dqkv))
+            rstd = run.ops.rms_norm(heads, weight, self.eps)[1]
+            dheads, dweight = run.ops.rms_norm_backward(grad, heads, weight, rstd, None, sink.needs[place])
+            dqkv[:, columns] = dheads.view(len(raw), columns.stop - columns.start)
+            sink.add(place, dweight)
+        run.grads[self.raw] = dqkv
+
+
+def _of(angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    assert angles is not None, "a block with rotary positions is given their angles"
+    return angles
+
+
+@dataclass(eq=False)
+class Attend(Step):
+    """a = softmax(scale q k^T) v. sources: the one value with q | k | v, or that of q and that of k | v. how:
+    which of the calls' hows.
+
+    turned: the next step back takes the gradients of q, k and v one by one.
+    """
+
+    sources: tuple[str, ...]
+    a: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    scale: float
+    how: int
+    turned: bool = False
+    drop: int | None = None  # which of the block's dropouts is that of its probabilities
+    rows = False
+
+    def __post_init__(self) -> None:
+        self.lse = f"{self.a}.lse"
+        self.takes, self.gives = self.sources, (self.a, self.lse)
+        self.reads = (self.a, self.lse, *self.sources)
+        self.keeps = dict.fromkeys(self.gives, "attention")
+
+    def split(self, v: Values) -> tuple[Tensor, Tensor, Tensor]:
+        """Views q [m, heads, d], k and v [n, kv_heads, d]."""
+        q, *rest = (v[name].unflatten(1, (-1, self.head_dim)) for name in self.sources)
+        if rest:
+            return q, *rest[0].split(self.kv_heads, 1)
+        found: tuple[Tensor, Tensor, Tensor] = q.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        return found
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        out, v[self.lse] = attending.forward(*self.split(v), run.hows[self.how])
+        v[self.a] = out.flatten(1)
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        a = v[self.a]
+        out = a.view(len(a), self.heads, self.head_dim)
+        da = run.grads.pop(self.a).reshape(out.shape)
+        grads = attending.backward(da, *self.split(v), out, v[self.lse], run.hows[self.how])
+        if self.turned:
+            run.grads[self.sources[0]] = grads  # type: ignore[assignment]
+            return
+        pieces = [grads] if len(self.sources) == 1 else [grads[:1], grads[1:]]
+        for name, piece in zip(self.sources, pieces, strict=True):
+            if name in run.wants:
+                run.grads[name] = torch.cat(piece, 1).flatten(1) if len(piece) > 1 else piece[0].flatten(1)

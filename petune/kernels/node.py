@@ -1,0 +1,96 @@
+"""The autograd node of a fused block, both of whose passes are written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from petune.errors import UsageError
+from petune.kernels.block.call import Call
+from petune.kernels.memory.offload import Parked
+from petune.kernels.steps import Values
+
+
+class Node(torch.autograd.Function):
+    """One call of a fused block: Node.apply(call, *inputs, *tensors)."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *values: Tensor | None) -> Tensor:
+        count = len(call.spec.program.inputs)
+        inputs, tensors = cast("Sequence[Tensor]", values[:count]), values[count:]
+        y, kept, factors = forward(call, inputs, tensors)
+        ctx.call, ctx.shapes, ctx.numbers = call, [one.shape for one in inputs], (len(tensors), len(factors))
+        if any(ctx.needs_input_grad):
+            ctx.parked = _park(call, kept)
+            flat, ctx.names = _flattened(kept)
+            ctx.save_for_backward(*tensors, *factors, *flat)
+        return y.view(inputs[0].shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call, (count, factors) = ctx.call, ctx.numbers
+        saved = ctx.saved_tensors
+        tensors = saved[:count]
+        kept = _unflattened(saved[count + factors :], ctx.names)
+        if ctx.parked is not None:
+            kept |= call.spec.store.fetch(ctx.parked)
+            ctx.parked = None  # its host memory is for the next step, though the graph may live on
+        elif "x" not in kept:
+            remedy = "set memory: {offload: none} to go back through a graph twice"
+            raise UsageError("what this block had parked in host memory is gone after the first backward pass", remedy=remedy)
+        first = 1 + len(ctx.shapes)
+        given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
+        with torch.autocast(dy.device.type, enabled=False):
+            found, grads = call.backward(_rows_of(dy), kept, saved[count : count + factors], tensors, needs, given)
+        own = [None if grad is None else grad.view(shape) for grad, shape in zip(found, ctx.shapes, strict=True)]
+        return None, *own, *grads
+
+
+def forward(call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor, Values, list[Tensor | None]]:
+    """`call.forward` of inputs [..., width] under any autocast."""
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        return call.forward([_rows_of(one) for one in inputs], tensors)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """[..., width] as a matrix whose last dim is dense; the gradient of a sum is one number everywhere, and
+    is not."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _park(call: Call, kept: Values) -> Parked | None:
+    """What the rung sends to the host, taken out of `kept`."""
+    attended = tuple(attend.a for attend in call.spec.program.attends)
+    names = {"none": (), "input": ("x",), "attention": ("x", *attended)}[call.rung.offload]
+    sent = {name: kept.pop(name) for name in names if kept.get(name) is not None}
+    if not sent or call.spec.store is None:
+        kept |= sent
+        return None
+    return call.spec.store.park(sent)
+
+
+def _flattened(kept: Values) -> tuple[list[Tensor | None], list[tuple[str, int | None, Any]]]:
+    """Tensors to save, and for each value its name, its place in a tuple or None, and itself where it is no
+    tensor."""
+    flat: list[Tensor | None] = []
+    names: list[tuple[str, int | None, Any]] = []
+    for name, value in kept.items():
+        for at, one in enumerate(value) if isinstance(value, tuple) and value else [(None, value)]:
+            tensor = one if isinstance(one, Tensor) else None
+            flat.append(tensor)
+            names.append((name, at, None if tensor is not None else one))
+    return flat, names
+
+
+def _unflattened(flat: Sequence[Tensor | None], names: Sequence[tuple[str, int | None, Any]]) -> Values:
+    kept: Values = {}
+    for value, (name, at, other) in zip(flat, names, strict=True):
+        value = other if value is None else value
+        kept[name] = value if at is None else (*kept.get(name, ()), value)
+    return kept

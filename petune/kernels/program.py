@@ -1,0 +1,208 @@
+"""The steps of a fused block, compiled from the sub-layers of its family's table.
+
+Values are named after their sub-layer: h = norm(x), qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d
+= m W_down, r = x + o or x + d; raw is q | k | v before positions and heads' norms, s the low-rank input of a
+group's update (petune/kernels/block/linear.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from petune.kernels.configs import Level
+from petune.kernels.heads import Attend, NormHeads, Rotate
+from petune.kernels.linears import Activated, Low, Product
+from petune.kernels.reference import Act
+from petune.kernels.schedule import Schedules
+from petune.kernels.steps import Add, Drop, Normalize, Step
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
+
+GroupKind = Literal["in", "out", "up", "down"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a table does not say of a block: heads and their width, the activation of its MLP, the epsilon of
+    its norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    act: Act
+    eps: float
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
+    block's, four for each."""
+
+    kind: GroupKind
+    roles: tuple[Role, ...]
+    paths: tuple[str, ...]
+    first: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The places of its tensors."""
+        return tuple(range(self.first, self.first + 4 * len(self.paths)))
+
+
+@dataclass(eq=False)
+class Program:
+    """A block as steps. inputs: values that it is given; y: the one it gives. groups, norms and dropouts are
+    in the order of their use."""
+
+    sizes: Sizes
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    y: str
+    groups: tuple[GroupPlace, ...]
+    norms: tuple[Norm, ...]
+    dropouts: tuple[str, ...]  # paths
+    order: tuple[tuple[Literal["group", "drop"], int], ...]  # in which the block's own forward draws what drops out
+    schedules: Schedules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.schedules = Schedules(self.inputs, self.steps, self.y)
+
+    @property
+    def attends(self) -> list[Attend]:
+        """Its attentions, in order."""
+        return [step for step in self.steps if isinstance(step, Attend)]
+
+    @property
+    def gated(self) -> bool:
+        """Whether its MLP has a gate."""
+        return any(step.gated for step in self.steps if isinstance(step, Activated))
+
+    @property
+    def rotary(self) -> bool:
+        """Whether it is given the angles of rotary positions."""
+        return any(isinstance(step, Rotate | NormHeads) for step in self.steps)
+
+
+@cache
+def compiled(sublayers: tuple[SubLayer, ...], sizes: Sizes) -> Program:
+    """The program of a block of these sub-layers, of which only what the block has is named; the same for
+    equal arguments."""
+    build = _Build(sublayers, sizes)
+    y = build.x
+    for sublayer, following in zip(sublayers, (*sublayers[1:], None), strict=True):
+        y = build.sublayer(sublayer, y, read=following is not None and following.norm_in is not None)
+    return build.program(y)
+
+
+class _Build:
+    """A program in the making."""
+
+    x = "x"
+
+    def __init__(self, sublayers: tuple[SubLayer, ...], sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.steps: list[Step] = []
+        self.groups: list[GroupPlace] = []
+        self.norms: list[Norm] = []
+        self.dropouts: list[str] = []
+        self.order: list[tuple[Literal["group", "drop"], int]] = []
+        self.inputs = [self.x]
+        self.tensors = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)  # the place of the next norm's first tensor
+
+    def program(self, y: str) -> Program:
+        """The program that gives y."""
+        groups, norms, dropouts, order = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.order)
+        return Program(self.sizes, tuple(self.inputs), tuple(self.steps), y, groups, norms, dropouts, order)
+
+    def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
+        """Its steps; the name of what it gives. read: a norm of the next one reads that."""
+        core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
+        name = "mlp" if isinstance(core, Mlp) else "attention" if core.memory is None else "cross"
+        h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
+        keep: Level | None = None if out is None else "projections"  # a norm behind the product reads it on the way back
+        branch = self.mlp(name, h, core, keep) if isinstance(core, Mlp) else self.attention(name, h, core, keep)
+        if out is not None:
+            branch = self.norm(f"{name}.n", branch, out)
+        if sublayer.drop is not None:
+            self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop)))
+            branch = f"{name}.dropped"
+        self.steps.append(Add(branch, x, f"{name}.r", normed=read or after is not None))
+        return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
+
+    def norm(self, h: str, x: str, norm: Norm) -> str:
+        """h = norm(x)."""
+        self.steps.append(Normalize(x, h, norm.kind == "rms", self.sizes.eps, *self.norm_place(norm)))
+        return h
+
+    def norm_place(self, norm: Norm) -> tuple[int, int]:
+        """Its place among the norms, and that of its first tensor."""
+        self.norms.append(norm)
+        first = self.tensors
+        self.tensors += 1 if norm.kind == "rms" else 2
+        return len(self.norms) - 1, first
+
+    def drop(self, path: str) -> int:
+        """The place of a dropout, which is drawn now."""
+        self.dropouts.append(path)
+        self.order.append(("drop", len(self.dropouts) - 1))
+        return len(self.dropouts) - 1
+
+    def group(self, kind: GroupKind, group: LinearGroup) -> GroupPlace:
+        """The next group."""
+        first = 4 * sum(len(one.paths) for one in self.groups)
+        roles, paths = zip(*group.members, strict=True)
+        self.groups.append(GroupPlace(kind, roles, paths, first))
+        self.order.append(("group", len(self.groups) - 1))
+        return self.groups[-1]
+
+    def linears(self, group: GroupPlace, x: str, s: str, y: str, keep: Level | None, low: Level) -> str:
+        """y = x W^T + bias + s b^T."""
+        at = self.groups.index(group)
+        norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == x), None)
+        if norm is not None and norm.into is None:
+            norm.into = at
+        self.steps += [Low(x, s, at, low), Product(x, s, y, at, group.tensors, keep, norm)]
+        return y
+
+    def attention(self, name: str, h: str, core: Attention, keep: Level | None) -> str:
+        """o = attention(h) W_o."""
+        sizes, sources = self.sizes, []
+        for at, group in enumerate(core.groups):
+            roles = "".join(role for role, _ in group.members)
+            reads = h if at == 0 else "memory"
+            if reads not in (*self.inputs, h):
+                self.inputs.append(reads)
+            s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
+            turned = core.rotary or core.q_norm is not None
+            kept: Level | None = None if turned and core.q_norm is None else "projections"
+            sources.append(self.linears(self.group("in", group), reads, s, f"{raw}.raw" if turned else raw, kept, "projections"))
+        if core.q_norm is not None and core.k_norm is not None:
+            place, first = self.norm_place(core.q_norm)
+            self.norm_place(core.k_norm)
+            self.steps.append(NormHeads(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, place, first))
+            sources = [raw]
+        elif core.rotary:
+            self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads))
+            sources = [raw]
+        a, drop = f"{name}.a", None if core.drop is None else self.drop(core.drop)
+        shape = sizes.heads, sizes.kv_heads, sizes.head_dim
+        how = sum(isinstance(step, Attend) for step in self.steps)
+        assert core.scale is not None, "the scale of the scores is read off the block before"
+        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop))
+        return self.linears(self.group("out", LinearGroup((("o", core.out),))), a, f"{name}.s_o", f"{name}.o", keep, "input")
+
+    def mlp(self, name: str, h: str, core: Mlp, keep: Level | None) -> str:
+        """d = act(h W_up) W_down."""
+        up = self.group("up", core.up)
+        self.linears(up, h, f"{name}.s", f"{name}.u", "all", "all")
+        drop = None if core.drop is None else self.drop(core.drop)
+        down = self.group("down", LinearGroup((("down", core.down),)))
+        above, at, gated = len(self.groups) - 2, len(self.groups) - 1, len(up.paths) == 2
+        names = f"{name}.u", f"{name}.s", f"{name}.s_down", f"{name}.d"
+        self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down.tensors, drop, keep))
+        return f"{name}.d"
+
+
+def _linears_of(core: Attention | Mlp) -> int:
+    groups = (core.up,) if isinstance(core, Mlp) else core.groups
+    return 1 + sum(len(group.members) for group in groups)

@@ -1,0 +1,202 @@
+"""The kinds of step that a fused block is made of, each with both passes written by hand.
+
+A step takes values and gives others, by name. Tensors are [m, width], m all the tokens of the call or those
+of one tile. What its backward pass looks up are its `reads`; a value that is gone by then is made again by
+the forward pass of the step that gave it. `keeps` says from which rung of the memory ladder on a value is
+kept instead. A step of `rows` treats every row for itself, so that it may run in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from petune.kernels.block.attention import How
+from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink
+from petune.kernels.configs import Level
+from petune.kernels.dispatch import Ops
+
+_MIDDLE: Level = "projections"
+Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
+
+
+@dataclass(eq=False)
+class Run:
+    """One pass of a block: its operations and tensors as they are at this moment.
+
+    norms: weight, or weight and bias, of each norm. drops: of each dropout of the block, None where nothing
+    drops out. hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m.
+    wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
+    rows: those of the tile in work, None for all."""
+
+    ops: Ops
+    groups: Sequence[Group]
+    norms: Sequence[tuple[Tensor, ...]]
+    drops: Sequence[Dropping | None]
+    hows: Sequence[How]
+    angles: tuple[Tensor, Tensor] | None
+    sink: Sink = field(default_factory=lambda: Sink(()))
+    wants: frozenset[str] = frozenset()
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    rows: slice | None = None
+
+    def at(self, rows: slice | None) -> None:
+        """Tell the groups which rows of the call they are given."""
+        self.rows = rows
+        for group in self.groups:
+            group.rows = rows
+
+    def give(self, name: str, grad: Tensor) -> None:
+        """Add a gradient that may be somebody else's too, if it is wanted."""
+        if name in self.wants:
+            self.grads[name] = self.grads[name] + grad if name in self.grads else grad
+
+    def give_own(self, name: str, grad: Tensor) -> None:
+        """Add a gradient that nobody else holds: what was found before is added in place."""
+        found = self.grads.pop(name, None)
+        self.grads[name] = grad if found is None else grad.add_(found)
+
+
+class Step:
+    """See the file. soft: a value whose absence `backward` gets along with. trained: places of its parameters
+    among a block's tensors."""
+
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    soft: tuple[str, ...] = ()
+    trained: tuple[int, ...] = ()
+    keeps: Mapping[str, Level]
+    rows: ClassVar[bool] = True
+    differs: ClassVar[bool] = True  # whether it has a backward pass of its own
+    cheap: ClassVar[bool] = False  # what it gives is made again for every reader rather than held
+
+    def forward(self, run: Run, v: Values) -> None:
+        """Put what it gives into `v`."""
+        raise NotImplementedError
+
+    def backward(self, run: Run, v: Values) -> None:
+        """Take the gradients of what it gave out of `run.grads`, put those of what it took there and those of
+        what trains into the sink."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Normalize(Step):
+    """h = norm(x). at: place among the norms; first: among the tensors; into: the group that reads h, which
+    says where it is written."""
+
+    x: str
+    h: str
+    rms: bool
+    eps: float
+    at: int
+    first: int
+    into: int | None = None
+
+    def __post_init__(self) -> None:
+        self.inlet = f"{self.h}.inlet"
+        self.stats = (f"{self.h}.rstd",) if self.rms else (f"{self.h}.mean", f"{self.h}.rstd")
+        self.takes, self.gives = (self.x,), (self.h, self.inlet, *self.stats)
+        self.reads = (*self.stats, self.x)
+        self.trained = tuple(range(self.first, self.first + (1 if self.rms else 2)))
+        self.keeps = dict.fromkeys(self.stats, _MIDDLE)
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        self.total(run, v, v[self.x], None)
+
+    def total(self, run: Run, v: Values, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The norm of x, or of residual + x, which it returns."""
+        like = x if residual is None else residual
+        out, v[self.inlet] = (None, None) if self.into is None else run.groups[self.into].inlet(like)
+        norm = run.ops.rms_norm if self.rms else run.ops.layer_norm
+        h, *stats, total = norm(x, *run.norms[self.at], self.eps, residual=residual, out=out)
+        v[self.h] = h if out is None else out
+        v.update(zip(self.stats, stats, strict=True))
+        read: Tensor = total
+        return read
+
+    def again(self, run: Run, x: Tensor) -> Tensor:
+        """h alone."""
+        h: Tensor = (run.ops.rms_norm if self.rms else run.ops.layer_norm)(x, *run.norms[self.at], self.eps)[0]
+        return h
+
+    def entered(self, run: Run, v: Values) -> Rows:
+        """h as the matrix that entered a group, made only if it must be."""
+        x = v[self.x]
+        if self.rms:
+            return Rows.rms(x, run.norms[self.at][0], v[self.stats[0]], lambda: self.again(run, x))
+        return Rows.again(lambda: self.again(run, x))
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step. What has reached x by another way is added by the same kernel."""
+        dh, found = run.grads.pop(self.h), run.grads.pop(self.x, None)
+        trains = any(run.sink.needs[place] for place in self.trained)
+        back = run.ops.rms_norm_backward if self.rms else run.ops.layer_norm_backward
+        stats = (v[name] for name in self.stats)
+        run.grads[self.x], *own = back(dh, v[self.x], run.norms[self.at][0], *stats, found, trains)
+        for place, grad in zip(self.trained, own, strict=True):
+            run.sink.add(place, grad)
+
+
+@dataclass(eq=False)
+class Drop(Step):
+    """y = drop(x), x itself where nothing drops out. at: which of the block's dropouts."""
+
+    x: str
+    y: str
+    at: int
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        drop = run.drops[self.at]
+        v[self.y] = v[self.x] if drop is None else drop(v[self.x], run.rows)
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        drop, dy = run.drops[self.at], run.grads.pop(self.y)
+        run.grads[self.x] = dy if drop is None else drop(dy, run.rows)
+
+
+@dataclass(eq=False)
+class Add(Step):
+    """y = x + branch, in place of the branch. normed: a norm reads y, so that its backward pass does."""
+
+    branch: str
+    x: str
+    y: str
+    normed: bool = False
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (self.branch, self.x), (self.y,), {self.y: "projections"} if self.normed else {}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        v[self.y] = v[self.branch].add_(v[self.x])
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        dy = run.grads.pop(self.y)
+        run.give(self.branch, dy)
+        run.give(self.x, dy)
+
+
+@dataclass(eq=False)
+class AddNormalize(Step):
+    """Both at once, by one kernel; there is no such pair on the way back."""
+
+    add: Add
+    norm: Normalize
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = self.add.takes, (*self.add.gives, *self.norm.gives), {}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        v[self.add.y] = self.norm.total(run, v, v[self.add.branch], v[self.add.x])
