@@ -21,13 +21,13 @@ from petune.kernels.call import Spec
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
 from petune.kernels.eight import Eight, refuse_eight
 from petune.kernels.graphs import Graphs, ungraph
-from petune.kernels.group import FOLDED
 from petune.kernels.memory import GIB, Governor
 from petune.kernels.offload import Store
 from petune.kernels.ops import Ops, refusal, select
 from petune.kernels.padding import FindSegments, Unpadded
 from petune.kernels.parts import Bank, bankable
 from petune.kernels.region import fuse_sites, unfuse_sites
+from petune.kernels.shape import FOLDED
 from petune.kernels.specs import spec_of
 from petune.kernels.unmade import fuse_head, unfuse_head
 from petune.log import say

@@ -23,10 +23,10 @@ from torch import Tensor
 from petune.kernels.ops import Ops
 from petune.kernels.parts import Base, Dense, matmul32
 from petune.kernels.reference import Added, Low
+from petune.kernels.shape import FOLDED
 from petune.methods.tuned import LowRank
 
 Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
-FOLDED = 64  # the largest rank that the element-wise kernels add or read on their way
 
 
 class Sink:

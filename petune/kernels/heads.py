@@ -3,13 +3,16 @@ itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from petune.kernels import attending
-from petune.kernels.steps import Run, Step, Values
+from petune.kernels.operations import Cost, attention, attention_backward, rms_norm, rms_norm_backward, rope_, rope_backward
+from petune.kernels.shape import BlockShape
+from petune.kernels.steps import Charge, Run, Step, Values
 
 
 @dataclass(eq=False)
@@ -22,6 +25,7 @@ class Rotate(Step):
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (self.raw,), (self.qkv,), {self.qkv: "projections"}
+        self.over = self.raw
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -30,6 +34,18 @@ class Rotate(Step):
     def backward(self, run: Run, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         run.grads[self.raw] = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.raw: shape.qkv * shape.itemsize}
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -73,6 +89,43 @@ class NormHeads(Step):
             dqkv[:, columns] = dheads.view(len(raw), columns.stop - columns.start)
             sink.add(place, dweight)
         run.grads[self.raw] = dqkv
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.qkv: shape.qkv * shape.itemsize}
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.raw: shape.qkv * shape.itemsize}
+
+    def _heads(self, shape: BlockShape) -> tuple[int, int]:
+        """Columns of q, and of k."""
+        return shape.queries, shape.kv_heads * shape.head_dim
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step. The heads of q as they are read, and normed."""
+        return 2 * shape.queries * shape.itemsize
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step. The heads of q, their gradient, and that of what was normed."""
+        return 3 * shape.queries * shape.itemsize
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", Cost(0, 2 * rows * shape.qkv * shape.itemsize)  # the copy
+        for columns in self._heads(shape):
+            yield "memory", rms_norm(rows * columns / shape.head_dim, shape.head_dim, shape.itemsize)
+            yield "memory", Cost(0, 2 * 2 * rows * columns * shape.itemsize)  # out of q | k | v, and into its copy
+        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
+        for columns in self._heads(shape):
+            of_heads = rows * columns / shape.head_dim, shape.head_dim, shape.itemsize
+            yield "memory", rms_norm(*of_heads)
+            yield "memory", rms_norm_backward(*of_heads)
+            yield "memory", Cost(0, 3 * 2 * rows * columns * shape.itemsize)
 
 
 def _of(angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -132,3 +185,34 @@ class Attend(Step):
         for name, piece in zip(self.sources, pieces, strict=True):
             if name in run.wants:
                 run.grads[name] = torch.cat(piece, 1).flatten(1) if len(piece) > 1 else piece[0].flatten(1)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.a: shape.queries * shape.itemsize, self.lse: 4 * shape.heads}
+
+    def _columns(self, shape: BlockShape) -> list[int]:
+        """Of each source."""
+        keys = 2 * shape.kv_heads * shape.head_dim
+        return [shape.queries + keys] if len(self.sources) == 1 else [shape.queries, keys]
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {name: columns * shape.itemsize for name, columns in zip(self.sources, self._columns(shape), strict=True)}
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step. dq in float32 and a sum for each head; or, once those are gone, the gradients that are
+        put side by side."""
+        sums = 4 * (shape.queries + shape.heads)
+        return sums if self.turned else max(sums, sum(self.grads(shape).values()))
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        yield "attention", attention(rows, sequence, *heads, self.causal, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        yield "attention_backward", attention_backward(rows, sequence, *heads, self.causal, shape.itemsize)
+        if not self.turned:
+            yield "memory", rope_backward(rows, sum(self._columns(shape)), shape.itemsize)
