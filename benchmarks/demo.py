@@ -21,12 +21,12 @@ import torch
 import transformers
 
 import petune
-from petune.assemble import prepare
 from petune.demo import data_path
 from petune.demo.baselines import majority, naive_bayes, tag_by_neighbours
 from petune.recipe import load_recipe, recipe_folder
-from petune.reporting import PlainReporter
-from petune.runs import Run
+from petune.run.build import prepare
+from petune.run.finished import Run
+from petune.run.reporting import PlainReporter
 from petune.tasks import DataConfig, Labelled, Tagged, load_rows
 from petune.tasks.configs import METRICS
 from petune.tasks.metrics import entities

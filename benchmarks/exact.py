@@ -36,12 +36,12 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import petune
 from benchmarks.peers import SHAPES, TARGETS, answer, in_own_process, prepare
 from petune.kernels import reference
-from petune.kernels.block import FusedBlock
-from petune.kernels.call import Draws
+from petune.kernels.block.call import Draws
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.packed_linear import Group, spans
+from petune.kernels.dispatch import Ops, reference_ops, select
 from petune.kernels.fuse import fused_blocks
-from petune.kernels.group import Group, spans
-from petune.kernels.ops import Ops, reference_ops, select
-from petune.kernels.region import fuse_sites
+from petune.kernels.single_modules import fuse_sites
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
 

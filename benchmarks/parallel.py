@@ -57,14 +57,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from petune.evaluate import forward
 from petune.kernels.configs import KernelsName
 from petune.kernels.fuse import fuse, fuse_modules
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig, make_config
 from petune.models import family_of
-from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, Work, alone, describe, group, make_mesh, make_plan
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, Work, alone, describe, make_mesh, make_plan
 from petune.parallel.configs import BACKENDS
+from petune.parallel.launch import process_group
+from petune.run.evaluate import forward
 from petune.tasks import count, loss_sum
 from petune.tasks.loss import trained_positions
 from tests.methods import zoo
@@ -323,11 +324,11 @@ def probe(job: Job, here: Here, options: Options) -> dict[str, Any]:
 def join(job: Job, here: Here, options: Options) -> dict[str, Any]:
     """petune's own way into a group and out of it, as `petune train` goes under torchrun."""
     began = time.perf_counter()
-    rank, world = group.join("cuda" if here.cuda else "cpu", timeout_s=30, start_timeout_s=30)
+    rank, world = process_group.join("cuda" if here.cuda else "cpu", timeout_s=30, start_timeout_s=30)
     ones = torch.ones((), device=here.device)
     dist.all_reduce(ones)
     joined = time.perf_counter() - began
-    group.leave()
+    process_group.leave()
     if (rank, world, float(ones)) != (here.rank, here.world, here.world):
         raise RuntimeError(f"rank {rank} of {world} sums to {float(ones)}")
     return {"joined_s": round(joined, 2)}

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import petune
-from petune import checkpoint
-from petune.generators import rng_state
 from petune.log import human
 from petune.methods import tuned_parameters
-from petune.snapshot import Snapshots
+from petune.rng.generators import rng_state
+from petune.run.snapshot import Snapshots
+from petune.saving import checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -60,7 +60,7 @@ class Trainer:
         self.packer = checkpoint.OptimizerPacker()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As `petune.state.pack_state`, which needs the rest of the toolkit."""
+        """As `petune.run.state.pack_state`, which needs the rest of the toolkit."""
         moments, facts = self.packer(self.optimizer, self.tuned)
         rng, rng_facts = rng_state()
         return {f"tuned/{name}": value.detach() for name, value in self.tuned.items()} | moments | rng, {
@@ -102,7 +102,7 @@ class Trainer:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """As `petune.state.write_packed`."""
+    """As `petune.run.state.write_packed`."""
     checkpoint.write_tensors(folder / "state.safetensors", tensors)
     checkpoint.write_json(folder / "state.json", state)
 

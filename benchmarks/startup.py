@@ -59,7 +59,7 @@ def make(shape: dict[str, Any], folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from petune import demo
-    from petune.tensorfile import write_tensors
+    from petune.files.safetensors import write_tensors
 
     model = folder / "model"
     shutil.copytree(demo.model_path("tiny-llama"), model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
@@ -159,8 +159,8 @@ def micro(size: int, repeats: int) -> None:
     """
     import torch
 
-    from petune.audit import checksums
-    from petune.tensorfile import is_finite
+    from petune.files.safetensors import is_finite
+    from petune.run.audit import checksums
 
     def all_checksums(values: list[torch.Tensor]) -> object:
         return checksums({str(at): value for at, value in enumerate(values)})

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import petune
 from benchmarks.peers import SHAPES
 from petune.kernels.fuse import fused_blocks
-from petune.kernels.streamed import StreamedAdamW
+from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 
 GIB = 2**30
 

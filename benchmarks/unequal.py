@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from petune.evaluate import forward
+from petune.estimate.balance import parameters_of, plan_for, step_time
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig
 from petune.models import FAMILIES
 from petune.parallel import ParallelConfig, ParallelPlan, Runner, Work, alone, describe, make_mesh, make_plan
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
-from petune.parallel.planner import parameters_of, plan_for, step_time
+from petune.run.evaluate import forward
 from petune.tasks import loss_sum
 from petune.tasks.loss import trained_positions
 from tests.pool import run

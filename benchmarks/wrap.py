@@ -24,7 +24,8 @@ import peft
 import torch
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from petune import export, methods
+from petune import methods
+from petune.saving import export
 
 LIMITS = {"wrap": 0.3, "save": 0.8, "load": 0.5}
 

@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from petune.callbacks import Callback
     from petune.errors import PetuneError
-    from petune.export import load, save
     from petune.methods import mark_only_trainable, merge, merged_weights, tuned_state, wrap
     from petune.methods import mark_only_trainable as mark_only_adapter_as_trainable
     from petune.methods import mark_only_trainable as mark_only_lora_as_trainable
     from petune.methods import mark_only_trainable as mark_only_side_as_trainable
     from petune.recipe import Recipe, load_recipe
-    from petune.runs import Run, load_run
-    from petune.training import train
+    from petune.run.callbacks import Callback
+    from petune.run.finished import Run, load_run
+    from petune.run.train import train
+    from petune.saving.export import load, save
 
 __version__ = "0.1.0"
 
@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "Callback": "callbacks",
+    "Callback": "run.callbacks",
     "PetuneError": "errors",
     **dict.fromkeys(("Recipe", "load_recipe"), "recipe"),
-    **dict.fromkeys(("load", "save"), "export"),
+    **dict.fromkeys(("load", "save"), "saving.export"),
     **dict.fromkeys(("mark_only_trainable", "merge", "merged_weights", "tuned_state", "wrap"), "methods"),
-    **dict.fromkeys(("Run", "load_run"), "runs"),
-    "train": "training",
+    **dict.fromkeys(("Run", "load_run"), "run.finished"),
+    "train": "run.train",
 }
 _SAME_FOR_EVERY_METHOD = {f"mark_only_{method}_as_trainable": "mark_only_trainable" for method in ("lora", "adapter", "side")}
 

@@ -24,17 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", type=float, default=0.0, metavar="TIME", help="when the ranks were first started, for a restart")
     given = parser.parse_args(arguments)
     try:
-        from petune import ranks
         from petune.log import printable
-        from petune.parallel import group, orders
-        from petune.run_folder import RunFolder
-        from petune.training import settle, train
+        from petune.parallel.launch import orders, process_group
+        from petune.run import distributed
+        from petune.run.folder import RunFolder
+        from petune.run.train import settle, train
     except KeyboardInterrupt:
         return 130
     if orders.SPARE in os.environ:
         orders.take_place()
     try:
-        again = bool(group.restarted()) and ranks.going_on(RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since)
+        again = bool(process_group.restarted()) and distributed.going_on(
+            RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since
+        )
         train(
             given.recipe,
             overrides=given.overrides,
@@ -44,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **given.settings,
         )
     except BaseException as error:
-        if group.joined():
-            group.quit_process(group.report(error))
+        if process_group.joined():
+            process_group.quit_process(process_group.report(error))
         if isinstance(error, PetuneError):
             print(printable(str(error)), file=sys.stderr)
             return error.code

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from petune.__main__ import main
-from petune.parallel import tether
-from petune.parallel.replacing import Replacing
+from petune.parallel.launch import rank_entry
+from petune.parallel.launch.replacing import Replacing
 
 
 class Process:
@@ -104,7 +104,7 @@ def _become(args: list[str], env: dict[str, str], stdout: str) -> NoReturn:
         at = next(number for number, word in enumerate(args) if word.endswith("tether.py"))
         sys.argv, os.execvp = args[at:], _call  # type: ignore[assignment]
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  # not what pytest captures
-        tether.main()
+        rank_entry.main()
     except BaseException:
         traceback.print_exc()
     finally:
@@ -127,7 +127,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Forks:
     """Let the launcher fork its processes."""
     made = Forks()
     monkeypatch.setattr("torch.distributed.elastic.multiprocessing.api.get_subprocess_handler", made.handler)
-    monkeypatch.setattr("petune.parallel.replacing.get_subprocess_handler", made.handler)
+    monkeypatch.setattr("petune.parallel.launch.replacing.get_subprocess_handler", made.handler)
     replace = Replacing.replace
 
     def noted(self: Replacing, context: Any, lost: list[int]) -> Any:
@@ -141,14 +141,14 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Forks:
 
 def note_loads(monkeypatch: pytest.MonkeyPatch, file: Path) -> Callable[[], list[int]]:
     """Note in `file` which process reads a base; their ids, in the order of reading."""
-    import petune.assemble
+    import petune.run.build
 
-    load = petune.assemble.load_model
+    load = petune.run.build.load_model
 
     def noted(*args: Any, **named: Any) -> Any:
         with file.open("a") as out:
             out.write(f"{os.getpid()}\n")
         return load(*args, **named)
 
-    monkeypatch.setattr(petune.assemble, "load_model", noted)
+    monkeypatch.setattr(petune.run.build, "load_model", noted)
     return lambda: [int(line) for line in file.read_text().split()]

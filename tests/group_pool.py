@@ -1,7 +1,7 @@
 """Several ranks of a run in one test: `ranks(2, function, ...)` calls the function in two forked processes, as a launcher starts them.
 
 Where tests/pool.py makes the group itself, this sets the environment of a launcher and leaves joining to what is called, usually
-`petune.training.train`. Forking costs a tenth of a second where starting an interpreter that imports torch costs five, and what a test has
+`petune.run.train.train`. Forking costs a tenth of a second where starting an interpreter that imports torch costs five, and what a test has
 patched is patched in its ranks. `ends` is for ranks that are meant to fail: it waits for all of them and says how each has ended.
 """
 
@@ -25,8 +25,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from petune.parallel import group
-from petune.runs import load_run
+from petune.parallel.launch import process_group
+from petune.run.finished import load_run
 from tests.pool import RankError
 from tests.small_runs import newest, numbers, state_of
 
@@ -125,7 +125,7 @@ def _rank(rank: int, world: int, port: int, pipes: list[tuple[Connection, Connec
         value = function(*args)
     except BaseException as failure:
         error = "".join(traceback.format_exception(failure))
-        code = group.report(failure)
+        code = process_group.report(failure)
     with suppress(OSError):
         pipes[rank][1].send((value, error))
     pipes[rank][1].close()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-import petune.assemble
-import petune.loop
-import petune.training
-from petune.loop import Training
-from petune.parallel import group
+import petune.run.build
+import petune.run.train
+import petune.run.trainer
+from petune.parallel.launch import process_group
+from petune.run.trainer import Training
 from tests.group_pool import End, ends, ranks
 from tests.small_runs import run, settings
 
@@ -40,7 +40,7 @@ def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, An
 
 def trained(recipe: dict[str, Any], **options: Any) -> Path:
     """The run folder of a recipe, in as many forked ranks as its plan asks for."""
-    wanted = petune.training.ranks.wanted(petune.training.settle(recipe))
+    wanted = petune.run.train.ranks.wanted(petune.run.train.settle(recipe))
     if wanted.world == 1:
         return run(recipe, **options).folder
     ranks(wanted.world, train_as_a_rank, recipe, options, timeout=40)
@@ -58,7 +58,7 @@ def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[
         step = Training.step
 
         def watched(self: Training) -> dict[str, Any]:
-            if group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
+            if process_group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
                 act()
             return step(self)
 
@@ -74,20 +74,20 @@ def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[st
 
 
 def infinite_loss() -> None:
-    loss_sum = petune.assemble.loss_sum
+    loss_sum = petune.run.build.loss_sum
 
     def spoil(*args: Any) -> tuple[torch.Tensor, int]:
         total, number = loss_sum(*args)
         return total * math.nan, number
 
-    petune.assemble.loss_sum = spoil  # type: ignore[assignment]
+    petune.run.build.loss_sum = spoil  # type: ignore[assignment]
 
 
 def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> list[End]:
     """How the ranks of a run end of which one is killed `after_s` seconds after training began."""
 
     def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        if group.started()[0] == rank:
+        if process_group.started()[0] == rank:
             restore = Training._audit
 
             def armed(self: Training) -> Any:

@@ -29,13 +29,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from petune.assemble import prepare
-from petune.loop import Training
 from petune.recipe import load_recipe
-from petune.reporting import Logged, PlainReporter
-from petune.run_folder import RunFolder
-from petune.stopping import StopRequest
-from petune.training import Run, train
+from petune.run.build import prepare
+from petune.run.folder import RunFolder
+from petune.run.reporting import Logged, PlainReporter
+from petune.run.signals import StopRequest
+from petune.run.train import Run, train
+from petune.run.trainer import Training
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "star", "sea", "hill", "tree", "cat", "dog", "fox", "runs", "sings")

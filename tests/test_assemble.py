@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from petune.assemble import build, choose_place, prepare, rebuild
 from petune.errors import DataError, FileError, MachineError, UsageError
 from petune.methods import tuned_state
 from petune.recipe import load_recipe
-from petune.tuning_record import read_record
+from petune.run.build import build, choose_place, prepare, rebuild
+from petune.saving.tuning_record import read_record
 from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -38,7 +38,7 @@ def test_what_cannot_be_prepared_is_refused_without_loading_a_weight(
     def never(*args: Any) -> None:
         raise AssertionError("a weight was loaded")
 
-    monkeypatch.setattr("petune.assemble.load_model", never)
+    monkeypatch.setattr("petune.run.build.load_model", never)
     settings(tmp_path)
     recipe = {**settings(tmp_path), **changes}
     before = sorted(tmp_path.rglob("*"))
@@ -47,6 +47,7 @@ def test_what_cannot_be_prepared_is_refused_without_loading_a_weight(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize(("family", "task"), [("bert", "classify"), ("bart", "seq2seq"), ("llama", "causal"), ("llama", "chat")])
 def test_the_task_is_inferred_from_rows_and_model(family: str, task: str, tmp_path: Path):
     recipe = settings(tmp_path, family, task=task)
@@ -106,7 +107,7 @@ def test_random_weights_are_said_loudly(tmp_path: Path):
 
 def test_experts_that_are_left_alone_are_said_when_a_run_builds_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    monkeypatch.setattr("petune.assemble.warn", said.append)
+    monkeypatch.setattr("petune.run.build.warn", said.append)
     write_model(tmp_path / "llama", "llama")
     vocabulary = json.loads((tmp_path / "llama" / "config.json").read_text())["vocab_size"]
     config = Qwen3MoeConfig(

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from petune import attention
-from petune.dropout import drawing
 from petune.errors import UsageError
 from petune.methods import wrap
-from petune.running import Running, bound
+from petune.models import attention
+from petune.rng.context import Running, bound
+from petune.rng.dropout import drawing
 from tests.methods import zoo
 
 

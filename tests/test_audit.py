@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import petune.assemble
-import petune.loop
-from petune.assemble import Prepared, build
-from petune.audit import Audit, _weighted_sum, _weights, checksum, checksums
+import petune.run.build
+import petune.run.trainer
 from petune.errors import FileError, TrainingFault
-from petune.evaluate import forward
-from petune.loop import Training
-from petune.tensorfile import is_finite
+from petune.files.safetensors import is_finite
+from petune.run.audit import Audit, _weighted_sum, _weights, checksum, checksums
+from petune.run.build import Prepared, build
+from petune.run.evaluate import forward
+from petune.run.trainer import Training
 from tests.small_runs import METHODS, TASK, Listener, newest, run, settings, training
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -41,7 +41,7 @@ def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], 
         change(models[0])
         return models[0]
 
-    monkeypatch.setattr(petune.loop, "build", keep)
+    monkeypatch.setattr(petune.run.trainer, "build", keep)
     return models
 
 
@@ -273,6 +273,6 @@ def test_labels_never_reach_the_models_own_loss(tmp_path: Path, monkeypatch: pyt
         finally:
             handle.remove()
 
-    monkeypatch.setattr(petune.assemble, "forward", watch)
+    monkeypatch.setattr(petune.run.build, "forward", watch)
     run(settings(tmp_path, "t5", max_steps=1, warmup=0))
     assert models and seen and all("labels" not in names for names in seen)

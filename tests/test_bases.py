@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import petune
-from petune import tuning_record
 from petune.errors import FileError
-from petune.folder_manifest import MANIFEST
-from petune.models.load import load_model, load_tokenizer
+from petune.files.manifest import MANIFEST
+from petune.models.loading import load_model, load_tokenizer
 from petune.models.source import model_files, resolve_model
-from petune.runs import Run, load_run
+from petune.run.finished import Run, load_run
+from petune.saving import tuning_record
 from tests.small_runs import run, settings, write_model
 
 
@@ -154,7 +154,7 @@ def test_a_tuned_folder_that_changes_while_the_base_is_loaded_is_refused(moved: 
         tensors.write_bytes(whole)
         return load_model(*given)
 
-    monkeypatch.setattr("petune.assemble.load_model", loaded)
+    monkeypatch.setattr("petune.run.build.load_model", loaded)
     with pytest.raises(FileError, match=tensors.name):
         _ = load_run(moved).speaker
 

@@ -18,12 +18,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import bert_peers, ceiling, peers
-from petune.bench import ALL, CHECKPOINT, Again, Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.errors import UsageError
-from petune.forecast import sketch
+from petune.estimate.forecast import sketch
 from petune.kernels.configs import MemoryConfig
+from petune.kernels.memory.shape import BlockShape
 from petune.kernels.program import of_shape, remade
-from petune.kernels.shape import BlockShape
+from petune.profiling.throughput import ALL, CHECKPOINT, Again, Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.recipe import Recipe
 from petune.tasks import Example
 from tests.methods.zoo import tiny
@@ -172,7 +172,7 @@ def test_a_step_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_tokens_are_those_of_the_rows_not_of_the_padding(tmp_path: Path) -> None:
-    from petune.assemble import prepare
+    from petune.run.build import prepare
 
     recipe = small(tmp_path, batch_size=24, accumulate=1)  # one step is one epoch
     found = measure(cases(recipe)[0], steps=1)
@@ -278,6 +278,7 @@ def test_the_last_exception_is_what_failed() -> None:
     assert peers.last_error("") == ""
 
 
+@pytest.mark.forks
 def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text("import time\ntime.sleep(60)\n")

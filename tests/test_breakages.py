@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from petune.errors import UsageError
 from petune.methods import tuned_parameters
+from petune.models.stack import Stack
 from petune.parallel.runner import Runner
-from petune.stack import Stack
 from tests.methods.zoo import FOUR
 from tests.parallel.harness import (
     Batch,

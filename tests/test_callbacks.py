@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import petune
-from petune.callbacks import Callbacks
 from petune.errors import UsageError
+from petune.run.callbacks import Callbacks
 from tests.small_runs import Listener, run, settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")

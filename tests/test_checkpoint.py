@@ -22,8 +22,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petune import checkpoint
-from petune.checkpoint import (
+from petune.errors import FileError, MachineError, UsageError
+from petune.rng.generators import rng_state, set_rng_state
+from petune.saving import checkpoint
+from petune.saving.checkpoint import (
     MANIFEST,
     OptimizerPacker,
     candidates,
@@ -41,8 +43,6 @@ from petune.checkpoint import (
     write_json,
     write_tensors,
 )
-from petune.errors import FileError, MachineError, UsageError
-from petune.generators import rng_state, set_rng_state
 
 
 def filler(mark: int) -> Callable[[Path], None]:
@@ -289,6 +289,7 @@ def save_until_killed(root: Path, report: int) -> None:
         rotate(root, 2, protect=[root / "step-1"])
 
 
+@pytest.mark.forks
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [60, pytest.param(2000, marks=pytest.mark.long)])
 def test_kills_at_random_moments_of_save_and_rotation_lose_nothing(kills: int, fast: Path) -> None:
@@ -419,8 +420,8 @@ def test_a_checkpoint_of_version_1_is_read_and_its_damage_found(tmp_path: Path) 
 
 
 def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.file_hashes.BLOCK", 1000)
-    monkeypatch.setattr("petune.file_hashes._PORTION", 300)
+    monkeypatch.setattr("petune.files.hashes.BLOCK", 1000)
+    monkeypatch.setattr("petune.files.hashes._PORTION", 300)
     raw = random.Random(0).randbytes(3500)
 
     def write(folder: Path) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-import petune.loop
-from petune import checkpoint
-from petune.checkup import check_up
+import petune.run.trainer
 from petune.errors import FileError, Stopped, TrainingFault
-from petune.folder_manifest import seal_folder
-from petune.loop import Training
-from petune.run_lock import RunLock
-from petune.runs import load_run
+from petune.files.lock import RunLock
+from petune.files.manifest import seal_folder
+from petune.run.checkup import check_up
+from petune.run.finished import load_run
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from tests.small_runs import going_wrong, run, settings, snapshot, terminate_at
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
 ) -> None:
     """Evaluations at 2 and 4, each better than the one before. Going back to 3, it ends before it saves again."""
     left = iter(range(99, 0, -1))
-    monkeypatch.setattr(petune.loop, "evaluate", lambda *_: {"loss": float(next(left))})
+    monkeypatch.setattr(petune.run.trainer, "evaluate", lambda *_: {"loss": float(next(left))})
     recipe = settings(tmp_path, eval_every=2, save_every=1, keep=keep)
     with pytest.raises(Stopped):
         run(recipe, terminate_at(4))

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from petune.dropout import drawing, drop, drop_attention, step_key
 from petune.errors import UsageError
 from petune.models import family_of
-from petune.running import Running, bound, bound_to, running
-from petune.stack import own_stacks
+from petune.models.stack import own_stacks
+from petune.rng.context import Running, bound, bound_to, running
+from petune.rng.dropout import drawing, drop, drop_attention, step_key
 from tests.methods.zoo import assert_same_gradients, batch, tiny
 
 KEY = step_key(0, 0)

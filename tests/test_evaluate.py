@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from petune.errors import TrainingFault
-from petune.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings, undecided
-from petune.loop import Training
 from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
+from petune.run.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings, undecided
+from petune.run.trainer import Training
 from petune.tasks import Example, pad_token_id
 from tests.small_runs import TASK, settings, training, write_model
 
@@ -124,7 +124,7 @@ def test_the_features_of_the_control_do_not_depend_on_padding(family: str, tmp_p
     """The pooled token of each (a decoder's is its last) and the mean over the tokens, padding left out."""
     made = training(settings(tmp_path, family, "lora", task="classify"))
     head = head_modules(made.model, family_of(made.model), "auto")[0]
-    from petune.evaluate import _features
+    from petune.run.evaluate import _features
 
     examples: list[Example] = made.prepared.encoded.train[:5]
     found = _features(made.model, head, plain(made, examples, 5), made.runner.logits, lambda: None)

@@ -1,4 +1,4 @@
-"""What petune.export writes comes back bit by bit, is refused when it does not fit, and is read by transformers."""
+"""What petune.saving.export writes comes back bit by bit, is refused when it does not fit, and is read by transformers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from petune import export, folders
 from petune.errors import FileError, TrainingFault, UsageError
-from petune.folder_manifest import seal_folder
+from petune.files import atomic
+from petune.files.manifest import seal_folder
 from petune.methods import is_wrapped, merged_weights, tuned_state, wrap
+from petune.saving import export
 from tests.tiny_models import IDS, METHODS, MODELS, bart, bert, edit, llama, logits, stir, t5, tuned
 
 
@@ -217,7 +218,7 @@ def test_a_save_that_fails_leaves_the_old_folder_whole(stage: str, tmp_path: Pat
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     replaced = stage == "folders.sync_folder"  # the new folder has its name by then, or none has changed
     room, name = stage.split(".")
-    holder = {"export": export, "folders": folders}[room]
+    holder = {"export": export, "folders": atomic}[room]
     real, calls = getattr(holder, name), []
 
     def fail(*args: Any, **kwargs: Any) -> Any:

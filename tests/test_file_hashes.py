@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from petune import file_hashes
 from petune.errors import FileError
-from petune.file_hashes import FileHashes, differing
+from petune.files import hashes as file_hashes
+from petune.files.hashes import FileHashes, differing
 
 
 def test_they_are_those_of_the_whole_files_and_a_file_of_two_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -23,8 +23,8 @@ def test_they_are_those_of_the_whole_files_and_a_file_of_two_names_is_read_once(
             opened.append(path)
             super().__init__(path)
 
-    monkeypatch.setattr("petune.file_hashes.FileIO", Watched)
-    monkeypatch.setattr("petune.file_hashes._PORTION", 1000)
+    monkeypatch.setattr("petune.files.hashes.FileIO", Watched)
+    monkeypatch.setattr("petune.files.hashes._PORTION", 1000)
     contents = {"a": os.urandom(5001), "b": b""}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -53,19 +53,19 @@ def test_a_file_that_changes_meanwhile_or_is_not_there_is_named(tmp_path: Path, 
         (tmp_path / "a").write_bytes(b"and after")
         return stat(number)
 
-    monkeypatch.setattr("petune.file_hashes.os.fstat", grown)
+    monkeypatch.setattr("petune.files.hashes.os.fstat", grown)
     with FileHashes({"a": tmp_path / "a"}) as hashes, pytest.raises(FileError, match="has changed while it was hashed"):
         hashes.result()
 
 
 def test_a_large_file_that_has_not_changed_is_not_read_again_by_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("petune.file_hashes.REMEMBERED", 100)
+    monkeypatch.setattr("petune.files.hashes.REMEMBERED", 100)
     monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
     large, small = tmp_path / "large", tmp_path / "small"
     large.write_bytes(bytes(200))
     small.write_bytes(bytes(50))
-    monkeypatch.setattr("petune.file_hashes.time.time_ns", lambda: max(large.stat().st_ctime_ns, large.stat().st_mtime_ns) + 3 * 10**9)
+    monkeypatch.setattr("petune.files.hashes.time.time_ns", lambda: max(large.stat().st_ctime_ns, large.stat().st_mtime_ns) + 3 * 10**9)
     right = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
     files = {path.name: path for path in (large, small)}
     assert differing(files, right) == {}
@@ -76,7 +76,7 @@ def test_a_large_file_that_has_not_changed_is_not_read_again_by_any_process(tmp_
             read.append(path.name)
             super().__init__(path)
 
-    monkeypatch.setattr("petune.file_hashes.FileIO", Watched)
+    monkeypatch.setattr("petune.files.hashes.FileIO", Watched)
     assert differing(files, right) == {}
     assert read == ["small"]
     monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())  # as another process starts
@@ -100,7 +100,7 @@ def test_a_file_that_changed_just_now_is_not_remembered_nor_a_wrong_record_belie
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("petune.file_hashes.REMEMBERED", 1)
+    monkeypatch.setattr("petune.files.hashes.REMEMBERED", 1)
     monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
     file = tmp_path / "a"
     file.write_bytes(b"now")
@@ -108,6 +108,6 @@ def test_a_file_that_changed_just_now_is_not_remembered_nor_a_wrong_record_belie
     assert differing({"a": file}, right) == {}
     assert not (tmp_path / "cache").exists()
     seen = file_hashes._look(file.stat())
-    monkeypatch.setattr("petune.file_hashes.time.time_ns", lambda: max(seen) + 3 * 10**9)
+    monkeypatch.setattr("petune.files.hashes.time.time_ns", lambda: max(seen) + 3 * 10**9)
     file_hashes._cache.add(file, seen, "0" * 64)
     assert differing({"a": file}, right) == {}

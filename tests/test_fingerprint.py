@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from petune.errors import FileError, UsageError
-from petune.fingerprint import base_tensors, compare, fingerprint, full_hash
 from petune.methods import merged_weights, tuning
+from petune.saving.fingerprint import base_tensors, compare, fingerprint, full_hash
 from tests.tiny_models import METHODS, MODELS, bert, llama, stir, tuned
 
 

@@ -14,13 +14,13 @@ import pytest
 import transformers
 
 import petune
-from petune import folder_manifest
 from petune.errors import FileError
-from petune.folder_manifest import MANIFEST, check_folder, seal_folder
+from petune.files import manifest as folder_manifest
+from petune.files.manifest import MANIFEST, check_folder, seal_folder
 from petune.methods import is_wrapped
-from petune.models.load import load_tokenizer, read_config
+from petune.models.loading import load_tokenizer, read_config
 from petune.models.source import resolve_model
-from petune.runs import load_run
+from petune.run.finished import load_run
 from tests.small_runs import run, settings
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from petune.errors import MachineError, UsageError
-from petune.forecast import PROCESS, Forecast, Sketch, advise, forecast, sketch
+from petune.estimate.footprint import held_by
+from petune.estimate.forecast import PROCESS, Forecast, Sketch, advise, forecast, sketch
 from petune.methods import count_parameters
 from petune.parallel import make_plan
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
-from petune.parallel.footprint import held_by
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ParallelPlan
 from petune.recipe import load_recipe
@@ -190,7 +190,7 @@ def test_a_model_without_a_table_is_replicated(tmp_path: Path) -> None:
 
 def test_nothing_is_loaded_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("petune.models.load.load_model", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr("petune.models.loading.load_model", lambda *_: pytest.fail("a weight was read"))
     forecast(load_recipe("llama_lora"), parallel=ParallelConfig(tp=CutConfig(size=2)))
     assert list(tmp_path.iterdir()) == []
 

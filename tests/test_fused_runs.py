@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from petune.audit import Audit
 from petune.errors import Stopped
-from petune.kernels.block import FusedBlock
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.recipe import shipped_recipes
+from petune.run.audit import Audit
 from tests.fused_runs import LORA, NEAR, assert_alike, recipe, tuned
 from tests.small_runs import Listener, assert_same_run, run, terminate_at, training, write_model
 
@@ -56,6 +56,7 @@ def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, 
     return fused, plain, told, other
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_fused_blocks_ends_as_one_without(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from petune.errors import FileError
-from petune.generators import rng_state, set_rng_state
-from petune.tensorfile import read_json, read_tensors, write_json, write_tensors
+from petune.files.safetensors import read_json, read_tensors, write_json, write_tensors
+from petune.rng.generators import rng_state, set_rng_state
 
 
 @pytest.fixture(autouse=True)

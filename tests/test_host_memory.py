@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from petune.host_memory import HostMemory
+from petune.parallel.launch.host_memory import HostMemory
 
 GIB = 1 << 30
 

@@ -30,33 +30,14 @@ TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*
 # of a room that stands here by its own name is a room of its own: what kernels, methods and parallel plans all build on.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("petune_cli", "__main__", "__init__"),
-    ("bench", "profiling", "training"),
-    ("loop",),
-    ("checkup", "ranks"),
-    ("entrance", "wording", "runs", "state"),
-    ("run_folder",),
-    ("readme",),
-    ("outlook", "notebook", "draft", "inputs"),
-    ("reporting", "inference", "forecast", "audit", "schedule", "stopping", "callbacks", "control", "snapshot", "spikes"),
-    ("assemble",),
-    ("checkpoint", "export", "streaming", "objects"),
-    ("peft_files", "tuning_record"),
-    ("fingerprint",),
-    ("recipe", "evaluate"),
+    ("preflight", "profiling"),
+    ("estimate",),
+    ("run",),
+    ("recipe", "saving"),
     ("methods", "parallel", "tasks"),
-    ("kernels", "models"),
-    ("methods.tuned",),
-    ("stack", "attention"),
-    ("dropout",),
-    ("running",),
-    ("sites", "methods.configs"),
-    ("demo",),
-    ("folders",),
-    ("generators", "host_memory", "plot", "progress", "run_lock"),
-    ("results",),
-    ("folder_manifest",),
-    ("file_hashes", "json_fields"),
-    ("patterns", "tensorfile"),
+    ("kernels",),
+    ("models",),
+    ("demo", "files", "rng"),
     ("errors", "log"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
@@ -90,14 +71,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt|mnt|data)/[\w
 
 
 def room_of(path: Path) -> str:
-    """The room a source file belongs to: the module or package directly under petune, a module with a place of its own, or petune_cli."""
-    return room_in(path.relative_to(ROOT).with_suffix("").parts[1:])
-
-
-def room_in(parts: tuple[str, ...]) -> str:
-    """The room of a dotted name below petune."""
-    inner = ".".join(parts[:2])
-    return inner if inner in LEVEL else parts[0]
+    """The room a source file belongs to: the package or module directly under petune, or petune_cli."""
+    return path.relative_to(ROOT).with_suffix("").parts[1]
 
 
 def imports(tree: ast.AST, package: tuple[str, ...] = ()) -> Iterator[tuple[str, int]]:
@@ -118,7 +93,7 @@ def upward(tree: ast.AST, room: str) -> list[str]:
     found = []
     for name, line in imports(tree):
         parts = name.split(".")
-        other = room_in(tuple(parts[1:])) if parts[0] == "petune" and len(parts) > 1 else parts[0] if parts[0] == "petune_cli" else None
+        other = parts[1] if parts[0] == "petune" and len(parts) > 1 else parts[0] if parts[0] == "petune_cli" else None
         if other is None or other == room or (parts[0] == "petune" and not is_room(other)):
             continue
         if other not in LEVEL:
@@ -206,12 +181,12 @@ def long_names(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize(
     ("source", "room", "complaint"),
     [
-        ("from petune.training import Run", "export", "export may not import training"),
-        ("from petune import checkpoint", "methods", "methods may not import checkpoint"),
+        ("from petune.run.train import train", "saving", "saving may not import run"),
+        ("from petune.saving import checkpoint", "methods", "methods may not import saving"),
         ("def f():\n    from petune.tasks import TASKS", "methods", "methods may not import tasks"),
-        ("import petune_cli.main", "training", "training may not import petune_cli"),
+        ("import petune_cli.main", "run", "run may not import petune_cli"),
         ("from petune.methods.lora import tune", "kernels", "kernels may not import methods"),
-        ("from petune.kernels import ops", "methods.tuned", "methods.tuned may not import kernels"),
+        ("from petune.methods import configs", "parallel", "parallel may not import methods"),
         ("import petune.errors", "cellar", "room cellar has no place"),
     ],
 )
@@ -219,18 +194,18 @@ def test_an_import_against_the_order_is_seen(source: str, room: str, complaint: 
     assert complaint in upward(ast.parse(source), room)[0]
 
 
-@pytest.mark.parametrize("source", ["import petune.errors", "from petune import __version__", "from petune.sites import Family"])
+@pytest.mark.parametrize("source", ["import petune.errors", "from petune import __version__", "from petune.models.spec import Family"])
 def test_an_import_along_the_order_is_fine(source: str) -> None:
-    assert upward(ast.parse(source), "stack") == []
+    assert upward(ast.parse(source), "kernels") == []
 
 
 @pytest.mark.parametrize(
     ("source", "room"),
     [
-        ("import peft", "export"),
-        ("from torch import distributed", "training"),
-        ("import torch.distributed as d", "training"),
-        ("import rich", "training"),
+        ("import peft", "saving"),
+        ("from torch import distributed", "run"),
+        ("import torch.distributed as d", "run"),
+        ("import rich", "run"),
     ],
 )
 def test_an_import_of_another_rooms_package_is_seen(source: str, room: str) -> None:
@@ -431,8 +406,8 @@ def test_no_name_of_the_face_is_also_a_module() -> None:
 
     assert [name for name in petune.__all__ if is_room(name)] == []
     found = python(
-        "import petune, petune.training, inspect\n"
-        "assert inspect.isfunction(petune.train) and petune.train is petune.training.train\n"
+        "import petune, petune.run.train, inspect\n"
+        "assert inspect.isfunction(petune.train) and petune.train is petune.run.train.train\n"
         "print('resume' in inspect.signature(petune.train).parameters)\n"
     )
     assert found.strip() == "True"

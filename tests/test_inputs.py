@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from petune.assemble import prepare
-from petune.draft import draft
 from petune.errors import DataError, FileError, MachineError, PetuneError, RecipeError, UsageError
-from petune.inputs import check_inputs
 from petune.methods.configs import METHODS
-from petune.models.load import read_config
+from petune.models.loading import read_config
 from petune.models.source import resolve_model
+from petune.preflight.draft import draft
+from petune.preflight.inputs import check_inputs
 from petune.recipe import load_recipe
+from petune.run.build import prepare
 from tests.small_runs import run, settings, write_model
 
 
@@ -141,7 +141,7 @@ def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, m
 def test_the_readme_of_a_run_says_what_few_rows_show_and_resume_keeps_its_name(mine: Path) -> None:
     asked = load_recipe(None, {"model": "model", "data": "rows.csv", "max_steps": 2})
     (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
-    from petune.training import train
+    from petune.run.train import train
 
     finished = train("own.yaml", max_steps=1, head_only=False)
     (few,) = finished.summary["notes"]
@@ -157,7 +157,7 @@ def test_the_readme_of_a_run_says_what_few_rows_show_and_resume_keeps_its_name(m
 @pytest.mark.parametrize(("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)])
 def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = iter(losses)
-    monkeypatch.setattr("petune.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
+    monkeypatch.setattr("petune.run.trainer.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best
 

@@ -20,13 +20,13 @@ import transformers
 from torch import Tensor, nn
 
 import petune
-from petune import checkpoint
 from petune.errors import FileError, PetuneError
-from petune.evaluate import shortcomings
-from petune.folder_manifest import MANIFEST, seal_folder
-from petune.json_fields import Digest, Fields, MapOf, Number, OneOf, Row, Text, Truth, Whole, check_fields, check_version, sealed
-from petune.loop import Training
-from petune.runs import load_run
+from petune.files.json_fields import Digest, Fields, MapOf, Number, OneOf, Row, Text, Truth, Whole, check_fields, check_version, sealed
+from petune.files.manifest import MANIFEST, seal_folder
+from petune.run.evaluate import shortcomings
+from petune.run.finished import load_run
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from tests.small_runs import newest, run, settings, training
 
 ABSENT = object()

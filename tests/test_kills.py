@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from petune import checkpoint
-from petune.parallel import group
+from petune.parallel.launch import process_group
+from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.kills import arm
 from tests.planned_runs import PLANS, killed, small, trained
@@ -34,8 +34,8 @@ def assert_same_bits(found: Path, expected: Path) -> None:
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group, "BEAT_S", 0.02)
-    monkeypatch.setattr(group, "SILENT_S", 0.1)
+    monkeypatch.setattr(process_group, "BEAT_S", 0.02)
+    monkeypatch.setattr(process_group, "SILENT_S", 0.1)
     shape: dict[str, Any] = {"save_every": 1, "eval_every": 50, "max_steps": 4, "timeout": 2, "parallel": PLANS["dp"]}
     straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))
     recipe = small(tmp_path, "llama", "lora", **shape)
@@ -66,8 +66,8 @@ def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_oth
 @pytest.mark.parametrize("plan", KILLS)
 def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every kill may come in a step, an evaluation, a save or a rotation; after each the newest checkpoint is whole and the right one."""
-    monkeypatch.setattr(group, "BEAT_S", 0.02)
-    monkeypatch.setattr(group, "SILENT_S", 0.1)
+    monkeypatch.setattr(process_group, "BEAT_S", 0.02)
+    monkeypatch.setattr(process_group, "SILENT_S", 0.1)
     draw, hits, runs = random.Random(plan), 0, 0
     shape: dict[str, Any] = {"save_every": 1, "eval_every": 5, "max_steps": 10, "epochs": 10, "timeout": 2, "parallel": PLANS[plan]}
     straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import petune.assemble
-import petune.loop
-from petune import checkpoint
-from petune.audit import Audit
+import petune.run.build
+import petune.run.trainer
 from petune.errors import FileError, MachineError, RecipeError, TrainingFault, UsageError
-from petune.evaluate import forward
-from petune.loop import Training
+from petune.run.audit import Audit
+from petune.run.evaluate import forward
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from petune.tasks import Example, count, loss_sum
 from tests.small_runs import METHODS, TASK, WORDS, Listener, going_wrong, newest, numbers, run, settings, state_of, training, write_model
 
@@ -100,7 +100,7 @@ def test_accumulation_changes_nothing_beyond_rounding_in_float32(family: str, tm
 def test_the_loss_of_a_step_is_the_mean_over_all_its_trained_tokens(family: str, tmp_path: Path):
     made = quiet_training(tmp_path, family, "lora", batch_size=3, accumulate=4)
     summed = tokens = 0.0
-    for index in petune.loop.units_of_step(0, made.steps, made.recipe.seed):
+    for index in petune.run.trainer.units_of_step(0, made.steps, made.recipe.seed):
         example = made.units[index]
         assert isinstance(example.labels, list)
         theirs = made.model(input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])).loss  # transformers' own
@@ -241,7 +241,7 @@ def spoil_call(monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[to
         logits = forward(model, batch)
         return spoil(logits) if model.training and next(calls) == number else logits
 
-    monkeypatch.setattr(petune.assemble, "forward", spoiled)
+    monkeypatch.setattr(petune.run.build, "forward", spoiled)
 
 
 def infinite_gradient(logits: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(tmp_path: Pa
             logits * math.nan if not model.training and next(passes) > 3 * 5 else logits
         )  # five passes an evaluation: the base, step 1, step 2, then NaN
 
-    monkeypatch.setattr(petune.assemble, "forward", spoiled)
+    monkeypatch.setattr(petune.run.build, "forward", spoiled)
     with pytest.raises(TrainingFault, match="not finite") as caught:
         run(settings(tmp_path, eval_every=1))
     assert caught.value.code == 7
@@ -315,7 +315,7 @@ def test_a_step_whose_labels_are_all_masked_is_an_error_and_never_a_loss_of_zero
 
 def test_a_masked_row_among_others_counts_for_nothing(tmp_path: Path):
     made = quiet_training(tmp_path, "llama", "lora", batch_size=1, accumulate=4)
-    first = petune.loop.units_of_step(0, made.steps, 0)[0]
+    first = petune.run.trainer.units_of_step(0, made.steps, 0)[0]
     unit = made.units[first]
     made.units[first] = Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length)
     other = [batch for batch in made.micro_batches(0) if count(batch)]
@@ -356,7 +356,7 @@ def test_out_of_memory_in_the_optimizer_is_said_so(tmp_path: Path, monkeypatch: 
 
 
 def test_out_of_memory_in_an_evaluation_is_said_so_with_its_own_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(petune.loop, "evaluate", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(petune.run.trainer, "evaluate", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     with pytest.raises(MachineError, match="out of memory in the evaluation") as caught:
         run(settings(tmp_path))
     assert "eval_batch_size=1" in str(caught.value)
@@ -365,7 +365,7 @@ def test_out_of_memory_in_an_evaluation_is_said_so_with_its_own_remedy(tmp_path:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
 def test_out_of_memory_while_loading_is_said_so(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("petune.assemble.tune", lambda *args: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("petune.run.build.tune", lambda *args: (_ for _ in ()).throw(error))
     with pytest.raises(MachineError, match="out of memory") as caught:
         run(settings(tmp_path))
     assert "load" in str(caught.value)
@@ -398,7 +398,7 @@ def script_scores(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float
     def scored(*args: Any, **kwargs: Any) -> dict[str, float]:
         return {"loss": 1.0, name: next(left, values[-1])}
 
-    monkeypatch.setattr(petune.loop, "evaluate", scored)
+    monkeypatch.setattr(petune.run.trainer, "evaluate", scored)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from petune.errors import Stopped
 
 def test_it_trains_what_the_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("petune.training.train", lambda recipe, **options: seen.append((recipe, options)))
+    monkeypatch.setattr("petune.run.train.train", lambda recipe, **options: seen.append((recipe, options)))
     assert main(["x.yaml", "method.r=4", "--resume"]) == 0
     assert seen == [("x.yaml", {"overrides": ["method.r=4"], "resume": True, "overwrite": False, "allow_change": []})]
 
@@ -24,5 +24,5 @@ def test_an_error_is_a_message_and_a_code(monkeypatch: pytest.MonkeyPatch, capsy
     def stop(*_: Any, **__: Any) -> None:
         raise Stopped("stopped")
 
-    monkeypatch.setattr("petune.training.train", stop)
+    monkeypatch.setattr("petune.run.train.train", stop)
     assert main(["x.yaml"]) == 75

@@ -17,14 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from petune import attention
-from petune import dropout as dropping
-from petune.parallel import chunk, exchange, pipeline, place, runner, slices, vocabulary
+from petune.models import attention
+from petune.models.stack import Stack
+from petune.parallel import runner
 from petune.parallel.collectives import gather_seq, gather_shared
+from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
-from petune.running import Running
-from petune.stack import Stack
+from petune.parallel.sequence import exchange
+from petune.parallel.tensor import hooks, shard_params, vocabulary
+from petune.rng import dropout as dropping
+from petune.rng.context import Running
 from petune.tasks.loss import count
 from tests.methods.zoo import stir
 from tests.parallel import harness
@@ -115,11 +118,11 @@ def test_gradients_that_are_parts_of_a_sum_are_summed_once(case: Case, times: in
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(name: str, method: str, fails: Fails) -> None:
     """One copy after the embeddings does not stand for those at the entries."""
-    fails(cell(name, method, "tp"), place, "copy", lambda x, group: x, GRADIENTS)
+    fails(cell(name, method, "tp"), hooks, "copy", lambda x, group: x, GRADIENTS)
 
 
 def test_what_leaves_a_region_cut_by_heads_is_summed(fails: Fails) -> None:
-    fails(cell("llama-causal", "lora", "tp"), place, "reduce", lambda x, group: x, LOGITS)
+    fails(cell("llama-causal", "lora", "tp"), hooks, "reduce", lambda x, group: x, LOGITS)
 
 
 @pytest.mark.parametrize("backend", ["sp-gather", "cut"])
@@ -131,23 +134,23 @@ def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(name: str
 
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
 def test_a_gather_before_different_work_sums_its_gradient(name: str, fails: Fails) -> None:
-    fails(cell(name, "lora", "galaxy"), place, "gather_seq", gather_shared, GRADIENTS)
+    fails(cell(name, "lora", "galaxy"), hooks, "gather_seq", gather_shared, GRADIENTS)
 
 
 @pytest.mark.parametrize("backend", ["galaxy", "sp-gather"])
 def test_a_gather_before_the_same_loss_on_every_rank_does_not(backend: str, fails: Fails) -> None:
     """A gather that sums there gives twice the gradient."""
-    fails(cell("bert-classify", "lora", backend), place, "gather_shared", gather_seq, GRADIENTS)
+    fails(cell("bert-classify", "lora", backend), hooks, "gather_shared", gather_seq, GRADIENTS)
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])
 def test_the_bias_of_a_row_site_is_added_once(backend: str, fails: Fails) -> None:
-    narrow = slices._narrow
+    narrow = shard_params._narrow
 
     def everywhere(layer: Any, own: str, split: Any, *rest: Any) -> set[str]:
         return narrow(layer, own, None if split == "owner" else split, *rest)
 
-    fails(cell("bert-classify", "full", backend), slices, "_narrow", everywhere, LOGITS)
+    fails(cell("bert-classify", "full", backend), shard_params, "_narrow", everywhere, LOGITS)
 
 
 def test_the_norm_counts_what_several_ranks_hold_once(fails: Fails) -> None:
@@ -198,13 +201,13 @@ def test_padding_is_masked_in_attention_over_other_ranks_tokens(name: str, fails
 
 @pytest.mark.parametrize("name", ["bert-classify", "llama-causal", "bart-seq2seq"])
 def test_every_stage_masks_padding(name: str, fails: Fails) -> None:
-    plain = chunk.Chunk.run
+    plain = stage_module.Chunk.run
 
     def unmasked(self: Any, arrived: Any, batch: Any) -> Tensor:
         left = {key: value for key, value in batch.items() if key != "attention_mask" or self.number == 0}
         return plain(self, arrived, left)
 
-    fails(cell(name, "lora", "pp-1f1b"), chunk.Chunk, "run", unmasked, LOGITS)
+    fails(cell(name, "lora", "pp-1f1b"), stage_module.Chunk, "run", unmasked, LOGITS)
 
 
 @pytest.mark.parametrize("fault", ["as if own tokens were the first", "none"])
@@ -219,23 +222,23 @@ def test_later_tokens_are_hidden_where_no_mask_is_made(fault: str, fails: Fails)
 
 
 def test_positions_are_those_of_the_whole_sequence(fails: Fails) -> None:
-    def first(self: place.StackEdges, call: Any, here: Running) -> None:
+    def first(self: hooks.StackEdges, call: Any, here: Running) -> None:
         own = here.sizes[self.rank]
         call["position_embeddings"] = tuple(one[:, :own] for one in call["position_embeddings"])
 
-    fails(cell("llama-causal", "lora", "sp-gather"), place.StackEdges, "_positions", first, LOGITS)
+    fails(cell("llama-causal", "lora", "sp-gather"), hooks.StackEdges, "_positions", first, LOGITS)
 
 
 # ------------------------------------------------------------------ stages
 
 
 def test_micro_batches_are_not_averaged(fails: Fails) -> None:
-    plain = pipeline.SCHEDULES["1f1b"]
+    plain = schedule.SCHEDULES["1f1b"]
 
     def scaled(*args: Any, **settings: Any) -> Any:
         return plain(*args, **(settings | {"scale_grads": True}))
 
-    fails(cell("llama-causal", "lora", "pp-1f1b"), pipeline, "SCHEDULES", {**pipeline.SCHEDULES, "1f1b": scaled}, GRADIENTS)
+    fails(cell("llama-causal", "lora", "pp-1f1b"), schedule, "SCHEDULES", {**schedule.SCHEDULES, "1f1b": scaled}, GRADIENTS)
 
 
 @pytest.mark.parametrize("name", ["t5-seq2seq", "bart-seq2seq"])
@@ -245,12 +248,12 @@ def test_what_several_stages_hold_gets_the_gradient_of_all(name: str, fails: Fai
 
 
 def test_the_encoders_gradient_passes_through_every_stage_of_the_decoder(fails: Fails) -> None:
-    plain = chunk.Chunk.run
+    plain = stage_module.Chunk.run
 
     def stopped(self: Any, arrived: Any, batch: Any) -> Tensor:
         return plain(self, [value.detach() if at else value for at, value in enumerate(arrived)], batch)
 
-    fails(cell("t5-seq2seq", "lora", "pp-1f1b"), chunk.Chunk, "run", stopped, GRADIENTS)
+    fails(cell("t5-seq2seq", "lora", "pp-1f1b"), stage_module.Chunk, "run", stopped, GRADIENTS)
 
 
 # ------------------------------------------------------------------ the vocabulary

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import petune
-from petune.notebook import NotebookReporter, fitting_reporter, in_notebook
-from petune.reporting import PlainReporter
+from petune.run.notebook import NotebookReporter, fitting_reporter, in_notebook
+from petune.run.reporting import PlainReporter
 from tests.small_runs import settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -57,7 +57,7 @@ def test_ipython_is_not_imported_to_find_out(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_run_in_a_notebook_is_one_output_with_bar_lines_and_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     shown = ipython(monkeypatch, types.SimpleNamespace(kernel=object()))
-    monkeypatch.setattr("petune.notebook.BETWEEN", 0.0)
+    monkeypatch.setattr("petune.run.notebook.BETWEEN", 0.0)
     run = petune.train(settings(tmp_path, eval_every=3))
     (drawings,) = shown.drawn.values()
     assert [f'value="{step}" max="6"' in drawings[-1] for step in (5, 6)] == [False, True]
@@ -73,7 +73,7 @@ def test_a_run_in_a_notebook_is_one_output_with_bar_lines_and_curve(tmp_path: Pa
 def test_steps_are_drawn_twice_a_second_at_most_and_the_last_always(monkeypatch: pytest.MonkeyPatch):
     shown = ipython(monkeypatch, types.SimpleNamespace(kernel=object()))
     clock = iter(range(10_000))
-    monkeypatch.setattr("petune.notebook.time.monotonic", lambda: next(clock) / 100)
+    monkeypatch.setattr("petune.run.notebook.time.monotonic", lambda: next(clock) / 100)
     reporter = NotebookReporter()
     reporter.header(["model <b>x</b>"], 300)
     for step in range(1, 301):

@@ -13,7 +13,7 @@ from torch import nn
 
 import petune
 from petune.errors import DataError, FileError, RecipeError, Stopped, UsageError
-from petune.tensorfile import read_json
+from petune.files.safetensors import read_json
 from tests.small_runs import (
     Listener,
     assert_same_run,
@@ -141,7 +141,7 @@ def classifier(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_a_classifier_takes_its_names_from_the_rows(classifier: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     recipe, given = classifier
     said: list[str] = []
-    monkeypatch.setattr("petune.assemble.say", said.append)
+    monkeypatch.setattr("petune.run.build.say", said.append)
     found = run(recipe, **given)
     assert given["model"].config.id2label == {0: "blue", 1: "green", 2: "red"}
     assert found.generate("red sun") in ("blue", "green", "red")
@@ -213,7 +213,7 @@ def test_the_fingerprint_is_of_the_weights_and_the_tokenizer(tmp_path: Path):
     settings(tmp_path)
 
     def spec(given: dict[str, Any]) -> str:
-        return str(petune.objects.take_objects({"model": given["model"]}, given["tokenizer"])[0]["model"])
+        return str(petune.run.objects.take_objects({"model": given["model"]}, given["tokenizer"])[0]["model"])
 
     first, second, other = (objects(tmp_path) for _ in range(3))
     second["tokenizer"]("red sun", padding="max_length", max_length=9, truncation=True)  # leaves settings in the tokenizer

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from petune import outlook as room
 from petune.errors import UsageError
-from petune.forecast import PROCESS, Forecast, forecast, sketch
+from petune.estimate import fused_forecast as room
+from petune.estimate.forecast import PROCESS, Forecast, forecast, sketch
+from petune.estimate.fused_forecast import CARDS, on_device, outlook, policy_for
 from petune.kernels.configs import Rung
-from petune.kernels.policy import GIB, Policy
-from petune.outlook import CARDS, on_device, outlook, policy_for
+from petune.kernels.memory.policy import GIB, Policy
 from petune.parallel.plan import ALONE
 from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import ZOO

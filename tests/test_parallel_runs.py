@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-import petune.assemble
-import petune.loop
-import petune.training
-from petune import checkpoint
-from petune.assemble import build
+import petune.run.build
+import petune.run.train
+import petune.run.trainer
 from petune.errors import DistributedError, MachineError, Stopped, TrainingFault
-from petune.loop import Training
-from petune.parallel import group
+from petune.parallel.launch import process_group
 from petune.parallel.runner import Runner
+from petune.run.build import build
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from tests.group_pool import (
     assert_same_but_for_rounding,
     assert_same_records,
@@ -85,14 +85,14 @@ def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_includ
 
 def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     """Train, and write down what was fused."""
-    fuse = petune.assemble.fuse_modules
+    fuse = petune.run.build.fuse_modules
 
     def seen(*args: Any) -> Any:
         done = fuse(*args)
-        Path(recipe["out"]).with_name(f"fused-{group.started()[0]}").write_text(f"{done.sites} {done.blocks} {done.reasons}")
+        Path(recipe["out"]).with_name(f"fused-{process_group.started()[0]}").write_text(f"{done.sites} {done.blocks} {done.reasons}")
         return done
 
-    petune.assemble.fuse_modules = seen  # type: ignore[assignment]  # in this very process, which ends soon
+    petune.run.build.fuse_modules = seen  # type: ignore[assignment]  # in this very process, which ends soon
     run(recipe, **options)
 
 
@@ -161,9 +161,9 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str
         "max_steps": None,
     }
     shape |= {"save_every": 50}
-    one = petune.training.load_run(alone("bert", "full", **shape))
+    one = petune.run.train.load_run(alone("bert", "full", **shape))
     assert 0 < one.summary["best_step"] < one.summary["steps"] < 60, "this run does not show what it should"
-    found = petune.training.load_run(trained(small(tmp_path, "bert", "full", **shape, parallel=PLANS[plan])))
+    found = petune.run.train.load_run(trained(small(tmp_path, "bert", "full", **shape, parallel=PLANS[plan])))
     assert (found.summary["steps"], found.summary["best_step"]) == (one.summary["steps"], one.summary["best_step"])
     assert (found.folder / "best").read_text().splitlines()[0] == (one.folder / "best").read_text().splitlines()[0]
     assert found.summary["after"] == pytest.approx(one.summary["after"], rel=1e-3)
@@ -173,8 +173,8 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str
 @pytest.mark.parametrize("plan", SOME)
 def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, tmp_path: Path, alone: Callable[..., Path]):
     shape = {"head_only": True, "max_steps": 1, "warmup": 0}
-    expected = petune.training.load_run(alone("bert", "lora", **shape)).summary["head_only"]
-    found = petune.training.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
+    expected = petune.run.train.load_run(alone("bert", "lora", **shape)).summary["head_only"]
+    found = petune.run.train.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
     assert expected is not None
     assert found.summary["head_only"] == pytest.approx(expected, abs=1e-9)
 
@@ -197,7 +197,7 @@ def chain(place: Path, family: str, method: str, plans: list[str]) -> None:
     for step, name in enumerate(plans, 1):
         recipe = small(place, family, method, **shape, parallel=EVERYWHERE[name])
         options = {"resume": step > 1}
-        world = petune.training.ranks.wanted(petune.training.settle(recipe)).world
+        world = petune.run.train.distributed.wanted(petune.run.train.settle(recipe)).world
         last = step == steps
         found = ends(world, at_steps((step * world) // 2 % world, {} if last else {step: terminate}), recipe, options)
         assert [end.code for end in found] == [0 if last else 75] * world, (step, name, [end.error for end in found])
@@ -284,7 +284,7 @@ def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path, a
         evaluate = Training.evaluate
 
         def told(self: Training) -> dict[str, float]:
-            if self.progress.step == 2 and group.started()[0] == 1:
+            if self.progress.step == 2 and process_group.started()[0] == 1:
                 terminate()
             return evaluate(self)
 
@@ -338,7 +338,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
         model.get_submodule("model.layers.1.mlp.up_proj").update = lambda x: torch.zeros(())  # type: ignore[assignment]
         return model
 
-    monkeypatch.setattr(petune.loop, "build", disconnected)
+    monkeypatch.setattr(petune.run.trainer, "build", disconnected)
     found = ends(2, train_as_a_rank, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     for end in found:
@@ -349,7 +349,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
 @pytest.mark.parametrize("plan", SOME)
 def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Path):
     def move() -> None:
-        petune.loop.Audit.check_frozen = moved(petune.loop.Audit.check_frozen)  # type: ignore[method-assign]
+        petune.run.trainer.Audit.check_frozen = moved(petune.run.trainer.Audit.check_frozen)  # type: ignore[method-assign]
 
     def moved(check: Callable[[Any], None]) -> Callable[[Any], None]:
         def checked(self: Any) -> None:

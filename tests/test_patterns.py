@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from petune.errors import FileError, PetuneError, UsageError
-from petune.patterns import MOST_STEPS, Pattern, Refused, _Program, compile_pattern, parser
-from petune.peft_files import check_config
+from petune.files.patterns import MOST_STEPS, Pattern, Refused, _Program, compile_pattern, parser
 from petune.recipe import load_recipe
+from petune.saving.peft import check_config
 
 NAMES = [f"model.layers.{at}.{name}" for at in range(1250) for name in ("q_proj", "mlp.up_proj", "norm", "self_attn.v_proj") * 2]
 EVIL = [
@@ -80,6 +80,7 @@ def test_a_pattern_that_python_never_ends_with_is_answered_in_bounded_steps(patt
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_are_matched_by_whatever_is_accepted():
     began = time.monotonic()
     for pattern in (EVIL[0], next(iter(THEIRS))):

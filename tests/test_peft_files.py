@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
-from petune import export
 from petune.errors import FileError, UsageError
 from petune.methods import tuned_state, wrap
+from petune.saving import export
 from tests.tiny_models import IDS, bart, bart_classifier, bert, edit, llama, llama_classifier, logits, stir, t5, tuned
 
 FILE = "adapter_model.safetensors"
@@ -200,7 +200,6 @@ def test_what_was_loaded_trains_on(tmp_path: Path) -> None:
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "use_dora": {"use_dora": True},
     "bias": {"bias": "lora_only"},
     "lora_bias": {"lora_bias": True},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from petune.plot import BOTTOM, HEIGHT, LEFT, WIDTH, loss_svg, run_html
+from petune.run.plot import BOTTOM, HEIGHT, LEFT, WIDTH, loss_svg, run_html
 
 STEPS = [{"step": step, "loss": 4.0 / step} for step in range(1, 5)]
 SCORES = [{"step": 0, "eval_loss": 5.0}, {"step": 4, "eval_loss": 2.0}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from petune.progress import Progress
+from petune.run.progress import Progress
 
 
 def scored(step: int, value: float, loss: float = 1.0, at: int | None = None) -> Progress:

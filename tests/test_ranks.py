@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-import petune.ranks
-import petune.training
-from petune import checkpoint
+import petune.run.distributed
+import petune.run.train
 from petune.errors import UsageError
 from petune.recipe import load_recipe
-from petune.run_folder import RunFolder
+from petune.run.folder import RunFolder
+from petune.saving import checkpoint
 from tests.group_pool import assert_same_but_for_rounding, files, ranks
 from tests.small_runs import as_yaml, newest, numbers, run, settings
 
@@ -179,11 +179,11 @@ def test_petune_train_starts_its_own_ranks_and_ends_as_one_process_would(tmp_pat
 
 
 def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.ranks.launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("petune.run.distributed.launch", lambda *_, **__: pytest.fail("ranks were started"))
     _, recipe = recipe_in(tmp_path)
     for plan in ({"tp": {"heads": [3, 2]}}, {"tp": {"columns": [40, 9]}}, {"pp": {"stages": [1, 2]}}, {"dp": 9}):
         with pytest.raises(UsageError) as caught:
-            petune.training.train(recipe | {"parallel": plan})
+            petune.run.train.train(recipe | {"parallel": plan})
         assert caught.value.code == 2
         assert "parallel" in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -196,7 +196,7 @@ PATCH = """
 import os
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not os.environ.keys() & {{"PETUNE_GENERATION", "PETUNE_SPARE"}}
 if os.environ.get("RANK") == "{rank}" and first:
-    import petune.loop as loop
+    import petune.run.trainer as loop
     from petune.errors import DataError
     step = loop.Training.step
     def spoilt(self):
@@ -361,4 +361,4 @@ def test_a_rank_that_replaces_one_goes_on_whatever_the_clock_says(
     folder = RunFolder(tmp_path, load_recipe())
     (tmp_path / "resolved.yaml").write_text("# run\n")
     os.utime(tmp_path / "resolved.yaml", (1, 1))
-    assert petune.ranks.going_on(folder, since=1000.0) is goes_on
+    assert petune.run.distributed.going_on(folder, since=1000.0) is goes_on

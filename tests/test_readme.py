@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from petune_cli.given import Given
 
-from petune.assemble import plan_of, prepare
-from petune.draft import draft
-from petune.inputs import check_inputs
+from petune.preflight.draft import draft
+from petune.preflight.inputs import check_inputs
 from petune.recipe import Recipe, load_recipe
+from petune.run.build import plan_of, prepare
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 STARS = "review,stars\n" + "".join(f"seen {at} times,{1 + at % 5}\n" for at in range(20))

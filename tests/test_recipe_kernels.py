@@ -247,10 +247,10 @@ def test_a_rule_is_kept_by_one_recipe_and_broken_by_another(name: str, tmp_path:
 
 @pytest.mark.parametrize("config", [MemoryConfig(keep="all", tile=2048), MemoryConfig(keep="input", offload="attention")])
 def test_what_memory_contradicts_in_itself_is_said_in_the_words_of_the_policy(config: MemoryConfig) -> None:
-    from petune.kernels import cost, policy
-    from petune.kernels.shape import BlockShape
+    from petune.kernels.memory import block_cost, policy
+    from petune.kernels.memory.shape import BlockShape
 
-    shape, rates = (object.__new__(kind) for kind in (BlockShape, cost.Rates))  # never looked at: the config is judged first
+    shape, rates = (object.__new__(kind) for kind in (BlockShape, block_cost.Rates))  # never looked at: the config is judged first
     with pytest.raises(UsageError) as caught:
         policy.choose(shape, 1, 1, 1, 0, 0, 0, 0, rates, config)
     (theirs,) = caught.value.problems

@@ -9,7 +9,7 @@ import pytest
 from petune.methods.configs import METHODS
 from petune.recipe import far_from_known, load_recipe
 from petune.recipe.suggest import suggest
-from petune.training import settle
+from petune.run.train import settle
 
 MINE = ["model=org/mine", "data=mine.jsonl"]
 

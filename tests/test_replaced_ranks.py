@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 import torch.distributed
 
-import petune.assemble
+import petune.run.build
 from petune.errors import DataError, DistributedError, Stopped
-from petune.loop import Training
-from petune.parallel import group, orders
+from petune.parallel.launch import orders, process_group
 from petune.parallel.runner import Runner
-from petune.training import train
+from petune.run.train import train
+from petune.run.trainer import Training
 from tests.forked_launch import Forks, note_loads
 from tests.forked_launch import forks as forks
 from tests.group_pool import ranks
@@ -45,7 +45,7 @@ PLANS: dict[str, Any] = {
 }
 
 LONG = pytest.param("pp", 0, marks=pytest.mark.long)
-LOADING = pytest.param("petune.assemble.load_model", marks=pytest.mark.long)
+LOADING = pytest.param("petune.run.build.load_model", marks=pytest.mark.long)
 
 
 def small(place: Path, plan: str, **changes: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def before_step(monkeypatch: pytest.MonkeyPatch, acts: dict[tuple[int, int, int]
     step = Training.step
 
     def watched(self: Training) -> dict[str, Any]:
-        if act := acts.get((group.restarted(), group.started()[0], self.progress.step + 1)):
+        if act := acts.get((process_group.restarted(), process_group.started()[0], self.progress.step + 1)):
             act()
         return step(self)
 
@@ -87,7 +87,7 @@ def die() -> None:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the launcher says."""
     lines: list[str] = []
-    monkeypatch.setattr("petune.ranks.say", lines.append)
+    monkeypatch.setattr("petune.run.distributed.say", lines.append)
     return lines
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_waits_for_one_that_has_left_is_freed(
     complete = Runner._complete
 
     def deadly(self: Runner) -> None:
-        if group.restarted() == 0 and self.mesh.rank == 3 and self.tuned and next(iter(self.tuned.values())).grad is not None:
+        if process_group.restarted() == 0 and self.mesh.rank == 3 and self.tuned and next(iter(self.tuned.values())).grad is not None:
             die()
         complete(self)
 
@@ -148,8 +148,8 @@ def test_a_rank_that_waits_for_one_that_has_left_is_freed(
 
 @pytest.mark.long
 def test_a_frozen_rank_is_named_killed_and_replaced(tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "BEAT_S", 0.2)
-    monkeypatch.setattr(group, "SILENT_S", 0.6)
+    monkeypatch.setattr(process_group, "BEAT_S", 0.2)
+    monkeypatch.setattr(process_group, "SILENT_S", 0.6)
     recipe = small(tmp_path, "tp", timeout=2)
     before_step(monkeypatch, {(0, 1, 5): lambda: os.kill(os.getpid(), signal.SIGSTOP)})
     train(recipe, restarts=1, reporter=Listener())
@@ -163,7 +163,7 @@ def test_a_frozen_rank_is_named_killed_and_replaced(tmp_path: Path, forks: Forks
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("petune.assemble.load_model", marks=pytest.mark.long), "torch.distributed.init_process_group"]
+    "where", [pytest.param("petune.run.build.load_model", marks=pytest.mark.long), "torch.distributed.init_process_group"]
 )
 def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it(
     where: str, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
@@ -172,7 +172,7 @@ def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it
     work = operator.attrgetter(where.removeprefix("torch.").removeprefix("petune."))(torch if where.startswith("torch") else petune)
 
     def deadly(*given: Any, **named: Any) -> Any:
-        if group.restarted() == 1 and group.started()[0] == 1:
+        if process_group.restarted() == 1 and process_group.started()[0] == 1:
             die()
         return work(*given, **named)
 
@@ -187,15 +187,15 @@ def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it
     assert_same(recipe)
 
 
-def test_a_rank_that_hangs_while_a_group_forms_anew_is_replaced_long_before_its_time_is_over(
+def test_a_rank_that_hangs_while_a_group_forms_anew_is_replaced_soon(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the new group of both forms, rank 1 dies and rank 0 waits for its connection, in C++, which hears of no order."""
     form = torch.distributed.init_process_group
 
     def hanging(*given: Any, **named: Any) -> Any:
-        if group.restarted() == 1:
-            die() if group.started()[0] else time.sleep(600)
+        if process_group.restarted() == 1:
+            die() if process_group.started()[0] else time.sleep(600)
         return form(*given, **named)
 
     monkeypatch.setattr(torch.distributed, "init_process_group", hanging)
@@ -212,14 +212,14 @@ def test_when_nobody_is_left_who_has_the_model_all_start_again(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 dies while the successor of rank 1 has nothing to keep yet."""
-    rejoin = group.rejoin
+    rejoin = process_group.rejoin
 
     def die_at_it() -> None:
         time.sleep(0.2)
         die()
         rejoin()
 
-    monkeypatch.setattr(group, "rejoin", die_at_it)
+    monkeypatch.setattr(process_group, "rejoin", die_at_it)
     recipe = small(tmp_path, "tp")
     before_step(monkeypatch, {(0, 1, 5): die})
     train(recipe, restarts=2, reporter=Listener())
@@ -259,15 +259,15 @@ def test_the_spare_takes_the_place_and_another_waits(
 def test_a_stop_while_a_rank_is_replaced_ends_the_run_where_it_was_saved_last(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = petune.assemble.load_model
+    load = petune.run.build.load_model
 
     def loaded(*given: Any) -> Any:
-        if group.restarted():
+        if process_group.restarted():
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(5)
         return load(*given)
 
-    monkeypatch.setattr(petune.assemble, "load_model", loaded)
+    monkeypatch.setattr(petune.run.build, "load_model", loaded)
     recipe = small(tmp_path, "dp")
     before_step(monkeypatch, {(0, 1, 5): die})
     began = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 
 from petune.errors import MachineError, RecipeError
 from petune.log import human
-from petune.reporting import Logged, PlainReporter, Trackers, score_line, step_line
+from petune.run.reporting import Logged, PlainReporter, Trackers, score_line, step_line
 from tests.small_runs import Listener, run, settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")

@@ -18,10 +18,10 @@ from typing import Any
 import numpy
 import pytest
 
-import petune.training
-from petune import checkpoint
+import petune.run.train
 from petune.errors import FileError, MachineError, RecipeError, Stopped, UsageError
-from petune.evaluate import forward
+from petune.run.evaluate import forward
+from petune.saving import checkpoint
 from tests.small_runs import (
     METHODS,
     Listener,
@@ -124,7 +124,7 @@ def stop_in_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def arm(at: int) -> None:
         wanted.update(at=at, seen=0)
 
-    monkeypatch.setattr("petune.assemble.forward", counted)
+    monkeypatch.setattr("petune.run.build.forward", counted)
     return arm
 
 
@@ -167,7 +167,7 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
             """
             import sys, time
             from petune.errors import PetuneError
-            from petune.training import train
+            from petune.run.train import train
             from tests.small_runs import Listener
             try:
                 train(sys.argv[1], reporter=Listener(lambda step: time.sleep(0.05)))
@@ -327,7 +327,7 @@ def test_a_finished_run_that_cannot_be_extended_stays_finished(tmp_path: Path):
     with pytest.raises(FileError):
         run(settings(tmp_path, epochs=2), resume=True, allow_change=["epochs"])
     assert snapshot(finished.folder) == before
-    assert petune.training.load_run(finished.folder).summary["steps"] == STEPS
+    assert petune.run.train.load_run(finished.folder).summary["steps"] == STEPS
 
 
 def test_changed_settings_are_refused_with_both_values_and_the_way_to_allow_them(tmp_path: Path):

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from petune import checkpoint
-from petune.checkup import check_up
-from petune.entrance import entered
 from petune.errors import FileError, MachineError, PetuneError
-from petune.folder_manifest import MANIFEST, check_folder
-from petune.folders import commit_folder, sweep
+from petune.files.atomic import commit_folder, sweep
+from petune.files.lock import RunLock
+from petune.files.manifest import MANIFEST, check_folder
 from petune.recipe import load_recipe
-from petune.run_folder import RunFolder, State, names
-from petune.run_lock import RunLock
+from petune.run.checkup import check_up
+from petune.run.entrance import entered
+from petune.run.folder import RunFolder, State, names
+from petune.saving import checkpoint
 from tests.kills import killed_at
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
 
@@ -305,7 +305,7 @@ def test_runs_killed_at_a_thousand_random_calls_end_as_one_that_was_not(place: P
 
 
 def test_a_run_that_prepares_holds_its_folder_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from petune import training
+    from petune.run import train as training
 
     recipe, prepare, refused = settings(tmp_path), training.prepare, []
 
@@ -396,7 +396,7 @@ def test_nothing_is_committed_through_a_link(tmp_path: Path) -> None:
 def straight(place: Path) -> Path:
     """A run that was left alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("petune.run_folder.draw_loss", lambda metrics, picture: False)
+        patch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
         return run(settings(place, out="left-alone")).folder
 
 

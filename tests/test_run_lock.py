@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from petune.errors import MachineError
-from petune.run_lock import RunLock
+from petune.files.lock import RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from petune.run_lock import RunLock
+from petune.files.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print('held', flush=True)
     time.sleep(60)

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 import torch
 
-from petune.running import Running, bound, bound_to, running
+from petune.rng.context import Running, bound, bound_to, running
 
 
 def test_outside_any_call_nothing_is_known() -> None:

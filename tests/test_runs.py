@@ -19,11 +19,11 @@ import yaml
 
 import petune
 from petune.errors import FileError, TrainingFault, UsageError
-from petune.evaluate import forward
-from petune.file_hashes import FileHashes
+from petune.files.hashes import FileHashes
 from petune.recipe import load_recipe
-from petune.run_folder import environment
-from petune.training import load_run
+from petune.run.evaluate import forward
+from petune.run.folder import environment
+from petune.run.train import load_run
 from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
 
 AUTO = {"bert": "AutoModelForSequenceClassification", "bart": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM"}
@@ -120,7 +120,7 @@ def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(tmp_path
     log = (finished.folder / "run.log").read_text()
     assert all(line in log for line in [*listener.lines, *listener.notes, *listener.closing])
     assert "Traceback" not in log
-    monkeypatch.setattr("petune.assemble.forward", lambda model, batch: forward(model, batch) * (math.nan if model.training else 1))
+    monkeypatch.setattr("petune.run.build.forward", lambda model, batch: forward(model, batch) * (math.nan if model.training else 1))
     with pytest.raises(TrainingFault):
         run(settings(tmp_path, out="bad"))
     log = (tmp_path / "bad" / "run.log").read_text()
@@ -154,6 +154,7 @@ def test_nothing_in_the_folder_is_a_pickle(method: str, tmp_path: Path):
         assert not start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")), path
 
 
+@pytest.mark.forks
 @pictureless
 def test_tuned_has_the_tokenizer_and_the_chat_template(tmp_path: Path):
     folder = run(settings(tmp_path, task="chat")).folder / "tuned"
@@ -404,7 +405,7 @@ def test_a_base_that_cannot_be_hashed_costs_the_hash_and_not_the_run(tmp_path: P
         def result(self) -> dict[str, str]:
             raise FileError("has changed while it was hashed", where="model.safetensors")
 
-    monkeypatch.setattr("petune.loop.FileHashes", Failing)
+    monkeypatch.setattr("petune.run.trainer.FileHashes", Failing)
     listener = Listener()
     finished = run(settings(tmp_path, max_steps=1, warmup=0), listener)
     assert any("STORES NO HASH" in line and "model.safetensors" in line for line in listener.notes)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petune.schedule import Steps, learning_rate, plan_steps, units_of_step
+from petune.run.schedule import Steps, learning_rate, plan_steps, units_of_step
 
 
 def rates(total: int, warmup: int, schedule: str) -> list[float]:

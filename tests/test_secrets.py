@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from petune.errors import TrainingFault
-from petune.parallel.seal import SECRET
+from petune.parallel.launch.seal import SECRET
 from tests.group_pool import ends
 from tests.planned_runs import PLANS, infinite_loss, small, spoilt
 from tests.small_runs import as_yaml, run, settings

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from petune.errors import UsageError
-from petune.sites import Attention, Family, Mlp, Shape, StackRule, SubLayer, find_sites, linears, stack_paths
+from petune.models.spec import Attention, Family, Mlp, Shape, StackRule, SubLayer, find_sites, linears, stack_paths
 
 
 class Block(nn.Module):

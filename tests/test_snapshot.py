@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-import petune.state
-from petune import checkpoint
+import petune.run.state
 from petune.errors import FileError, MachineError, RecipeError, TrainingFault, UsageError
-from petune.loop import Training
-from petune.parallel import group
+from petune.parallel.launch import process_group
 from petune.recipe import load_recipe
-from petune.snapshot import Snapshots, age
-from petune.state import write_packed
+from petune.run.snapshot import Snapshots, age
+from petune.run.state import write_packed
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from tests.group_pool import assert_same_but_for_rounding, ends
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, numbers, run, settings, state_of
@@ -151,7 +151,7 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
         if at == "rename":
             os.rename = renamed  # type: ignore[assignment]
         else:
-            petune.state.write_packed = written
+            petune.run.state.write_packed = written
         run(recipe, Listener(lambda step: wait_for(lambda: step == 1 or f"step-{step - 1}" in snapshots_of(tmp_path / "run"))))
 
     assert ends(1, train, recipe)[0].code == -signal.SIGKILL
@@ -201,7 +201,7 @@ def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path
         step = Training.step
 
         def watched(self: Training) -> dict[str, Any]:
-            if group.started()[0] == 1 and self.progress.step == 3:
+            if process_group.started()[0] == 1 and self.progress.step == 3:
                 wait_for(lambda: "step-2" in snapshots_of(tmp_path / "run") or "step-3" in snapshots_of(tmp_path / "run"))
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self)
@@ -246,7 +246,7 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
 
     listener = Listener(until_it_has_failed)
     with monkeypatch.context() as patched, pytest.raises(kind, match=said) as raised:
-        patched.setattr(petune.state, "write_packed", refuse)
+        patched.setattr(petune.run.state, "write_packed", refuse)
         run(recipe, listener)
     assert raised.value.code == (7 if kind is TrainingFault else 5)
     assert 1 <= len(listener.steps) <= 4, "it went on for more than the step in which the failure was seen"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from petune import checkpoint
 from petune.errors import RecipeError, Stopped, TrainingFault
-from petune.loop import Training
-from petune.parallel import group
+from petune.parallel.launch import process_group
 from petune.parallel.runner import Runner
-from petune.progress import Progress
 from petune.recipe import load_recipe
-from petune.spikes import IN_A_ROW, LEAST, SpikeRule, limit, outside
+from petune.run.progress import Progress
+from petune.run.spikes import IN_A_ROW, LEAST, SpikeRule, limit, outside
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from tests.group_pool import assert_same_state, ends
 from tests.planned_runs import PLANS
 from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
@@ -80,7 +80,7 @@ def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int =
     def spoil(self: Runner) -> None:
         complete(self)
         torch.rand(1)  # as the dropout of a model that is not ours draws from torch's own generator
-        if now["step"] in steps and group.started()[0] == rank:
+        if now["step"] in steps and process_group.started()[0] == rank:
             for value in self.tuned.values():
                 if value.grad is not None:
                     value.grad.mul_(1000)

@@ -11,8 +11,8 @@ from torch import nn
 
 from petune.errors import UsageError
 from petune.models import family_of
-from petune.sites import find_sites, stack_paths
-from petune.stack import Stack, disown_stacks, own_stacks
+from petune.models.spec import find_sites, stack_paths
+from petune.models.stack import Stack, disown_stacks, own_stacks
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, ZOO, assert_same_gradients, batch, gradients, prompt, tiny
 
 

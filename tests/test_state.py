@@ -8,7 +8,7 @@ from torch import nn
 
 from petune.errors import FileError
 from petune.recipe import load_recipe
-from petune.state import fill, make_optimizer
+from petune.run.state import fill, make_optimizer
 
 
 @pytest.mark.parametrize(

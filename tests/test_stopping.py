@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-import petune.assemble
-import petune.folders
-from petune import checkpoint
+import petune.files.atomic
+import petune.run.build
 from petune.errors import Stopped
-from petune.folder_manifest import check_folder
-from petune.parallel import group
-from petune.runs import load_run
-from petune.stopping import StopNow, StopRequest
+from petune.files.manifest import check_folder
+from petune.parallel.launch import process_group
+from petune.run.finished import load_run
+from petune.run.signals import StopNow, StopRequest
+from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.planned_runs import PLANS, small
 from tests.small_runs import assert_same_run, newest, run, settings
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 PREPARING = {  # what is called in each phase before training
     "reading the rows": "petune.tasks.sources.read_file",
     "splitting": "petune.tasks.load.split_off",
-    "loading the tokenizer": "petune.models.load.AutoTokenizer.from_pretrained",
+    "loading the tokenizer": "petune.models.loading.AutoTokenizer.from_pretrained",
     "tokenizing": "petune.tasks.examples.Coder._all_ids",
     "rendering a template": "petune.tasks.chat.render",
-    "reading the weights": "petune.models.load.check_finite",
-    "adding the method": "petune.assemble.tune",
-    "placing the model": "petune.loop.run_on",
+    "reading the weights": "petune.models.loading.check_finite",
+    "adding the method": "petune.run.build.tune",
+    "placing the model": "petune.run.trainer.run_on",
 }
 
 
@@ -57,6 +57,7 @@ def long(what: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[float]
     return called
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PREPARING), ("tokenizing", signal.SIGINT)])
 def test_a_signal_before_training_ends_the_run_at_once_and_leaves_nothing(
     phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,19 +85,19 @@ def test_a_library_that_swallows_everything_does_not_swallow_a_stop(tmp_path: Pa
             pass
         return tune(*arguments, **named)
 
-    tune = petune.assemble.tune
-    monkeypatch.setattr("petune.assemble.tune", swallowing)
+    tune = petune.run.build.tune
+    monkeypatch.setattr("petune.run.build.tune", swallowing)
     with pytest.raises(Stopped, match="before training began"):
         run(settings(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
 TRAINING: dict[str, tuple[str, int]] = {  # what is called in each phase of training; at which step the run stops
-    "the checksums": ("petune.loop.Training._audit", 0),
-    "the score of the base": ("petune.loop.Training.evaluate", 0),
-    "the first batch": ("petune.loop.Training.micro_batches", 1),
-    "a save": ("petune.state.write_packed", 1),
-    "an evaluation": ("petune.loop.Training._evaluate_and_compare", 2),
+    "the checksums": ("petune.run.trainer.Training._audit", 0),
+    "the score of the base": ("petune.run.trainer.Training.evaluate", 0),
+    "the first batch": ("petune.run.trainer.Training.micro_batches", 1),
+    "a save": ("petune.run.state.write_packed", 1),
+    "an evaluation": ("petune.run.trainer.Training._evaluate_and_compare", 2),
 }
 
 
@@ -130,8 +131,8 @@ def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(number: i
     run(settings(tmp_path, max_steps=1, warmup=0))
 
     def merge(folder: Path) -> None:
-        seal = petune.folders.seal_folder
-        petune.folders.seal_folder = lambda work: [os.kill(os.getpid(), number), seal(work)]  # all is written, nothing has its name
+        seal = petune.files.atomic.seal_folder
+        petune.files.atomic.seal_folder = lambda work: [os.kill(os.getpid(), number), seal(work)]  # all is written, nothing has its name
         load_run(folder).merge()
 
     folder = tmp_path / "run"
@@ -144,14 +145,14 @@ def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(number: i
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Long before their next beat: the bound is below the time of one."""
-    monkeypatch.setattr(group, "BEAT_S", 12.0)
-    monkeypatch.setattr(group, "LOOKS", 48)
+    monkeypatch.setattr(process_group, "BEAT_S", 12.0)
+    monkeypatch.setattr(process_group, "LOOKS", 48)
 
     def train(recipe: dict[str, Any]) -> None:
-        load = petune.assemble.load_rows
+        load = petune.run.build.load_rows
 
         def lasting(*arguments: Any, **named: Any) -> Any:
-            if group.started()[0] == rank:
+            if process_group.started()[0] == rank:
                 time.sleep(0.3)
                 os.kill(os.getpid(), signal.SIGTERM)
             until = time.monotonic() + 30
@@ -159,7 +160,7 @@ def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(rank: int, tm
                 time.sleep(0.001)
             return load(*arguments, **named)
 
-        petune.assemble.load_rows = lasting
+        petune.run.build.load_rows = lasting
         run(recipe)
 
     recipe = small(tmp_path, "bert", "lora", parallel=PLANS["dp"])

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune import checkpoint
 from petune.errors import FileError, RecipeError, Stopped, TrainingFault, UsageError
-from petune.forecast import forecast
-from petune.kernels.block import FusedBlock
-from petune.kernels.streamed import StreamedAdamW
-from petune.loop import Training
+from petune.estimate.forecast import forecast
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.methods import wrap
 from petune.parallel import ParallelConfig
 from petune.parallel.configs import DpConfig
 from petune.profiling import profile
 from petune.recipe import load_recipe
+from petune.run.trainer import Training
+from petune.saving import checkpoint
 from tests.fused_runs import assert_alike, recipe, tuned
 from tests.small_runs import Listener, assert_same_run, newest, run, state_of, terminate_at, training
 
@@ -269,7 +269,7 @@ def refused(place: Path, family: str = "llama", **changes: Any) -> UsageError:
 
 
 def test_a_machine_that_cannot_is_told_all_reasons_before_a_weight_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.assemble.load_base", lambda *args: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("petune.run.build.load_base", lambda *args: pytest.fail("weights were loaded"))
     found = refused(tmp_path, kernels="auto", memory={"stream": "bf16"})
     assert [problem.what for problem in found.problems] == ["memory.stream: bf16 keeps weights in bf16", "memory.stream needs fused blocks"]
     assert "set dtype: bf16" in str(found) and "a CUDA device" in str(found) and "kernels: reference" in str(found)

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petune import tensorfile
 from petune.errors import FileError, MachineError, PetuneError, TrainingFault
-from petune.tensorfile import DTYPES, parse_json, read_header, read_json, read_tensors, write_file, write_json, write_tensors
+from petune.files import safetensors as tensorfile
+from petune.files.safetensors import DTYPES, parse_json, read_header, read_json, read_tensors, write_file, write_json, write_tensors
 
 
 def sample() -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, AutoTokenizer
 
 from petune.errors import Stopped, UsageError
+from petune.run.train import load_run
 from petune.tasks import collate, loss_sum
-from petune.training import load_run
 from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import assert_same_run, run, settings, terminate_at, training
 
@@ -33,7 +33,7 @@ def alone(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]
     """The task, and a folder with model, data and the run of one process."""
     place = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("petune.run_folder.draw_loss", lambda metrics, picture: False)
+        patch.setattr("petune.run.folder.draw_loss", lambda metrics, picture: False)
         run(recipe(place, request.param))
     return request.param, place
 

@@ -13,8 +13,8 @@ from petune_cli.echo import echo, echo_answer
 from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
-    from petune.inference import Chat
-    from petune.runs import Run
+    from petune.run.finished import Run
+    from petune.run.inference import Chat
 
 Tokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.", show_default=False)]
 Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Sample; 0 or unset: greedy.", show_default=False)]

@@ -11,7 +11,7 @@ from petune_cli.echo import echo
 from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
-    from petune.bench import Measured
+    from petune.profiling.throughput import Measured
 
 HEADS = ("method", "memory", "blocks kept", "tokens/s", "quartiles", "step, ms", "MFU", "HFU", "peak GiB", "host GiB", "loss")
 _BELOW = """
@@ -32,7 +32,7 @@ def bench(
 ) -> None:
     """Measure the training step: speed, use of the device, memory."""
     recipe = Given.of(words).recipe()
-    from petune import bench as room
+    from petune.profiling import throughput as room
     from petune_cli.display import show_table
 
     wanted = room.cases(recipe, _listed(methods), _listed(memory))

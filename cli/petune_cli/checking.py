@@ -27,7 +27,7 @@ def check(
     if full:
         echo(recipe.to_yaml(), nl=False)
         return
-    from petune.inputs import check_inputs
+    from petune.preflight.inputs import check_inputs
 
     inputs = check_inputs(recipe)
     over = f", parallel {recipe.parallel}" if recipe.parallel.axes else ""
@@ -48,7 +48,7 @@ def data(
 ) -> None:
     """Show the data: format, lengths, cuts, what trains."""
     recipe = Given.of(words).recipe()
-    from petune.inputs import preview
+    from petune.preflight.inputs import preview
 
     seen = preview(recipe, count)
     for line in (*seen.facts, *(f"\n{example}" for example in seen.examples)):

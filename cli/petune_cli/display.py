@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from petune.log import printable
-from petune.reporting import PlainReporter, Reporter, score_line
+from petune.run.reporting import PlainReporter, Reporter, score_line
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ def doctor(
 
 def _check_up(run: Path) -> None:
     """Show what a run folder holds. Raises FileError with every problem of one that is not whole."""
-    from petune.checkup import check_up
     from petune.errors import FileError
+    from petune.run.checkup import check_up
 
     found = check_up(run.expanduser())
     for name, state in found.facts:

@@ -29,8 +29,8 @@ def init(
         example = "petune init model=/path/to/model data=rows.csv"
         raise UsageError(f"{' and '.join(missing)} must be given", where="command line", remedy=f"for example  {example}")
     recipe = load_recipe(None, given.overrides)
-    from petune.assemble import prepare
-    from petune.draft import draft
+    from petune.preflight.draft import draft
+    from petune.run.build import prepare
 
     prepared = prepare(recipe)
     file.write_text(draft(prepared, file), encoding="utf-8")

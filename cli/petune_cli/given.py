@@ -17,7 +17,7 @@ from petune.errors import UsageError
 
 if TYPE_CHECKING:
     from petune.recipe import Recipe
-    from petune.runs import Run
+    from petune.run.finished import Run
 
 Words = Annotated[
     list[str] | None,
@@ -62,9 +62,9 @@ class Given:
         if self.folder is None:
             self._refuse_data_file()
             return load_recipe(self.target, self.overrides)
-        resolved = self.folder / "resolved.yaml"  # as petune.training.settle does, but `petune check` must not wait for torch
+        resolved = self.folder / "resolved.yaml"  # as petune.run.train.settle does, but `petune check` must not wait for torch
         if not resolved.is_file():
-            from petune.training import load_run
+            from petune.run.train import load_run
 
             load_run(self.folder)  # refuses, in the words of every verb
         return load_recipe(load_recipe(resolved, {"out": str(self.folder)}), self.overrides)
@@ -80,7 +80,7 @@ class Given:
     def run(self, *, verify_base: bool = False) -> Run:
         """The run, settings applied to what it does from now on. Raises UsageError for a recipe that has not been trained."""
         from petune.recipe import load_recipe
-        from petune.training import load_run
+        from petune.run.train import load_run
 
         run = load_run(self.folder or self._absent_folder() or self._made_by_recipe(), verify_base=verify_base)
         if self.overrides:

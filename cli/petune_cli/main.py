@@ -23,7 +23,7 @@ from petune_cli.echo import echo
 
 commands = typer.Typer(
     name="petune",
-    help="Tune Hugging Face models with full, lora, adapter or side: one recipe.",
+    help="Tune Hugging Face models fully, or by LoRA and its kin: one recipe.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

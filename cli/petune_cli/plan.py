@@ -13,8 +13,8 @@ from petune_cli.echo import echo
 from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
-    from petune.forecast import Advice, Forecast, Rank
-    from petune.outlook import Outlook
+    from petune.estimate.forecast import Advice, Forecast, Rank
+    from petune.estimate.fused_forecast import Outlook
     from petune.parallel import ParallelConfig
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
@@ -33,8 +33,8 @@ def plan(
     """Plan: layout, memory, traffic and speed, no weights read."""
     recipe = Given.of(words).recipe()
     sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
-    from petune import forecast
-    from petune.outlook import on_device, outlook
+    from petune.estimate import forecast
+    from petune.estimate.fused_forecast import on_device, outlook
 
     if device is not None:
         recipe, sizes = on_device(recipe, device, sizes)

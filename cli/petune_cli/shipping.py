@@ -12,7 +12,7 @@ from petune_cli.echo import echo
 from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
-    from petune.runs import Run
+    from petune.run.finished import Run
 
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default inside the run folder.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
@@ -47,7 +47,7 @@ def export(
 
 def _tell(run: Run, place: Path, reader: str | None = None) -> None:
     """Where the files are, what merging cost in precision if it was done, and how they are read: by transformers, or by `reader`."""
-    from petune.readme import auto_class
+    from petune.run.readme import auto_class
 
     reader = reader or f"{auto_class(run.summary['task'])}.from_pretrained("
     report = [f"   {run.merge_report}"] if run.merge_report else []

@@ -32,7 +32,7 @@ def train(
         raise UsageError("--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two")
     with phase("loading torch and transformers"):
         recipe = Given.of(words).recipe()
-        from petune.training import train as run_training
+        from petune.run.train import train as run_training
         from petune_cli.display import reporter
 
     with reporter() as shown:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from petune.kernels.block.packed_linear import Sink
 from petune.kernels.configs import Level
-from petune.kernels.group import Sink
 from petune.kernels.program import Program
 from petune.kernels.schedule import Section
 from petune.kernels.steps import Run, Values

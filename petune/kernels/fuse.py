@@ -15,25 +15,25 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
-from petune.kernels.around import InDtype, NoCache, Ready, dense
-from petune.kernels.block import FusedBlock, fused_class
-from petune.kernels.call import Spec
+from petune.kernels.block.call import Spec
+from petune.kernels.block.fp8 import Eight, refuse_eight
+from petune.kernels.block.hooks import InDtype, NoCache, Ready, dense
+from petune.kernels.block.linear import Bank, bankable
+from petune.kernels.block.module import FusedBlock, fused_class
+from petune.kernels.block.packed_linear import FOLDED
+from petune.kernels.block.specs import spec_of
+from petune.kernels.block.unpad import FindSegments, Unpadded
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
-from petune.kernels.eight import Eight, refuse_eight
-from petune.kernels.graphs import Graphs, ungraph
-from petune.kernels.memory import GIB, Governor
-from petune.kernels.offload import Store
-from petune.kernels.ops import Ops, refusal, select
-from petune.kernels.padding import FindSegments, Unpadded
-from petune.kernels.parts import Bank, bankable
-from petune.kernels.region import fuse_sites, unfuse_sites
-from petune.kernels.shape import FOLDED
-from petune.kernels.specs import spec_of
-from petune.kernels.unmade import fuse_head, unfuse_head
+from petune.kernels.cuda_graphs import Graphs, ungraph
+from petune.kernels.dispatch import Ops, refusal, select
+from petune.kernels.head.hooks import fuse_head, unfuse_head
+from petune.kernels.memory.offload import Store
+from petune.kernels.memory.policy_hook import GIB, Governor
+from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
-from petune.methods.tuned import LowRank, low_rank_of
-from petune.sites import Family, StackRule
-from petune.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
+from petune.models.spec import Family, StackRule
+from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
+from petune.models.tuned_linear import LowRank, low_rank_of
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,6 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
 
     alone: of a single linear, a rank that the activation adds needs no room.
     """
-    weights = [cast("torch.Tensor", layer.weight) for layer in layers]
     parts = [cast("LowRank", low_rank_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
     single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
@@ -260,7 +259,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
         return None
     bank = Bank(layers, rank)
     if plan.base_dtype == "fp8":
-        bank.base = Eight(bank.weight, bank.bias, plan.ops, tuple(weight._version for weight in weights))
+        bank.base = Eight(bank.weight, bank.bias, plan.ops, parts)
     return bank
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petune.kernels import attending
-from petune.kernels.operations import Cost, attention, attention_backward, rms_norm, rms_norm_backward, rope_, rope_backward
-from petune.kernels.shape import BlockShape
+from petune.kernels.block import attention as attending
+from petune.kernels.memory.op_cost import Cost, attention, attention_backward, rms_norm, rms_norm_backward, rope_, rope_backward
+from petune.kernels.memory.shape import BlockShape
 from petune.kernels.steps import Charge, Run, Step, Values
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from petune.kernels.block.packed_linear import Rows
 from petune.kernels.configs import Level
-from petune.kernels.group import Rows
-from petune.kernels.operations import (
+from petune.kernels.memory.op_cost import (
     Cost,
     activate,
     activate_backward,
@@ -21,8 +21,8 @@ from petune.kernels.operations import (
     matmul,
     quantise,
 )
+from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.kernels.reference import Act
-from petune.kernels.shape import BlockShape, GroupPlace
 from petune.kernels.steps import Charge, Normalize, Run, Step, Values
 
 

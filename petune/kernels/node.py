@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petune.errors import UsageError
-from petune.kernels.call import Call
-from petune.kernels.offload import Parked
+from petune.kernels.block.call import Call
+from petune.kernels.memory.offload import Parked
 from petune.kernels.steps import Values
 
 

@@ -2,7 +2,7 @@
 
 Values are named after their sub-layer: h = norm(x), qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d
 = m W_down, r = x + o or x + d; raw is q | k | v before positions and heads' norms, s the low-rank input of a
-group's update (petune/kernels/parts.py)."""
+group's update (petune/kernels/block/linear.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Literal
 from petune.kernels.configs import Level
 from petune.kernels.heads import Attend, NormHeads, Rotate
 from petune.kernels.linears import Activated, Low, Product
+from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
 from petune.kernels.schedule import Schedules
-from petune.kernels.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.steps import Add, Drop, Normalize, Step
-from petune.sites import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
 
 
 @dataclass(frozen=True)

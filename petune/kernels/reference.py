@@ -1,9 +1,9 @@
 """The operations of petune.kernels in plain torch: what each of them means, and what runs where there is no faster form.
 
 Every operation has the same signature here and in petune/kernels/triton/. They take and give plain tensors and know no autograd: a forward
-returns what its backward wants, and petune.kernels.block, .head and .library string them into autograd nodes. Matrices are [rows, columns]
-with the last dim dense; rows may be strided. Arithmetic is float32 (float64 for float64 tensors), and a result is rounded once, to the
-dtype of the input.
+returns what its backward wants, and petune.kernels.block.module, .head and .library string them into autograd nodes. Matrices are [rows,
+columns] with the last dim dense; rows may be strided. Arithmetic is float32 (float64 for float64 tensors), and a result is rounded once, to
+the dtype of the input.
 
 A low-rank update is `low = (s, b)` with s [rows, r] and b [columns, r], both in the matrix's dtype: it stands for `+ s b^T`. LoRA's forward
 is then x W^T + s b^T with s = x a^T, where a carries the scale. Rounded once: product and update meet in float32, as an update smaller than
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petune.dropout import Drop, dropped
+from petune.rng.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
 Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
@@ -254,7 +254,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drop(x: Tensor, how: Drop) -> Tensor:
-    """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p: `petune.dropout.drop` of what x stands for.
+    """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p: `petune.rng.dropout.drop` of what x stands for.
 
     how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0.
     """

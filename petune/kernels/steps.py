@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from petune.kernels.attending import How
+from petune.kernels.block.attention import How
+from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink
 from petune.kernels.configs import Level
-from petune.kernels.group import Dropping, Group, Rows, Sink
-from petune.kernels.operations import Cost, Kind, add, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
-from petune.kernels.ops import Ops
-from petune.kernels.shape import BlockShape, GroupPlace
+from petune.kernels.dispatch import Ops
+from petune.kernels.memory.op_cost import Cost, Kind, add, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from petune.kernels.memory.shape import BlockShape, GroupPlace
 
 _MIDDLE: Level = "projections"
 Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         untouched,
         without_tuning,
     )
-    from petune.methods.tuned import Tuning, is_wrapped, tuning
+    from petune.methods.wrapped import Tuning, is_wrapped, tuning
 
 __all__ = [
     "METHODS",
@@ -51,7 +51,7 @@ _FILES = {
     **dict.fromkeys(("METHODS", "Method", "method_of"), "configs"),
     **dict.fromkeys(("tune", "wrap"), "registry"),
     **dict.fromkeys(("merge", "merged_weights"), "merging"),
-    **dict.fromkeys(("Tuning", "is_wrapped", "tuning"), "tuned"),
+    **dict.fromkeys(("Tuning", "is_wrapped", "tuning"), "wrapped"),
 }
 
 

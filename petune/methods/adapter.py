@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
-from petune.methods.tuned import KeptFeatures, TunedLinear
-from petune.sites import CutKind, Family, Split, find_sites
+from petune.models.spec import CutKind, Family, Split, find_sites
+from petune.models.tuned_linear import KeptFeatures, TunedLinear
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 

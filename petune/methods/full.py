@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from petune.methods.configs import FullConfig
-from petune.sites import Family
+from petune.models.spec import Family
 
 
 def apply(model: nn.Module, family: Family | None, config: FullConfig, also_train: tuple[str, ...]) -> None:

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from petune import attention
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
 from petune.methods.configs import method_of
 from petune.methods.saving import forget
-from petune.methods.tuned import TunedLinear, tuned_layers, tuning
-from petune.stack import disown_stacks
+from petune.methods.wrapped import tuning
+from petune.models import attention
+from petune.models.stack import disown_stacks
+from petune.models.tuned_linear import TunedLinear, tuned_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 

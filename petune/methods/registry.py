@@ -16,8 +16,9 @@ from petune.methods.merging import was_merged
 from petune.methods.saving import remember
 from petune.methods.targets import head_modules
 from petune.methods.trainable import describe, untouched
-from petune.methods.tuned import Tuning, is_wrapped, tuned_modules, tuning
+from petune.methods.wrapped import Tuning, is_wrapped, tuning
 from petune.models import FAMILIES, family_of
+from petune.models.tuned_linear import tuned_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -46,7 +47,7 @@ def wrap(
     config = make_config(method, settings)
     settings_of_memory = make_memory(memory)
     if settings_of_memory.stream != "none":
-        remedy = "leave it out, and make a petune.kernels.streamed.StreamedAdamW of the wrapped model"
+        remedy = "leave it out, and make a petune.kernels.memory.offloaded_adamw.StreamedAdamW of the wrapped model"
         raise UsageError("memory.stream is a setting of recipes: here the optimizer is yours", where="memory.stream", remedy=remedy)
     check_kernels(model, kernels, base_dtype)
     tune(model, config)

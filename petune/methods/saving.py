@@ -18,10 +18,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 from transformers import PreTrainedModel
 
 from petune.errors import FileError, Problem, UsageError, nearest
+from petune.files.safetensors import check_dtypes, read_json, write_json, write_tensors
 from petune.methods.configs import method_of
 from petune.methods.trainable import frozen_tensors, mark_only_trainable, tuned_names, tuned_state
-from petune.methods.tuned import Tuning
-from petune.tensorfile import check_dtypes, read_json, write_json, write_tensors
+from petune.methods.wrapped import Tuning
 
 TUNED = "tuned"  # the folder, inside the one that `save_pretrained` is given, that `petune.load` reads
 WEIGHTS = "model.safetensors"  # what the Trainer looks for and hands to `load_state_dict`

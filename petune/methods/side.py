@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
-from petune.methods.tuned import TunedModule
-from petune.sites import Config, Family, StackRule, stack_paths
-from petune.stack import Call, Stack, carried_by, own_stacks, run_block
+from petune.models.spec import Config, Family, StackRule, stack_paths
+from petune.models.stack import Call, Stack, carried_by, own_stacks, run_block
+from petune.models.tuned_linear import TunedModule
 
 
 class Ladder(TunedModule, PreTrainedModel):
@@ -72,7 +72,7 @@ class Ladder(TunedModule, PreTrainedModel):
             self.norm = self.up = None
 
     def begin(self, call: Call, arrived: Call | None) -> tuple[Call, Call]:
-        """See petune.stack.Ladder. Raises UsageError for encoder states that were not made by this model's own encoder."""
+        """See petune.models.stack.Ladder. Raises UsageError for encoder states that were not made by this model's own encoder."""
         hidden = call["hidden_states"].detach()
         backbone, side = call | {"hidden_states": hidden}, dict(call)
         across = call.get("encoder_hidden_states")
@@ -96,13 +96,13 @@ class Ladder(TunedModule, PreTrainedModel):
         return backbone, side
 
     def step(self, index: int, hidden: Tensor, call: Call) -> Call:
-        """See petune.stack.Ladder: the gate mixes before the block."""
+        """See petune.models.stack.Ladder: the gate mixes before the block."""
         gate = torch.sigmoid(self.gates[index] / self.settings.temperature)
         state = gate * call["hidden_states"] + (1 - gate) * self.down[index + 1](self._own(hidden))
         return call | carried_by(self.rule, run_block(self.blocks[index], call | {"hidden_states": state}))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
-        """See petune.stack.Ladder."""
+        """See petune.models.stack.Ladder."""
         state = call["hidden_states"]
         if self.norm is not None:
             state = self.norm(state)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import Problem, UsageError, nearest
-from petune.patterns import compile_pattern
-from petune.sites import Family, find_sites
+from petune.files.patterns import compile_pattern
+from petune.models.spec import Family, find_sites
 
 LINEAR = (nn.Linear, Conv1D)
 USUAL_HEADS = ("classifier", "score", "classification_head", "qa_outputs")  # of transformers models petune has no table for

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.targets import left_alone
-from petune.methods.tuned import tuned_layers, tuned_modules, tuning
-from petune.stack import Stack
+from petune.methods.wrapped import tuning
+from petune.models.stack import Stack
+from petune.models.tuned_linear import tuned_layers, tuned_modules
 
 
 def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from petune.models import bart, bert, llama, t5
-from petune.sites import Family
+from petune.models.spec import Family
 
 FAMILIES: dict[str, Family] = {
     "bert": bert.FAMILY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.sites import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
+from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
 
 
 def attention(at: str, memory: str | None = None) -> SubLayer:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from petune.errors import FileError, Problem
+from petune.files.safetensors import WEIGHTS, is_finite, read_header
 from petune.models.source import Source, is_weights
-from petune.sites import Family
-from petune.tensorfile import WEIGHTS, is_finite, read_header
+from petune.models.spec import Family
 
 
 def check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:

@@ -16,9 +16,9 @@ from transformers.utils.hub import cached_file
 
 from petune import demo
 from petune.errors import FileError
-from petune.folder_manifest import name_fault
+from petune.files.manifest import name_fault
+from petune.files.safetensors import read_json
 from petune.models.trust import refuse_outside
-from petune.tensorfile import read_json
 
 # How well-known names of the hub begin that once were whole ids, and the organisation they have now.
 _ORGS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from petune.errors import FileError, PetuneError, Problem
-from petune.tensorfile import read_json
+from petune.files.safetensors import read_json
 
 _CODE = ("config.json", "tokenizer_config.json")
 ADAPTER = "adapter_config.json"

@@ -1,4 +1,5 @@
-"""Parallel plans and their execution. `configs` and `plan` are pure; `place`, `pipeline` and `shard` carry a plan out for `runner`.
+"""Parallel plans and their execution. `configs` and `plan` are pure; `tensor`, `sequence`, `pipeline` and `fsdp` carry a plan out for
+`runner`.
 
 Names are fetched when first used, so that reading `parallel.configs`, as checking a recipe does, loads no torch.
 """
@@ -9,13 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from petune.parallel import group
     from petune.parallel.configs import ParallelConfig
+    from petune.parallel.fsdp import is_sharded, local
     from petune.parallel.mesh import Mesh, alone, make_mesh, renew
+    from petune.parallel.objective import Batch, Work
     from petune.parallel.plan import ALONE, ParallelPlan, describe, make_plan
     from petune.parallel.runner import Runner
-    from petune.parallel.shard import is_sharded, local
-    from petune.parallel.work import Batch, Work
 
 __all__ = [
     "ALONE",
@@ -27,7 +27,6 @@ __all__ = [
     "Work",
     "alone",
     "describe",
-    "group",
     "is_sharded",
     "local",
     "make_mesh",
@@ -40,14 +39,12 @@ _FILES = {
     **dict.fromkeys(("Mesh", "alone", "make_mesh", "renew"), "mesh"),
     **dict.fromkeys(("ALONE", "ParallelPlan", "describe", "make_plan"), "plan"),
     "Runner": "runner",
-    **dict.fromkeys(("is_sharded", "local"), "shard"),
-    **dict.fromkeys(("Batch", "Work"), "work"),
+    **dict.fromkeys(("is_sharded", "local"), "fsdp"),
+    **dict.fromkeys(("Batch", "Work"), "objective"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "group":
-        return import_module("petune.parallel.group")
     if name not in _FILES:
         raise AttributeError(f"module 'petune.parallel' has no attribute {name!r}")
     return getattr(import_module(f"petune.parallel.{_FILES[name]}"), name)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from petune.errors import DistributedError
-from petune.parallel import group
-from petune.parallel.lasting import LastingGroup
+from petune.parallel.launch import process_group as group
+from petune.parallel.launch.lasting import LastingGroup
 from petune.parallel.plan import ALONE, ParallelPlan
 
 Axis = Literal["pp", "dp", "tp"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from petune.errors import Problem, UsageError
+from petune.models.spec import Config, Family, Shape, StackName
 from petune.parallel.configs import (
     CUTS,
     LOOPED,
@@ -28,7 +29,6 @@ from petune.parallel.configs import (
     row_name,
     size_of,
 )
-from petune.sites import Config, Family, Shape, StackName
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from petune import attention
-from petune.dropout import drawing
 from petune.errors import PetuneError
-from petune.kernels.streamed import StreamedAdamW
+from petune.kernels.memory.offloaded_adamw import StreamedAdamW
 from petune.log import say
-from petune.parallel import group
+from petune.models import attention
+from petune.models.spec import Family
+from petune.models.stack import own_stacks, unownable
 from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
+from petune.parallel.fsdp import copies, is_sharded, local, local_like, shard, wholes
+from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis, Mesh
-from petune.parallel.pipeline import Pipeline, cut_stages
-from petune.parallel.place import cross
+from petune.parallel.objective import Batch, Work
+from petune.parallel.pipeline.schedule import Pipeline, cut_stages
 from petune.parallel.plan import ParallelPlan, apportion
-from petune.parallel.shard import copies, is_sharded, local, local_like, shard, wholes
-from petune.parallel.slices import Placed, cut
-from petune.parallel.vocabulary import cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
-from petune.parallel.work import Batch, Work
-from petune.running import Running
-from petune.sites import Family
-from petune.stack import own_stacks, unownable
+from petune.parallel.tensor.hooks import cross
+from petune.parallel.tensor.shard_params import Placed, cut
+from petune.parallel.tensor.vocabulary import cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
+from petune.rng.context import Running
+from petune.rng.dropout import drawing
 
 T = TypeVar("T")
 
@@ -269,7 +269,7 @@ class Runner:
         if self.plan.world > 1:
             dist.all_reduce(squares)
         total = math.sqrt(float(squares))
-        group.check()  # the gradients of this step are those of all ranks
+        process_group.check()  # the gradients of this step are those of all ranks
         if grads and max_norm is not None and math.isfinite(total) and total > max_norm:
             torch._foreach_mul_(list(grads.values()), max_norm / (total + 1e-6))
         return total
@@ -321,8 +321,8 @@ class Runner:
 
     def barrier(self) -> None:
         """Wait for everyone, however long one of them has to work alone; a rank that dies meanwhile is noticed."""
-        if group.inside():
-            group.barrier()
+        if process_group.inside():
+            process_group.barrier()
         else:
             self.any([False])
 
@@ -343,7 +343,7 @@ class Runner:
             parts = self._put_together(names, {name: tensors[name] for name in names if name in tensors})
             if self.mesh.main:
                 found |= {name: parts[name].to("cpu", copy=True) for name in names}
-        group.check()
+        process_group.check()
         return found
 
     def _nbytes(self, name: str) -> int:

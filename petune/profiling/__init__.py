@@ -10,10 +10,10 @@
 
 from __future__ import annotations
 
-from petune.profiling.anatomy import Part, Profile, profile
 from petune.profiling.attribution import Phase
 from petune.profiling.latency import Timing
 from petune.profiling.memory import MemoryUse
 from petune.profiling.operations import Operation
+from petune.profiling.profile import Part, Profile, profile
 
 __all__ = ["MemoryUse", "Operation", "Part", "Phase", "Profile", "Timing", "profile"]

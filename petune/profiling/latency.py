@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from petune.profiling.attribution import in_backward, watching
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.repeat_step import Rehearsal
 
 Moment = float | torch.cuda.Event
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from petune.parallel import local
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.repeat_step import Rehearsal
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.profiler import profile as torch_profile
 
 from petune.errors import UsageError
 from petune.profiling.attribution import Attribution
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.repeat_step import Rehearsal
 
 NODE = "autograd::engine::evaluate_function"  # what the profiler calls the running of an autograd node
 REST = "element by element, and others"

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from petune.errors import Problem, nearest
 from petune.parallel.configs import CUTS, row_name
-from petune.recipe.written import PARALLEL, Found, Written, as_mapping, show
+from petune.recipe.raw import PARALLEL, Found, Written, as_mapping, show
 from petune.recipe.yaml_lines import KeyPath
 
 # Classic key -> the modern one. A list goes to the backend that is there in place of tp or sp.

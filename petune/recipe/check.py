@@ -14,10 +14,10 @@ from petune.errors import Problem
 from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS, ParallelConfig
+from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS, Found, Written, as_mapping, show
 from petune.recipe.rules import broken_rules
 from petune.recipe.schema import Recipe, section_model
 from petune.recipe.suggest import meant_value, suggest
-from petune.recipe.written import MEMORY, PARALLEL, SECTIONS, Found, Written, as_mapping, show
 from petune.recipe.yaml_lines import MAX_PROBLEMS, KeyPath, dotted, scalar, short, write_scalar
 from petune.tasks.configs import DataConfig
 

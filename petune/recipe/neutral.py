@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from petune.methods.configs import method_of
+from petune.recipe.raw import Written, as_mapping
 from petune.recipe.schema import Recipe
-from petune.recipe.written import Written, as_mapping
 
 FEW_STEPS = 30
 FAR = 10  # a learning rate this many times the method's usual one, or less than its share of it, is far from it

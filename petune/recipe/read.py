@@ -14,8 +14,8 @@ from petune.errors import Problem, RecipeError, nearest
 from petune.recipe.aliases import accept_classic_keys, in_classic_words
 from petune.recipe.check import validate
 from petune.recipe.neutral import demo_note, neutral_note, neutral_settings
+from petune.recipe.raw import Found, Written, show
 from petune.recipe.schema import Recipe
-from petune.recipe.written import Found, Written, show
 from petune.recipe.yaml_lines import MAX_BYTES, MAX_PROBLEMS, Document, KeyPath, dotted, read, scalar, short
 
 Overrides = Sequence[str] | Mapping[str, Any]

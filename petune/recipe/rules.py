@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from petune.errors import Problem, UsageError
+from petune.files.patterns import compile_pattern
 from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import method_of
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, axis_contradictions, layouts, size_of, too_many_cuts
-from petune.patterns import compile_pattern
+from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
 from petune.recipe.schema import Recipe
-from petune.recipe.written import PARALLEL, Found, Written, as_mapping
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import METRICS
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, 
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.written import MEMORY, PARALLEL, SECTIONS, Written
+from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
 from petune.tasks.configs import DataConfig
 

@@ -15,8 +15,8 @@ from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import METHODS
 from petune.parallel.configs import BACKENDS
 from petune.recipe.aliases import CLASSIC
+from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.schema import Recipe
-from petune.recipe.written import MEMORY, PARALLEL, SECTIONS
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import DataConfig
 
@@ -100,7 +100,7 @@ _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("bfloat16", "float16", "fp16", "half"), "bf16"),
     **dict.fromkeys(("float32", "float", "fp64"), "fp32"),
     **dict.fromkeys(("gpu", "cuda:0"), "cuda"),
-    **dict.fromkeys(("qlora", "dora", "peft"), "lora"),
+    **dict.fromkeys(("qlora", "peft"), "lora"),
     **dict.fromkeys(("houlsby", "bottleneck"), "adapter"),
     **dict.fromkeys(("lst", "ladder"), "side"),
     **dict.fromkeys(("finetune", "full-finetuning", "none"), "full"),

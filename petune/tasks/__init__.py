@@ -19,9 +19,9 @@ from petune.tasks.examples import Example
 from petune.tasks.glance import check_first_rows, hub_specs
 from petune.tasks.load import detect_format, infer_task, load_rows
 from petune.tasks.objects import OBJECT, DataObject, Table, take_rows
+from petune.tasks.registry import TASKS, Task, check_fit
 from petune.tasks.report import DataReport, render, spans
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Rows, Tagged, Text
-from petune.tasks.table import TASKS, Task, check_fit
 
 if TYPE_CHECKING:
     from petune.tasks.batch import collate

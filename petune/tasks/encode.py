@@ -17,9 +17,9 @@ from petune.tasks.configs import DEFAULT_MAX_LENGTH, DataConfig
 from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
 from petune.tasks.packing import pack
+from petune.tasks.registry import check_fit, find_task
 from petune.tasks.report import DataReport, percentile
 from petune.tasks.rows import Message, Rows
-from petune.tasks.table import check_fit, find_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 from petune.errors import DataError
+from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.faults import Faults
 from petune.tasks.formats import detect
 from petune.tasks.row_maker import RowMaker
 from petune.tasks.sources import find_source, held_out_of

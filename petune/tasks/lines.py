@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from petune.errors import Problem
+from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import MAX_LINE_BYTES
-from petune.tasks.faults import Faults
 
 
 class Record(NamedTuple):

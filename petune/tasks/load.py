@@ -9,8 +9,8 @@ from pathlib import Path
 
 from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError, nearest
+from petune.tasks.bad_rows import Faults
 from petune.tasks.configs import DataConfig
-from petune.tasks.faults import Faults
 from petune.tasks.formats import DEMO, TASK_FORMATS, Layout, detect, refuse_left_label
 from petune.tasks.lines import Record
 from petune.tasks.objects import DataObject

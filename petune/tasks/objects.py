@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from petune.errors import DataError, Problem, UsageError
+from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names, named
-from petune.tasks.faults import Faults
 from petune.tasks.lines import Record
 from petune.tasks.read import kind_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from petune.errors import Problem
-from petune.tasks.faults import Faults
+from petune.tasks.bad_rows import Faults
 from petune.tasks.lines import Line, Record, lines, shown
 
 TAG = re.compile(r"O|[BIESLU]-\S+")

@@ -14,9 +14,9 @@ from typing import Any
 
 from petune.errors import DataError, MachineError, Problem
 from petune.log import human
+from petune.tasks.bad_rows import Faults
 from petune.tasks.class_names import class_names_of, named
 from petune.tasks.configs import MAX_LINE_BYTES
-from petune.tasks.faults import Faults
 from petune.tasks.foreign import refuse_foreign
 from petune.tasks.lines import Line, Record, lines, shown
 from petune.tasks.plain_text import read_conll, read_document, read_txt

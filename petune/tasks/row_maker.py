@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from petune.errors import Problem
+from petune.tasks.bad_rows import Faults
 from petune.tasks.cells import FILL, Bad, clean
-from petune.tasks.faults import Faults
 from petune.tasks.formats import MAY, NEEDS, OF_CHAT, Layout, column_of, missing
 from petune.tasks.lines import Record
 from petune.tasks.read import kind_of

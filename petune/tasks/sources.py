@@ -17,7 +17,7 @@ from typing import Any
 from petune.demo import DATA, data_path
 from petune.errors import DataError, MachineError, nearest
 from petune.tasks.arrow import refuse_compressed
-from petune.tasks.faults import Faults
+from petune.tasks.bad_rows import Faults
 from petune.tasks.lines import Record, shown
 from petune.tasks.objects import HELD_OUT, OBJECT, TRAIN, DataObject, rows_of
 from petune.tasks.read import READERS, read_file

@@ -107,5 +107,5 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         run.verify_base = verify_base
         return run
 
-    monkeypatch.setattr("petune.training.load_run", load)
+    monkeypatch.setattr("petune.run.train.load_run", load)
     return run

@@ -13,7 +13,7 @@ from tests.small_runs import as_yaml, settings, write_model
 @pytest.fixture(autouse=True)
 def quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of matmuls is not what is tested."""
-    monkeypatch.setattr("petune.bench.probe", lambda recipe: 1e12)
+    monkeypatch.setattr("petune.profiling.throughput.probe", lambda recipe: 1e12)
 
 
 @pytest.fixture

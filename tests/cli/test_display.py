@@ -9,7 +9,7 @@ import pytest
 from petune_cli.display import Live, columns, reporter, score_table
 from rich.console import Console
 
-from petune.reporting import PlainReporter, Reporter
+from petune.run.reporting import PlainReporter, Reporter
 
 
 def record(step: int) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from petune.log import printable
-from petune.reporting import Logged, PlainReporter
-from petune.runs import load_run
+from petune.run.finished import load_run
+from petune.run.reporting import Logged, PlainReporter
 from tests.cli.conftest import Type
 from tests.small_runs import as_yaml, settings, write_model
 

@@ -20,7 +20,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("petune.training.train", fail)
+    monkeypatch.setattr("petune.run.train.train", fail)
 
 
 def test_help_fits_a_screen_and_groups_the_verbs(type_: Type) -> None:

@@ -21,7 +21,7 @@ from tests.cli.conftest import FakeRun, Type
 
 def test_train_hands_over_the_recipe_and_the_options(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("petune.training.train", lambda recipe, **options: seen.append((recipe, options)))
+    monkeypatch.setattr("petune.run.train.train", lambda recipe, **options: seen.append((recipe, options)))
     assert type_("train", "llama_lora", "method.r=4", "--resume", "--allow-change", "epochs", "--allow-change", "lr").code == 0
     recipe, options = seen[0]
     assert (recipe.method_name, recipe.method.r) == ("lora", 4)
@@ -30,7 +30,7 @@ def test_train_hands_over_the_recipe_and_the_options(type_: Type, monkeypatch: p
 
 def test_train_from_a_checkpoint_names_it(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("petune.training.train", lambda recipe, **options: seen.append(options["resume"]))
+    monkeypatch.setattr("petune.run.train.train", lambda recipe, **options: seen.append(options["resume"]))
     type_("train", "llama_lora", "--from", "runs/x/checkpoints/step-3")
     assert seen == ["runs/x/checkpoints/step-3"]
 
@@ -149,7 +149,7 @@ def test_check_schema_prints_the_schema(type_: Type) -> None:
 
 
 def test_data_shows_the_lines_it_gets(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.inputs.preview", lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)))
+    monkeypatch.setattr("petune.preflight.inputs.preview", lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)))
     assert type_("data", "llama_lora", "-n", "5").out == "demo:tiny-llama\n\n5\n"
 
 

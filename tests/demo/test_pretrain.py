@@ -58,6 +58,7 @@ def test_pretraining_sees_neither_eval_nor_the_domain() -> None:
         assert not modules & {row["module"] for row in rows}
 
 
+@pytest.mark.slow
 def test_two_steps_write_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 

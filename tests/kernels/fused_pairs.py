@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import petune
-from petune.kernels.block import FusedBlock
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import fuse
 from petune.models import family_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from petune.kernels.cost import Keep
-from petune.kernels.shape import BlockShape, Ranks
+from petune.kernels.memory.block_cost import Keep
+from petune.kernels.memory.shape import BlockShape, Ranks
 
 LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336, ranks=Ranks(*[16] * 7))  # Llama-3.1-8B, LoRA r=16
 BERT = BlockShape(1024, 16, 16, 64, 4096, gated=False, ranks=Ranks(q=8, v=8), norm="layer", causal=False)

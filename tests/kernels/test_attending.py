@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune.kernels import attending
-from petune.kernels.attending import Choice, How, choose
-from petune.kernels.segments import Segments
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import Choice, How, choose
+from petune.kernels.block.varlen import Segments
 
 LENGTHS = (5, 1, 7, 5, 2)
 GPU = torch.device("cuda:0")

@@ -15,12 +15,12 @@ from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward a
 from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 from transformers.models.t5.modeling_t5 import eager_attention_forward as t5
 
-from petune.dropout import draw, drawing, places, step_key
-from petune.kernels import attending
-from petune.kernels.attending import Backend, How
-from petune.kernels.distance import from_table
-from petune.kernels.segments import Segments, of_rows
-from petune.running import Running, bound_to
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import Backend, How
+from petune.kernels.block.distance import from_table
+from petune.kernels.block.varlen import Segments, of_rows
+from petune.rng.context import Running, bound_to
+from petune.rng.dropout import draw, drawing, places, step_key
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64 = torch.float64

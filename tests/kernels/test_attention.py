@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petune.attention import _explicit
-from petune.dropout import Drop, draw, drop_attention, places, step_key
 from petune.kernels.triton import attention
-from petune.running import Running, bound_to
+from petune.models.attention import _explicit
+from petune.rng.context import Running, bound_to
+from petune.rng.dropout import Drop, draw, drop_attention, places, step_key
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = (5, -1, 7, 2**20, 0, 3)

@@ -15,15 +15,14 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import petune
-from petune import attention
-from petune.dropout import drawing, step_key
 from petune.errors import UsageError
 from petune.kernels.configs import Rung
 from petune.kernels.fuse import unfuse
-from petune.models import family_of
-from petune.running import Running
-from petune.sites import Family
-from petune.stack import own_stacks
+from petune.models import attention, family_of
+from petune.models.spec import Family
+from petune.models.stack import own_stacks
+from petune.rng.context import Running
+from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 RUNGS = [Rung(keep, offload) for keep in ("all", "projections", "attention", "input") for offload in ("none", "input")] + [

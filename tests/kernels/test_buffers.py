@@ -14,16 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from petune.kernels import attending, buffers, fold, parts
-from petune.kernels.cost import Keep
-from petune.kernels.group import Group
-from petune.kernels.ops import Ops
-from petune.kernels.parts import Dense
+from petune.kernels import fold
+from petune.kernels.block import attention as attending
+from petune.kernels.block import linear
+from petune.kernels.block.linear import Dense
+from petune.kernels.block.packed_linear import Group
+from petune.kernels.dispatch import Ops
+from petune.kernels.memory import buffers
+from petune.kernels.memory.block_cost import Keep
+from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.kernels.program import Program, needs_of, of_shape
-from petune.kernels.shape import BlockShape, GroupPlace, Ranks
 from petune.kernels.steps import Run
-from petune.methods.tuned import LowRank
-from petune.sites import Role
+from petune.models.spec import Role
+from petune.models.tuned_linear import LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
 
@@ -232,7 +235,7 @@ def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, til
     """Byte for byte what is kept; the peak of a block's passes to a few hundredths, and above what is said by half of one at most."""
     monkeypatch.setattr(attending, "forward", hollow_attention)
     monkeypatch.setattr(attending, "backward", hollow_attention_backward)
-    monkeypatch.setattr(parts, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
+    monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
     tokens = 8192
     program, run, needs = engine(shape, hollow())
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")

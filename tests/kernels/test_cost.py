@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from petune.kernels import cost
-from petune.kernels.cost import A100, CPU, CUDA, H100, H200, Keep
-from petune.kernels.operations import Cost, Operation, attention, matmul, total
-from petune.kernels.shape import BlockShape, Ranks
+from petune.kernels.memory import block_cost
+from petune.kernels.memory.block_cost import A100, CPU, CUDA, H100, H200, Keep
+from petune.kernels.memory.op_cost import Cost, Operation, attention, matmul, total
+from petune.kernels.memory.shape import BlockShape, Ranks
 from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, VOCABULARY
 
 
 def step_flop(shape: BlockShape, tokens: int) -> float:
     """Of a step without recomputation, one sequence."""
-    block = total(cost.forward(shape, tokens, tokens) + cost.backward(shape, tokens, tokens))
-    return DEPTH * block.flop + total(cost.linear_cross_entropy(tokens, shape.width, VOCABULARY, shape.trained)).flop
+    block = total(block_cost.forward(shape, tokens, tokens) + block_cost.backward(shape, tokens, tokens))
+    return DEPTH * block.flop + total(block_cost.linear_cross_entropy(tokens, shape.width, VOCABULARY, shape.trained)).flop
 
 
 def step_seconds(tokens: int, sequence: int, keep: Keep) -> float:
-    work = cost.forward(LLAMA, tokens, sequence) + cost.backward(LLAMA, tokens, sequence)
-    work += cost.recomputed(LLAMA, keep, tokens, sequence)
-    return DEPTH * H200.seconds(work, sequence) + H200.seconds(cost.linear_cross_entropy(tokens, 4096, VOCABULARY), sequence)
+    work = block_cost.forward(LLAMA, tokens, sequence) + block_cost.backward(LLAMA, tokens, sequence)
+    work += block_cost.recomputed(LLAMA, keep, tokens, sequence)
+    return DEPTH * H200.seconds(work, sequence) + H200.seconds(block_cost.linear_cross_entropy(tokens, 4096, VOCABULARY), sequence)
 
 
 # ------------------------------------------------------------------ a block
@@ -45,21 +45,21 @@ def test_weights_that_train_add_their_gradients(tokens: int, gigaflop: float) ->
 
 
 def test_each_rung_runs_less_again_and_none_the_down_projection() -> None:
-    flop = [total(cost.recomputed(LLAMA, keep, 8192, 8192)).flop for keep in KEEPS]
+    flop = [total(block_cost.recomputed(LLAMA, keep, 8192, 8192)).flop for keep in KEEPS]
     assert flop[0] == 0 and flop == sorted(flop)
-    whole = total(cost.forward(LLAMA, 8192, 8192)).flop
+    whole = total(block_cost.forward(LLAMA, 8192, 8192)).flop
     assert whole - flop[-1] == pytest.approx(matmul(8192, 14336, 4096).flop, rel=0.03)
     assert flop[2] - flop[1] == pytest.approx(matmul(8192, 4096, 4096 + 6144).flop, rel=0.02)
     assert flop[3] - flop[2] == attention(8192, 8192, 32, 8, 128).flop
 
 
 def test_a_post_norm_block_needs_its_down_projection_again() -> None:
-    stages = {one.stage for one in cost.recomputed(BERT, "input", 512, 512)}
+    stages = {one.stage for one in block_cost.recomputed(BERT, "input", 512, 512)}
     assert {"attention.a", "mlp.s_down", "mlp.r"} <= stages and "attention.h" not in stages
 
 
 def test_tiles_do_the_same_work_in_more_launches() -> None:
-    whole, tiled = (cost.forward(LLAMA, 8192, 8192, tile) for tile in (None, 2048))
+    whole, tiled = (block_cost.forward(LLAMA, 8192, 8192, tile) for tile in (None, 2048))
     assert total(whole).flop == pytest.approx(total(tiled).flop)
     assert sum(one.times for one in tiled) > sum(one.times for one in whole)
 
@@ -113,11 +113,11 @@ def test_the_slowest_of_arithmetic_traffic_and_launch_counts(operation: Operatio
         ("NVIDIA GeForce RTX 3060", CUDA),
     ],
 )
-def test_a_device_gets_its_preset_by_name(name: str, rates: cost.Rates) -> None:
-    assert cost.rates_of(name) is rates
+def test_a_device_gets_its_preset_by_name(name: str, rates: block_cost.Rates) -> None:
+    assert block_cost.rates_of(name) is rates
     assert rates.measured == (rates is H200)
 
 
 def test_eight_bits_are_faster_where_matmuls_bound() -> None:
-    bf16, fp8 = (H200.seconds(cost.forward(shape, 8192, 2048), 2048) for shape in (LLAMA, replace(LLAMA, fp8=True)))
+    bf16, fp8 = (H200.seconds(block_cost.forward(shape, 8192, 2048), 2048) for shape in (LLAMA, replace(LLAMA, fp8=True)))
     assert 0.5 < fp8 / bf16 < 0.7

@@ -1,4 +1,4 @@
-"""Dropout in one kernel: to the bit what petune.dropout draws, whatever the shape, forward and backward."""
+"""Dropout in one kernel: to the bit what petune.rng.dropout draws, whatever the shape, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune import dropout
-from petune.dropout import Drop, draw, drop_attention, places, step_key
 from petune.errors import UsageError
 from petune.kernels import reference
 from petune.kernels.triton import dropout as fused
-from petune.running import Running, bound_to
+from petune.rng import dropout
+from petune.rng.context import Running, bound_to
+from petune.rng.dropout import Drop, draw, drop_attention, places, step_key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HERE: dict[str, Any] = {"key": step_key(0, 3), "site": "encoder.4", "rows": torch.tensor([5, 2, 70_000]), "token": 9, "feature": 2**20 + 3}
@@ -28,13 +28,13 @@ def x_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """petune.dropout in plain torch, also on a CUDA device."""
+    """petune.rng.dropout in plain torch, also on a CUDA device."""
     monkeypatch.delitem(dropout.FUSED, "cuda")
 
 
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drop]]:
-    """petune.dropout by the kernel, also on the CPU; the draws it was asked for."""
+    """petune.rng.dropout by the kernel, also on the CPU; the draws it was asked for."""
     asked: list[Drop] = []
 
     def counted(x: Tensor, how: Drop) -> Tensor:
@@ -131,7 +131,7 @@ def test_a_probability_that_is_none_is_refused() -> None:
         draw(torch.arange(3), 1.5)
 
 
-# ------------------------------------------------------------------ petune.dropout by the kernel
+# ------------------------------------------------------------------ petune.rng.dropout by the kernel
 
 SHAPES = [(3,), (3, 7), (3, 5, 64), (3, 2, 5, 9), (3, 2, 2, 3, 9), (3, 0, 4), (3, 4, 0)]
 

@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune.kernels import attending, fold
-from petune.kernels.attending import How
+from petune.kernels import fold
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import How
+from petune.kernels.block.linear import Dense
+from petune.kernels.block.packed_linear import Group
 from petune.kernels.configs import Level
-from petune.kernels.group import Group
-from petune.kernels.ops import NAMES, Ops, reference_ops
-from petune.kernels.parts import Dense
+from petune.kernels.dispatch import NAMES, Ops, reference_ops
 from petune.kernels.program import Program, Sizes, compiled
 from petune.kernels.steps import Run
-from petune.methods.tuned import LowRank
 from petune.models import bert, llama
-from petune.sites import Attention
+from petune.models.spec import Attention
+from petune.models.tuned_linear import LowRank
 
 HEADS, KV, DIM, WIDTH, COLUMNS, TOKENS = 4, 2, 6, 20, 28, 12
 KEEPS: tuple[Level, ...] = ("all", "projections", "attention", "input")

@@ -17,19 +17,18 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import petune
 import petune.kernels.fuse as fusing
-from petune import attention
-from petune.dropout import drawing, step_key
 from petune.errors import PetuneError, UsageError
 from petune.kernels import reference
-from petune.kernels.block import FusedBlock
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.packed_linear import Group
 from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.dispatch import reference_ops, triton_ops
 from petune.kernels.fuse import fuse, unfuse
-from petune.kernels.group import Group
-from petune.kernels.ops import reference_ops, triton_ops
-from petune.kernels.unmade import has_fused_head
-from petune.models import family_of
-from petune.running import Running, running
-from petune.stack import own_stacks
+from petune.kernels.head.hooks import has_fused_head
+from petune.models import attention, family_of
+from petune.models.stack import own_stacks
+from petune.rng.context import Running, running
+from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 LORA = METHODS["lora"]
@@ -142,7 +141,7 @@ def padded_so(padding: str, name: str) -> dict[str, Tensor]:
 
 def test_blocks_that_decline_without_padding_are_the_models_own_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.block.say", said.append)
+    monkeypatch.setattr("petune.kernels.block.module.say", said.append)
     fused, plain = pair("llama", LORA)
     inputs = {"input_ids": batch("llama")["input_ids"]}
     for _ in range(2):
@@ -510,7 +509,7 @@ def test_hooks_on_blocks_fire() -> None:
 
 def test_hooks_on_layers_inside_a_block_fire_and_the_block_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.block.say", said.append)
+    monkeypatch.setattr("petune.kernels.block.module.say", said.append)
     fused, plain = pair("llama", LORA)
     seen: list[nn.Module] = []
     handle = block_of(fused).self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(module))
@@ -523,7 +522,7 @@ def test_hooks_on_layers_inside_a_block_fire_and_the_block_says_so(monkeypatch: 
 
 def test_what_hugging_face_records_outputs_with_stays_out_of_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.block.say", said.append)
+    monkeypatch.setattr("petune.kernels.block.module.say", said.append)
     fused, plain = pair("llama", LORA)
     with torch.no_grad():
         fused(**batch("llama"), output_attentions=True, output_hidden_states=True, use_cache=False)
@@ -733,6 +732,7 @@ def test_frozen_float32_weights_are_left_to_their_own_forward_under_autocast() -
     assert any("autocast computes in bfloat16" in line for line in blocks(fused)[0].spec.said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.dtype) -> None:
     torch.set_default_dtype(torch.float32)

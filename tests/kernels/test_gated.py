@@ -10,8 +10,8 @@ from torch import Tensor
 
 from petune.kernels import reference
 from petune.kernels.reference import Act, Low
-from petune.kernels.triton import gated as kernels
-from petune.kernels.triton import sums
+from petune.kernels.triton import activation as kernels
+from petune.kernels.triton import residual
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
 ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu"]
@@ -166,7 +166,7 @@ def test_the_same_call_gives_the_same_bits(gated: bool) -> None:
 @pytest.mark.parametrize("name", ["low", "below"])
 def test_a_rank_above_the_largest_is_refused(name: str) -> None:
     given = operands(2, 16, 8, 8, True, torch.float32) | {name: operands(2, 16, 65, 65, True, torch.float32)[name]}
-    with pytest.raises(ValueError, match=f"rank 65.*up to {sums.MAX_RANK}"):
+    with pytest.raises(ValueError, match=f"rank 65.*up to {residual.MAX_RANK}"):
         backward(kernels, given, "silu", True)
 
 

@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 import petune
-from petune.dropout import drawing, step_key
 from petune.errors import UsageError
-from petune.kernels import graphs
-from petune.kernels.block import FusedBlock
+from petune.kernels import cuda_graphs
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.cuda_graphs import Bucket, CudaRecorder, Graphs, Run, ungraph
 from petune.kernels.fuse import fuse, unfuse
-from petune.kernels.graphs import Bucket, CudaRecorder, Graphs, Run, ungraph
-from petune.kernels.segments import Segments
 from petune.models import family_of
-from petune.running import Running
-from petune.stack import Stack
+from petune.models.stack import Stack
+from petune.rng.context import Running
+from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS
 
 Batch = dict[str, Tensor]
@@ -70,13 +70,13 @@ def _float64() -> Iterator[None]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets that tiny batches can tell apart."""
-    monkeypatch.setattr(graphs, "QUANTUM", 16)
+    monkeypatch.setattr(cuda_graphs, "QUANTUM", 16)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(graphs, "say", said.append)
+    monkeypatch.setattr(cuda_graphs, "say", said.append)
     return said
 
 
@@ -338,7 +338,7 @@ def test_a_batch_that_comes_often_gets_a_recording_of_its_own_size(monkeypatch: 
         return recorder.recorded, recorder.forwards
 
     assert steps(large, large) == (1, 2)
-    monkeypatch.setattr(graphs, "RECORDING", 0.99)
+    monkeypatch.setattr(cuda_graphs, "RECORDING", 0.99)
     assert steps(small, small) == (1, 4)
     assert steps(large, small) == (2, 6)
 
@@ -360,9 +360,9 @@ def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(le
     segments = Segments(torch.empty(0), lengths, None, (1, sum(lengths)))
     bucket = Bucket.of((1, sum(lengths), 8), segments)
     assert bucket.holds(segments)
-    assert bucket.tokens % graphs.QUANTUM == 0
-    assert bucket.tokens - sum(lengths) <= max(graphs.QUANTUM, sum(lengths) / 8) + graphs.SLOTS
-    assert bucket.longest < 2 * max(graphs.SHORTEST, *lengths), "a spare slot is longer than the segments"
+    assert bucket.tokens % cuda_graphs.QUANTUM == 0
+    assert bucket.tokens - sum(lengths) <= max(cuda_graphs.QUANTUM, sum(lengths) / 8) + cuda_graphs.SLOTS
+    assert bucket.longest < 2 * max(cuda_graphs.SHORTEST, *lengths), "a spare slot is longer than the segments"
     starts = bucket.starts(segments)
     slots = [end - start for start, end in pairwise(starts)]
     assert tuple(slots[: len(lengths)]) == lengths
@@ -384,7 +384,7 @@ def test_a_bucket_holds_neither_more_tokens_nor_segments_nor_longer_ones() -> No
 
 
 def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "LAUNCH_BOUND", 0.0)
+    monkeypatch.setattr(cuda_graphs, "LAUNCH_BOUND", 0.0)
     model, plain, recorder = pair("bert")
     for step in range(3):
         assert_same_step(model, plain, batch("bert", (9, 4), step))
@@ -395,17 +395,17 @@ def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.
 def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     monkeypatch: pytest.MonkeyPatch, width: int, tokens: int, replays: bool
 ) -> None:
-    from petune.kernels import cost
-    from petune.kernels.shape import BlockShape, Ranks
+    from petune.kernels.memory import block_cost
+    from petune.kernels.memory.shape import BlockShape, Ranks
 
     gated = width == 4096
     ranks = Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
     heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
     shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
-    monkeypatch.setattr(graphs, "shape_of", lambda spec, dtype: shape)
-    monkeypatch.setattr(cost, "rates_of", lambda name: cost.H200)
+    monkeypatch.setattr(cuda_graphs, "shape_of", lambda spec, dtype: shape)
+    monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
     hidden = torch.empty(1, tokens, 1)
-    arrival = graphs.Arrival(hidden, None, None, "sdpa")
+    arrival = cuda_graphs.Arrival(hidden, None, None, "sdpa")
     assert Graphs()._worthwhile(arrival, None) is replays  # type: ignore[arg-type]
 
 
@@ -581,8 +581,8 @@ def test_the_log_tells_when_graphs_begin(lines: list[str]) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_only_a_recording_that_was_not_used_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "LIMIT", 2)
-    monkeypatch.setattr(graphs, "PATIENCE", 6)
+    monkeypatch.setattr(cuda_graphs, "LIMIT", 2)
+    monkeypatch.setattr(cuda_graphs, "PATIENCE", 6)
     model, plain, recorder = pair("llama")
     first, second, third = (3, 4), (12, 9), (30, 20)
 

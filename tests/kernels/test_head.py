@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from petune.evaluate import forward, real_rows
-from petune.kernels import head as heads
-from petune.kernels.head import VocabularySlice, linear_cross_entropy
-from petune.kernels.logits import Unmade
-from petune.kernels.ops import reference_ops
+from petune.kernels.dispatch import reference_ops
+from petune.kernels.head import linear_cross_entropy as heads
+from petune.kernels.head.hooks import fuse_head, head_loss, unfuse_head
+from petune.kernels.head.lazy_logits import Unmade
+from petune.kernels.head.linear_cross_entropy import VocabularySlice, linear_cross_entropy
 from petune.kernels.triton import loss as kernels
-from petune.kernels.unmade import fuse_head, head_loss, unfuse_head
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
+from petune.run.evaluate import forward, real_rows
 from petune.tasks import loss_sum
 from tests.methods.zoo import GENERATE, GENERATING, VOCAB, assert_same_gradients, batch, gradients, prompt, tiny
 
@@ -638,7 +638,7 @@ def test_the_loss_of_the_loop_over_slices_of_the_vocabulary() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_is_never_waited_for() -> None:
-    from petune.kernels.ops import triton_ops
+    from petune.kernels.dispatch import triton_ops
 
     parts, labels = operands(torch.float32, 4096)
     parts = {name: value.detach().cuda().bfloat16().requires_grad_() for name, value in parts.items()}

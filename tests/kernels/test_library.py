@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from petune.dropout import Drop
-from petune.kernels import library, ops, reference
+from petune.kernels import dispatch, reference, torch_ops
+from petune.rng.dropout import Drop
 
 M, N, R, WIDTH = 6, 8, 3, 4
 NUMBERS = torch.arange(M)
@@ -58,50 +58,50 @@ def activate(u: Tensor, act: Any, gated: bool, s: Any = None, b: Any = None, a: 
 Case = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # op, the same in plain torch, arguments
 
 DIFFERENTIABLE: dict[str, Case] = {
-    "rms_norm": (library.rms_norm, lambda *args: reference.rms_norm(*args)[0], (drawn(M, N), drawn(N), 1e-3)),
+    "rms_norm": (torch_ops.rms_norm, lambda *args: reference.rms_norm(*args)[0], (drawn(M, N), drawn(N), 1e-3)),
     "rms_norm of a sum": (
-        library.rms_norm,
+        torch_ops.rms_norm,
         lambda *args: reference.rms_norm(*args)[::2],
         (drawn(M, N), drawn(N), 1e-3, drawn(M, N, seed=1)),
     ),
     "rms_norm whose weight is frozen": (
-        library.rms_norm,
+        torch_ops.rms_norm,
         lambda *args: reference.rms_norm(*args)[0],
         (drawn(M, N), drawn(N, grad=False), 1e-3),
     ),
     "layer_norm": (
-        library.layer_norm,
+        torch_ops.layer_norm,
         lambda *args: reference.layer_norm(*args)[0],
         (drawn(M, N), drawn(N), drawn(N, seed=1), 1e-3),
     ),
     "layer_norm of a sum": (
-        library.layer_norm,
+        torch_ops.layer_norm,
         lambda *args: reference.layer_norm(*args)[::3],
         (drawn(M, N), drawn(N), drawn(N, seed=1, grad=False), 1e-3, drawn(M, N, seed=1)),
     ),
-    "rope": (library.rope, rope, (drawn(M, 5 * WIDTH), *angles(), 3)),
-    "activate": (library.activate, activate, (drawn(M, 2 * N), "gelu", False)),
-    "activate gated": (library.activate, activate, (drawn(M, 2 * N), "silu", True, drawn(M, R), drawn(2 * N, R), drawn(R, N))),
-    "activate with what is below": (library.activate, activate, (drawn(M, N), "gelu_tanh", False, None, None, drawn(R, N))),
+    "rope": (torch_ops.rope, rope, (drawn(M, 5 * WIDTH), *angles(), 3)),
+    "activate": (torch_ops.activate, activate, (drawn(M, 2 * N), "gelu", False)),
+    "activate gated": (torch_ops.activate, activate, (drawn(M, 2 * N), "silu", True, drawn(M, R), drawn(2 * N, R), drawn(R, N))),
+    "activate with what is below": (torch_ops.activate, activate, (drawn(M, N), "gelu_tanh", False, None, None, drawn(R, N))),
     "add_low": (
-        library.add_low,
+        torch_ops.add_low,
         lambda x, y, s, b: x + y + s @ b.T,
         (drawn(M, N), drawn(M, N, seed=1), drawn(M, R), drawn(N, R)),
     ),
     "linear_low": (
-        library.linear_low,
+        torch_ops.linear_low,
         lambda x, weight, bias, s, b: x @ weight.T + bias + s @ b.T,
         (drawn(M, N), drawn(5, N), drawn(5), drawn(M, R), drawn(5, R)),
     ),
     "drop": (
-        library.drop,
+        torch_ops.drop,
         lambda x, *how: reference.drop(x, Drop(*how)),
         (drawn(M, N), NUMBERS, 12345, 0.4, 2),
     ),
-    "drop nothing": (library.drop, lambda x, *how: x, (drawn(M, N), NUMBERS, 12345, 0.0, 2)),
-    "lora_linear": (library.lora_linear, lora, (drawn(M, N), drawn(5, N), drawn(5), drawn(R, N), drawn(5, R), 0.7)),
+    "drop nothing": (torch_ops.drop, lambda x, *how: x, (drawn(M, N), NUMBERS, 12345, 0.0, 2)),
+    "lora_linear": (torch_ops.lora_linear, lora, (drawn(M, N), drawn(5, N), drawn(5), drawn(R, N), drawn(5, R), 0.7)),
     "lora_linear of a frozen base": (
-        library.lora_linear,
+        torch_ops.lora_linear,
         lora,
         (drawn(M, N), drawn(5, N, grad=False), None, drawn(R, N), drawn(5, R), 0.7),
     ),
@@ -109,29 +109,29 @@ DIFFERENTIABLE: dict[str, Case] = {
 TURNED = [drawn(M, heads, WIDTH, seed=heads, grad=False) for heads in (2, 1, 1)]
 REST: dict[str, Case] = {
     "rms_norm_backward": (
-        library.rms_norm_backward,
+        torch_ops.rms_norm_backward,
         lambda *args: reference.rms_norm_backward(*args),
         (*fixed((M, N), (M, N), (N,), (M,), (M, N)), True),
     ),
     "layer_norm_backward": (
-        library.layer_norm_backward,
+        torch_ops.layer_norm_backward,
         lambda *args: reference.layer_norm_backward(*args),
         fixed((M, N), (M, N), (N,), (M,), (M,)),
     ),
-    "rope_backward": (library.rope_backward, reference.rope_backward, (*TURNED, *angles())),
+    "rope_backward": (torch_ops.rope_backward, reference.rope_backward, (*TURNED, *angles())),
     "activate_backward": (
-        library.activate_backward,
+        torch_ops.activate_backward,
         lambda dh, u, act, gated, s, b, ds, a: reference.activate_backward(dh, u, act, gated, (s, b), (ds, a)),
         (*fixed((M, N), (M, 2 * N)), "silu", True, *fixed((M, R), (2 * N, R), (M, R), (R, N))),
     ),
     "cross_entropy": (
-        library.cross_entropy,
+        torch_ops.cross_entropy,
         lambda logits, *args: (*reference.cross_entropy_(grad := logits.clone(), *args), grad),
         (drawn(M, N, grad=False), torch.tensor([1, -100, 7, 0, 3, 3]), 0.5, 4.0, 0.1, 1e-2),
     ),
-    "quantise": (library.quantise, reference.quantise, (drawn(M, N, grad=False),)),
+    "quantise": (torch_ops.quantise, reference.quantise, (drawn(M, N, grad=False),)),
     "lora_linear_backward": (
-        library.lora_linear_backward,
+        torch_ops.lora_linear_backward,
         lambda dy, x, weight, bias, a, b, scale, needs: (dy @ weight + scale * dy @ b @ a, dy.T @ x, None, None, scale * dy.T @ x @ a.T),
         (*fixed((M, 5), (M, N), (5, N)), None, *fixed((R, N), (5, R)), 0.7, [True, True, False, False, True]),
     ),
@@ -179,7 +179,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
 
 
 def test_every_operation_is_registered() -> None:
-    for name in ops.NAMES:
+    for name in dispatch.NAMES:
         assert hasattr(torch.ops.petune, name.removesuffix("_")), name
 
 
@@ -221,7 +221,7 @@ def test_no_input_is_changed_or_given_back(name: str) -> None:
 def test_no_rows_give_no_rows(name: str) -> None:
     op, _, args = EVERY[name]
     empty = tuple(one[:0] if has_rows(one) else one for one in copies(args))
-    assert op is library.quantise or len(flat(op(*empty))[0]) == 0
+    assert op is torch_ops.quantise or len(flat(op(*empty))[0]) == 0
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -265,7 +265,7 @@ def test_gradients_of_half_precision_come_in_the_dtype_of_each_tensor() -> None:
     tensors = [x.bfloat16(), weight.bfloat16(), a.float(), b.float()]
     for one in tensors:
         one.requires_grad_()
-    library.lora_linear(tensors[0], tensors[1], None, *tensors[2:], 0.5).sum().backward()
+    torch_ops.lora_linear(tensors[0], tensors[1], None, *tensors[2:], 0.5).sum().backward()
     assert [one.grad.dtype for one in tensors if one.grad is not None] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
@@ -273,7 +273,7 @@ def test_gradients_of_half_precision_come_in_the_dtype_of_each_tensor() -> None:
 def test_under_autocast_a_tuned_linear_computes_in_its_dtype_and_factors_keep_theirs(compiled: bool) -> None:
     torch._dynamo.reset()
     args = [drawn(*shape, grad=False).float().requires_grad_() for shape in ((M, N), (5, N), (5,), (R, N), (5, R))]
-    function = torch.compile(library.lora_linear, backend="aot_eager", fullgraph=True) if compiled else library.lora_linear
+    function = torch.compile(torch_ops.lora_linear, backend="aot_eager", fullgraph=True) if compiled else torch_ops.lora_linear
     with torch.autocast("cpu", torch.bfloat16):
         y = function(*args, 0.7)
     assert y.dtype == torch.bfloat16
@@ -300,13 +300,13 @@ def test_autocast_leaves_every_other_op_in_the_dtype_of_its_input(name: str) -> 
 
 def test_statistics_of_norms_have_no_gradient() -> None:
     x, weight = drawn(M, N), drawn(N)
-    y, rstd, total = library.rms_norm(x, weight, 1e-6)
+    y, rstd, total = torch_ops.rms_norm(x, weight, 1e-6)
     assert y.requires_grad and not rstd.requires_grad and not total.numel()
 
 
 def test_a_gradient_cannot_be_differentiated_again() -> None:
     x, weight = drawn(M, N), drawn(N)
-    (dx,) = torch.autograd.grad(library.rms_norm(x, weight, 1e-6)[0].sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(torch_ops.rms_norm(x, weight, 1e-6)[0].sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dx.sum().backward()
 

@@ -16,13 +16,13 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import petune
 from petune.errors import UsageError
-from petune.kernels import memory
-from petune.kernels.block import Spec
+from petune.kernels.block.module import Spec
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.memory import STATES, Governor, fixed_bytes, shape_of
-from petune.kernels.policy import Policy, choose
-from petune.running import bound
-from petune.stack import Stack
+from petune.kernels.memory import policy_hook
+from petune.kernels.memory.policy import Policy, choose
+from petune.kernels.memory.policy_hook import STATES, Governor, fixed_bytes, shape_of
+from petune.models.stack import Stack
+from petune.rng.context import bound
 from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
 
 GIB = 2**30
@@ -57,14 +57,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(dict(zip(names, args, strict=True)) | settings)
         return choose(*args, **settings)
 
-    monkeypatch.setattr(memory, "choose", record)
+    monkeypatch.setattr(policy_hook, "choose", record)
     return seen
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     lines: list[str] = []
-    monkeypatch.setattr(memory, "say", lines.append)
+    monkeypatch.setattr(policy_hook, "say", lines.append)
     yield lines
 
 
@@ -125,7 +125,7 @@ def test_the_same_rungs_are_spoken_of_once(device: Device, asked: list[Any], sai
 def test_other_rungs_are_spoken_of(device: Device, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made, policies = governor(), [Policy((rung,) * 3, None, 1, 2, 3, 1.0, 0.1, 1.0) for rung in (Rung("all"), Rung("input"), Rung("all"))]
     left = iter(policies)
-    monkeypatch.setattr(memory, "choose", lambda *args, **settings: next(left))
+    monkeypatch.setattr(policy_hook, "choose", lambda *args, **settings: next(left))
     for tokens in (1024, 2048, 3072):
         made.kept(CUDA, tokens, 512)
     assert said == [line for policy in policies for line in policy.lines()]
@@ -164,7 +164,7 @@ def test_host_memory_is_what_the_config_says_or_four_fifths_of_what_is_free(
     governor(host=1.5).kept(CUDA, 2048, 512)
     file = tmp_path / "meminfo"
     file.write_text("MemTotal: 100 kB\nMemFree: 2 kB\nMemAvailable:   50000 kB\n")
-    monkeypatch.setattr(memory, "open", lambda path: file.open(), raising=False)
+    monkeypatch.setattr(policy_hook, "open", lambda path: file.open(), raising=False)
     governor(host=None).kept(CUDA, 2048, 512)
     assert [one["host"] for one in asked] == [int(1.5 * GIB), int(50000 * 1024 * 0.8)]
 
@@ -173,7 +173,7 @@ def test_a_system_without_proc_offloads_nothing_unasked(device: Device, asked: l
     def none(path: str) -> Any:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(memory, "open", none, raising=False)
+    monkeypatch.setattr(policy_hook, "open", none, raising=False)
     governor(host=None).kept(CUDA, 2048, 512)
     assert asked[0]["host"] == 0
 
@@ -229,7 +229,7 @@ def test_the_cost_models_block_has_the_sizes_and_ranks_of_the_fused_one() -> Non
 def test_each_block_gets_its_own_rung_and_tiles_only_where_it_recomputes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     made = governor()
     rungs = (Rung("input", "input"), Rung("attention"), Rung("all"))
-    monkeypatch.setattr(memory, "choose", lambda *args, **settings: Policy(rungs, 2048, 1, 2, 3, 1.0, 0.1, 1.0))
+    monkeypatch.setattr(policy_hook, "choose", lambda *args, **settings: Policy(rungs, 2048, 1, 2, 3, 1.0, 0.1, 1.0))
     assert made.kept(CUDA, 2048, 512) == [(rungs[0], 2048), (rungs[1], 2048), (rungs[2], None)]
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from petune.errors import UsageError
-from petune.kernels import offload
 from petune.kernels.configs import Rung
-from petune.kernels.offload import Parked, Store
+from petune.kernels.memory import offload
+from petune.kernels.memory.offload import Parked, Store
 from tests.kernels.fused_pairs import METHODS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 CPU = torch.device("cpu")
@@ -126,6 +126,7 @@ def test_unequal_batches_share_their_buffers() -> None:
     assert store.pinned <= 2 * 3 * 16 * 8 * 4
 
 
+@pytest.mark.slow
 def test_what_is_never_fetched_gives_its_buffers_back() -> None:
     store = Store(CPU)
     for _ in range(5):
@@ -135,6 +136,7 @@ def test_what_is_never_fetched_gives_its_buffers_back() -> None:
     assert store.pinned == 3 * sum(value.nbytes for value in tensors(0).values())
 
 
+@pytest.mark.slow
 def test_what_is_never_fetched_leaves_the_queue() -> None:
     store = Store(CPU)
     for _ in range(5):

@@ -6,8 +6,9 @@ import inspect
 
 import pytest
 
-from petune.kernels import operations, reference
-from petune.kernels.operations import Cost
+from petune.kernels import reference
+from petune.kernels.memory import op_cost
+from petune.kernels.memory.op_cost import Cost
 from tests.kernels.shapes import DEPTH
 
 
@@ -19,37 +20,37 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
     functions = [value for value in vars(reference).values() if inspect.isfunction(value) and value.__module__ == reference.__name__]
     names = {value.__name__ for value in functions if not value.__name__.startswith("_")} - {"wide", "written"}
     assert "cross_entropy_" in names
-    assert [name for name in names if not hasattr(operations, name)] == []
+    assert [name for name in names if not hasattr(op_cost, name)] == []
 
 
 @pytest.mark.parametrize(
     ("found", "flop", "moved"),
     [
-        (operations.matmul(2, 3, 5), 60, 2 * (6 + 15 + 10)),
-        (operations.low_rank(100, 10, 4), 8000, 2 * (1000 + 440)),
-        (operations.low_rank_update(100, 10, 4), 8000, 2 * (2000 + 440)),
-        (operations.low_rank(100, 10, 0), 0, 0),
-        (operations.rms_norm(10, 8), 320, 2 * 2 * 80 + 40),
-        (operations.rms_norm(10, 8, residual=True), 400, 4 * 2 * 80 + 40),
-        (operations.rms_norm_backward(10, 8, dresidual=True), 720, 4 * 2 * 80 + 40),
-        (operations.layer_norm(10, 8), 560, 2 * 2 * 80 + 80),
-        (operations.rope_(10, 8), 240, 2 * 2 * 80),
-        (operations.activate(10, 8, gated=True), 400, 3 * 2 * 80),
-        (operations.activate(10, 8, gated=False), 400, 2 * 2 * 80),
-        (operations.activate_backward(10, 8, gated=True), 960, 5 * 2 * 80),
-        (operations.add(10, 8), 80, 3 * 2 * 80),
-        (operations.add_low(10, 8, rank=4), 9 * 80, 6 * 80 + 2 * 4 * 18),
-        (operations.linear_low(10, 3, 8, rank=4), 2 * 240 + 9 * 80, 2 * (30 + 24 + 80) + 2 * 80 + 6 * 80 + 2 * 4 * 18),
-        (operations.cross_entropy_(10, 100), 6000, 3 * 2 * 1000),
-        (operations.drop(10, 8), 1600, 2 * 2 * 80),
-        (operations.quantise(10, 8), 240, 3 * 80 + 40),
-        (operations.attention(10, 10, 2, 1, 4), 4 * 2 * 4 * 100 / 2, 10 * (2 * 3 * 4 * 2 + 8)),
-        (operations.attention(10, 10, 2, 1, 4, causal=False), 4 * 2 * 4 * 100, 10 * (2 * 3 * 4 * 2 + 8)),
-        (operations.attention(10, 5, 2, 1, 4, False, keys=20), 4 * 2 * 4 * 10 * 20, 10 * (2 * 6 * 4 * 2 + 8)),
-        (operations.attention(100, 100, 2, 1, 4, window=100), 4 * 2 * 4 * 100 * 50, 100 * (2 * 3 * 4 * 2 + 8)),
-        (operations.attention(100, 100, 2, 1, 4, window=20), 4 * 2 * 4 * 100 * 18, 100 * (2 * 3 * 4 * 2 + 8)),
-        (operations.attention_backward(10, 5, 2, 1, 4, False, keys=20), 2.5 * 6400, 10 * (4 * 6 * 4 * 2 + 8 * 8 + 16)),
-        (operations.adamw(10), 140, 280),
+        (op_cost.matmul(2, 3, 5), 60, 2 * (6 + 15 + 10)),
+        (op_cost.low_rank(100, 10, 4), 8000, 2 * (1000 + 440)),
+        (op_cost.low_rank_update(100, 10, 4), 8000, 2 * (2000 + 440)),
+        (op_cost.low_rank(100, 10, 0), 0, 0),
+        (op_cost.rms_norm(10, 8), 320, 2 * 2 * 80 + 40),
+        (op_cost.rms_norm(10, 8, residual=True), 400, 4 * 2 * 80 + 40),
+        (op_cost.rms_norm_backward(10, 8, dresidual=True), 720, 4 * 2 * 80 + 40),
+        (op_cost.layer_norm(10, 8), 560, 2 * 2 * 80 + 80),
+        (op_cost.rope_(10, 8), 240, 2 * 2 * 80),
+        (op_cost.activate(10, 8, gated=True), 400, 3 * 2 * 80),
+        (op_cost.activate(10, 8, gated=False), 400, 2 * 2 * 80),
+        (op_cost.activate_backward(10, 8, gated=True), 960, 5 * 2 * 80),
+        (op_cost.add(10, 8), 80, 3 * 2 * 80),
+        (op_cost.add_low(10, 8, rank=4), 9 * 80, 6 * 80 + 2 * 4 * 18),
+        (op_cost.linear_low(10, 3, 8, rank=4), 2 * 240 + 9 * 80, 2 * (30 + 24 + 80) + 2 * 80 + 6 * 80 + 2 * 4 * 18),
+        (op_cost.cross_entropy_(10, 100), 6000, 3 * 2 * 1000),
+        (op_cost.drop(10, 8), 1600, 2 * 2 * 80),
+        (op_cost.quantise(10, 8), 240, 3 * 80 + 40),
+        (op_cost.attention(10, 10, 2, 1, 4), 4 * 2 * 4 * 100 / 2, 10 * (2 * 3 * 4 * 2 + 8)),
+        (op_cost.attention(10, 10, 2, 1, 4, causal=False), 4 * 2 * 4 * 100, 10 * (2 * 3 * 4 * 2 + 8)),
+        (op_cost.attention(10, 5, 2, 1, 4, False, keys=20), 4 * 2 * 4 * 10 * 20, 10 * (2 * 6 * 4 * 2 + 8)),
+        (op_cost.attention(100, 100, 2, 1, 4, window=100), 4 * 2 * 4 * 100 * 50, 100 * (2 * 3 * 4 * 2 + 8)),
+        (op_cost.attention(100, 100, 2, 1, 4, window=20), 4 * 2 * 4 * 100 * 18, 100 * (2 * 3 * 4 * 2 + 8)),
+        (op_cost.attention_backward(10, 5, 2, 1, 4, False, keys=20), 2.5 * 6400, 10 * (4 * 6 * 4 * 2 + 8 * 8 + 16)),
+        (op_cost.adamw(10), 140, 280),
     ],
 )
 def test_an_operation_costs_what_a_hand_computes(found: Cost, flop: float, moved: float) -> None:
@@ -58,5 +59,5 @@ def test_an_operation_costs_what_a_hand_computes(found: Cost, flop: float, moved
 
 def test_attention_backward_makes_five_products_to_forwards_two() -> None:
     sizes = (8192, 8192, 32, 8, 128)
-    assert operations.attention_backward(*sizes).flop == 2.5 * operations.attention(*sizes).flop
-    assert operations.attention(*sizes).flop * DEPTH / 8192 == pytest.approx(2.15e9, rel=2e-3)
+    assert op_cost.attention_backward(*sizes).flop == 2.5 * op_cost.attention(*sizes).flop
+    assert op_cost.attention(*sizes).flop * DEPTH / 8192 == pytest.approx(2.15e9, rel=2e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,15 +21,15 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 import petune
-from petune.kernels import attending
-from petune.kernels.attending import How
-from petune.kernels.padding import NO_MASK, FindSegments, Unpadded
-from petune.kernels.segments import Segments, from_mask, pack
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import How
+from petune.kernels.block.unpad import NO_MASK, FindSegments, Unpadded
+from petune.kernels.block.varlen import Segments, from_mask, of_rows, pack
 from petune.methods.configs import SideConfig
 from petune.methods.side import apply as climb
 from petune.models import family_of
-from petune.running import Running, bound, running
-from petune.stack import own_stacks
+from petune.models.stack import own_stacks
+from petune.rng.context import Running, running
 from tests.methods.zoo import VOCAB, ZOO, assert_same_gradients, gradients, tiny
 
 MASKS = {
@@ -198,7 +199,7 @@ class Mean(BertPreTrainedModel):
 
 def test_who_else_reads_hidden_states_finds_padding_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.padding.say", said.append)
+    monkeypatch.setattr("petune.kernels.block.unpad.say", said.append)
     own = Mean(BertConfig(**ZOO["bert-tokens"][2])).double().eval()
     fused = petune.wrap(copy.deepcopy(own), "lora", kernels="reference").train()
     for _ in range(2):
@@ -268,11 +269,118 @@ def test_a_part_of_whole_hidden_states_is_what_is_kept_of_them() -> None:
     assert edges.part(x, Running()) is x and edges.leave(x, Running()) is x
 
 
-def test_a_stack_with_a_position_bias_is_not_entered_packed() -> None:
-    model = tiny("t5-classify")
-    stack = own_stacks(model, family_of(model))["encoder"]  # type: ignore[arg-type]
-    with bound(segments=from_mask(torch.tensor(MASKS["right"]))), pytest.raises(AssertionError, match="keeps its padding"):
-        Unpadded().enter(stack, {"hidden_states": torch.randn(3, 6, 64)})
+# ------------------------------------------------------------------ encoders and decoders
+
+
+class AttendBiased(torch.autograd.Function):
+    """`Attend` with a bias by distance [heads, 2 L - 1] that trains."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, how: How) -> Tensor:
+        out, ctx.kept = attending.forward(q, k, v, how)
+        ctx.how = how
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out = ctx.saved_tensors
+        dbias = torch.zeros_like(ctx.how.bias)
+        return *attending.backward(dout, q, k, v, out, ctx.kept, ctx.how, dbias), dbias, None
+
+
+def across_segments(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, None]:
+    """`within_segments` for blocks of T5 and BART, of which some attend across."""
+    here, rows = running(), len(query)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    segments, memory = here.segments, here.memory if module.crosses else None
+    if module.crosses and segments is not None and memory is None:
+        memory = of_rows(len(key), len(flat[1]), key.device)
+    assert mask is None or (segments is None and memory is None)
+    how = How(bool(module.is_causal) and mask is None, kw["scaling"], rows, segments, mask, memory=memory)
+    dense = None if module.crosses else kw.get("position_bias")
+    if dense is None:
+        out = Attend.apply(*flat, how)  # type: ignore[no-untyped-call]
+    else:  # what Hugging Face made for as many tokens as it saw: its first column and its first row are all there is
+        bias = torch.cat([dense[0, :, 1:, 0].flip(1), dense[0, :, 0]], 1)
+        out = AttendBiased.apply(*flat, bias, replace(how, bias=bias.detach()))  # type: ignore[no-untyped-call]
+    return out.unflatten(0, (rows, -1)), None
+
+
+def both_stacks(name: str) -> tuple[Any, Any, dict[str, list[tuple[int, ...]]]]:
+    """The model as it is, one whose two stacks leave padding out, and the shapes that these stacks' first blocks see."""
+    plain, model = (tiny(name, attn_implementation=way).double() for way in ("sdpa", "across_segments"))
+    model.load_state_dict(plain.state_dict())
+    seen: dict[str, list[tuple[int, ...]]] = {"encoder": [], "decoder": [], "memory": []}
+
+    def saw(side: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda _, args: seen[side].append(tuple(args[0].shape)))
+
+    for path, module in model.named_modules():
+        module.crosses = path.endswith(("encoder_attn", "EncDecAttention"))
+        if module.crosses and "0" in path.split("."):
+            saw("memory", getattr(module, "k", None) or module.k_proj)
+    owners = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
+    finder = None
+    for side, stack in own_stacks(model, family_of(model)).items():  # type: ignore[arg-type]
+        stack.edges = Unpadded()
+        finder = FindSegments(model, owners[side], stack.rule.causal, feeds=side == "encoder", encoder=finder)
+        finder.register(model, owners[side])
+        saw(side, stack[0])
+    return plain, model, seen
+
+
+@pytest.fixture
+def _across() -> Iterator[None]:
+    AttentionInterface.register("across_segments", across_segments)
+    AttentionMaskInterface.register("across_segments", sdpa_mask)
+    yield
+    AttentionInterface._global_mapping.pop("across_segments")
+    AttentionMaskInterface._global_mapping.pop("across_segments")
+
+
+WRITTEN = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.usefixtures("_across")
+@pytest.mark.parametrize("padded", ["encoder", "decoder", "both", "the encoder on the left"])
+@pytest.mark.parametrize("name", ["t5-seq2seq", "bart-seq2seq"])
+def test_a_decoder_attends_across_to_what_its_encoder_kept(name: str, padded: str) -> None:
+    plain, model, seen = both_stacks(name)
+    left = padded == "the encoder on the left"
+    call = inputs("left" if left else "right") | {"use_cache": False}
+    if padded == "decoder":
+        call["attention_mask"] = torch.ones(3, 6)
+    labels = torch.randint(3, VOCAB, WRITTEN.shape)
+    if padded in ("decoder", "both"):
+        call["decoder_attention_mask"] = WRITTEN
+        labels = labels.masked_fill(WRITTEN == 0, -100)
+    call["labels"] = labels
+    (loss, grads), (expected_loss, expected_grads) = gradients(model, call), gradients(plain, call)
+    near = 2e-6 if name.startswith("t5") else 1e-9  # whose norm is float32
+    torch.testing.assert_close(loss, expected_loss, rtol=near, atol=near)
+    assert_same_gradients(grads, expected_grads, near)
+    assert seen["encoder"] == [(3, 6, 64) if padded == "decoder" or left else (1, 12, 64)]
+    assert seen["memory"] == seen["encoder"]
+    assert seen["decoder"] == [(3, 7, 64) if padded == "encoder" or left else (1, int(WRITTEN.sum()), 64)]
+    assert running().segments is None and running().memory is None
+
+
+@pytest.mark.usefixtures("_across")
+def test_the_mask_of_an_encoder_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(mask: Tensor, read: Tensor | None = None) -> Segments | str | None:
+        asked.append(len(mask))
+        return from_mask(mask, read)
+
+    monkeypatch.setattr("petune.kernels.block.unpad.from_mask", counted)
+    plain, model, seen = both_stacks("bart-seq2seq")
+    call = inputs("right") | {"use_cache": False, "decoder_input_ids": torch.randint(3, VOCAB, (3, 7))}
+    for mask in (MASKS["right"], MASKS["right"][::-1]):
+        call["attention_mask"].copy_(torch.tensor(mask))
+        torch.testing.assert_close(model(**call).logits, plain(**call).logits, rtol=1e-9, atol=1e-9)
+    assert asked == [3, 3] and seen["encoder"] == [(1, 12, 64)] * 2
 
 
 # ------------------------------------------------------------------ the hooks

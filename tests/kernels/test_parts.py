@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.kernels import reference
-from petune.kernels.group import Dropping, Group, Rows, Sink, spans
-from petune.kernels.ops import reference_ops
-from petune.kernels.parts import Bank, Dense, matmul32
+from petune.kernels.block.linear import Bank, Dense, matmul32
+from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink, spans
+from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
-from petune.methods.tuned import LowRank, low_rank_of
+from petune.models.tuned_linear import LowRank, low_rank_of
 
 M, K = 7, 12
 WIDTHS = (8, 5, 5)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petune.errors import UsageError
-from petune.kernels import policy
-from petune.kernels.buffers import streamed_host_bytes
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.cost import A100, H200
-from petune.kernels.policy import GIB, WORTH, Policy, choose
-from petune.kernels.shape import BlockShape, Ranks
+from petune.kernels.memory import policy
+from petune.kernels.memory.block_cost import A100, H200
+from petune.kernels.memory.buffers import streamed_host_bytes
+from petune.kernels.memory.policy import GIB, WORTH, Policy, choose
+from petune.kernels.memory.shape import BlockShape, Ranks
 from tests.kernels.shapes import BERT, LLAMA, VOCABULARY
 
 FULL = replace(LLAMA, trained=True, ranks=Ranks())

@@ -14,19 +14,18 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import petune
-from petune import attention
-from petune.dropout import drawing, step_key
 from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
+from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fuse_modules
-from petune.kernels.ops import reference_ops
-from petune.kernels.region import FusedGelu, FusedLora, FusedNorm, FusedSite, fuse_sites, unfuse_sites
+from petune.kernels.single_modules import FusedGelu, FusedLora, FusedNorm, FusedSite, fuse_sites, unfuse_sites
 from petune.methods import without_tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
-from petune.models import family_of
-from petune.running import Running
-from petune.stack import own_stacks
+from petune.models import attention, family_of
+from petune.models.stack import own_stacks
+from petune.rng.context import Running
+from petune.rng.dropout import drawing, step_key
 from tests.methods import zoo
 
 MODELS = ("t5-seq2seq", "t5-gated", "t5-classify", "bart-seq2seq", "bart-classify")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune.dropout import drop
-from petune.kernels.segments import Segments, from_mask, from_positions, pack, unpack
-from petune.running import Running, bound_to
+from petune.kernels.block.varlen import Segments, from_mask, from_positions, pack, unpack
+from petune.rng.context import Running, bound_to
+from petune.rng.dropout import drop
 
 MASKS = {
     "right": [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0]],

@@ -13,11 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import petune
 from petune.kernels.fuse import fuse, fused_blocks
-from petune.kernels.region import FusedLora
+from petune.kernels.single_modules import FusedLora
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
-from petune.methods.tuned import LowRank, low_rank_of
 from petune.models import family_of
+from petune.models.tuned_linear import LowRank, low_rank_of
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 
@@ -117,7 +117,7 @@ def test_an_exchange_that_is_set_on_a_fused_block_is_asked() -> None:
 def test_why_a_block_is_not_fused_is_said_where_fusing_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.fuse.say", said.append)
-    monkeypatch.setattr("petune.kernels.region.say", said.append)
+    monkeypatch.setattr("petune.kernels.single_modules.say", said.append)
     model = changed(CHANGES["a subclass of LoRA"][0])
     fuse(model, family_of(model), "reference")
     assert any("self_attn.v_proj is a Thrice" in line for line in said)
@@ -144,7 +144,7 @@ def test_a_single_module_is_fused_by_what_its_own_class_says() -> None:
 @pytest.mark.parametrize("kind", [LoraLinear, Declared, Thrice], ids=lambda kind: kind.__name__)
 def test_a_head_is_fused_by_what_its_own_class_says(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.unmade.say", said.append)
+    monkeypatch.setattr("petune.kernels.head.hooks.say", said.append)
     plain = petune.wrap(tiny("llama-causal"), "lora", kernels="off", targets=["lm_head"], r=4)
     stir(plain, std=0.1)
     become(plain.lm_head, kind)

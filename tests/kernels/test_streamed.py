@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from petune.errors import UsageError
-from petune.kernels import fold, streamed
-from petune.kernels.block import FusedBlock
+from petune.kernels import fold
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.fuse import fuse
-from petune.kernels.streamed import Event, Rule, StreamedAdamW, Traffic, adamw_, random_bits, random_words, rounded
+from petune.kernels.memory import offloaded_adamw
+from petune.kernels.memory.offloaded_adamw import Event, Rule, StreamedAdamW, Traffic, adamw_, random_bits, random_words, rounded
 from petune.kernels.triton import adamw as kernel
 from petune.models import llama
 from tests.methods.zoo import batch, tiny
@@ -680,7 +681,7 @@ def test_a_parameter_shared_with_what_is_outside_is_refused() -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     lines: list[str] = []
-    monkeypatch.setattr(streamed, "warn", lines.append)
+    monkeypatch.setattr(offloaded_adamw, "warn", lines.append)
     yield lines
 
 

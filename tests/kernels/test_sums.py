@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from petune.kernels import reference
-from petune.kernels.triton import sums
+from petune.kernels.triton import residual
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
 # ------------------------------------------------------------------ a low-rank update
@@ -31,7 +31,7 @@ def test_add_low_is_the_references(dtype: torch.dtype, rows: int, columns: int, 
     x, y = matrix(rows, columns, dtype, 1, strided), matrix(rows, columns, torch.float32, 2, not strided)
     low = (matrix(rows, rank, dtype, 3, strided), matrix(columns, rank, dtype, 4, strided))
     kept = x.clone()
-    found = sums.add_low(x, y, low)
+    found = residual.add_low(x, y, low)
     assert_as_good(found, reference.add_low(x, y, low), reference.add_low(*wider((x, y, low))))  # type: ignore[misc]
     assert found.is_contiguous()
     assert torch.equal(x, kept)
@@ -43,7 +43,7 @@ def test_a_linear_with_its_update_is_the_references(dtype: torch.dtype, biased: 
     x, weight = matrix(33, 40, dtype, 1, strided=True), matrix(130, 40, dtype, 2, strided=True)
     bias, low = matrix(1, 130, dtype, 3)[0] if biased else None, (matrix(33, 8, dtype, 4), matrix(130, 8, dtype, 5))
     same, exact = reference.linear_low(x, weight, bias, low), reference.linear_low(*wider((x, weight, bias, low)))  # type: ignore[misc]
-    assert_as_good(sums.linear_low(x, weight, bias, low), same, exact)
+    assert_as_good(residual.linear_low(x, weight, bias, low), same, exact)
 
 
 # ------------------------------------------------------------------ partial sums
@@ -56,12 +56,12 @@ def test_total_adds_parts_in_order_and_rounds_once(dtype: torch.dtype, parts: in
     expected = values[0].clone()
     for part in values[1:]:
         expected += part
-    assert torch.equal(sums.total(values, dtype), expected.to(dtype))
+    assert torch.equal(residual.total(values, dtype), expected.to(dtype))
 
 
 @pytest.mark.parametrize(("walks", "steps", "places"), [(64, 448, 396), (224, 256, 396), (1, 5, 3), (1, 1, 396), (1024, 448, 396)])
 def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, steps: int, places: int) -> None:
-    parts = sums.shares(walks, steps, places)
+    parts = residual.shares(walks, steps, places)
     assert 1 <= parts <= steps
     ideal = max(walks * steps / places, 1)
     assert -(-walks * parts // places) * -(-steps // parts) <= 1.25 * ideal + 1 or parts == 32
@@ -76,7 +76,7 @@ def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, ste
 )
 def test_quantise_is_the_references(dtype: torch.dtype, rows: int, columns: int, strided: bool) -> None:
     x = matrix(rows, columns, dtype, 6, strided) * torch.logspace(-3, 3, rows, device=DEVICE)[:, None].to(dtype)
-    (found, scale), (expected, expected_scale) = sums.quantise(x), reference.quantise(x)
+    (found, scale), (expected, expected_scale) = residual.quantise(x), reference.quantise(x)
     assert found.dtype == torch.float8_e4m3fn
     torch.testing.assert_close(scale, expected_scale, rtol=2**-22, atol=0.0)
     # one step of the grid apart where the scaled value lies in the middle, and that is rare
@@ -86,7 +86,7 @@ def test_quantise_is_the_references(dtype: torch.dtype, rows: int, columns: int,
 
 def test_quantise_fills_the_range_keeps_zeros_and_does_not_divide_by_them() -> None:
     x = torch.tensor([[0.0, 1.0, -2.0, 2.0], [0.0, 0.0, 0.0, 0.0]], device=DEVICE)
-    q, scale = sums.quantise(x)
+    q, scale = residual.quantise(x)
     assert q.float().tolist() == [[0.0, 224.0, -448.0, 448.0], [0.0, 0.0, 0.0, 0.0]]
     torch.testing.assert_close(q.float() * scale, x)
 
@@ -98,21 +98,21 @@ def test_rounding_to_eight_bits_without_the_instruction_is_bit_for_bit_torchs() 
     middles = (grid[1:] + grid[:-1]) / 2
     near = torch.cat([grid, middles, middles.nextafter(grid[1:]), middles.nextafter(grid[:-1])])
     x = torch.cat([near, -near, torch.tensor([448.0])])[None]
-    q, scale = sums.quantise(x)
+    q, scale = residual.quantise(x)
     assert scale.item() == 1.0
     assert torch.equal(q.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_a_row_too_long_to_quantise_is_refused() -> None:
     with pytest.raises(ValueError, match="32769 columns"):
-        sums.quantise(torch.zeros(1, 32769, device=DEVICE))
+        residual.quantise(torch.zeros(1, 32769, device=DEVICE))
 
 
 NATIVE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from petune.kernels.triton.sums import _quantise_kernel, _quantise_warps
+from petune.kernels.triton.residual import _quantise_kernel, _quantise_warps
 values = {"BLOCK": 16384, "NATIVE": True}
 types = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "width": "i32", "x_stride": "i32"} | dict.fromkeys(values, "constexpr")
 source = ASTSource(_quantise_kernel, types, values)
@@ -125,4 +125,4 @@ print(built.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"))
 def test_hopper_rounds_to_eight_bits_by_its_own_instruction() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, env=environment, check=True)
-    assert int(done.stdout) == 16384 // 32 // sums._quantise_warps(16384) // 2
+    assert int(done.stdout) == 16384 // 32 // residual._quantise_warps(16384) // 2

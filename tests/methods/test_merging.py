@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from petune import attention
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
-from petune.kernels.region import unfuse_sites
-from petune.kernels.unmade import unfuse_head
+from petune.kernels.head.hooks import unfuse_head
+from petune.kernels.single_modules import unfuse_sites
 from petune.methods import is_wrapped, merge, merged_weights, tuned_parameters, wrap
-from petune.models import family_of
-from petune.stack import own_stacks
+from petune.models import attention, family_of
+from petune.models.stack import own_stacks
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, prompt, stir, tiny
 
 

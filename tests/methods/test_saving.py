@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import petune
-from petune import export
 from petune.errors import FileError, UsageError
 from petune.methods import tuned_state
+from petune.saving import export
 from tests.methods.zoo import SETTINGS, batch, stir, tiny
 
 torch.set_num_threads(1)

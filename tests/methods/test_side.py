@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import petune.stack
+import petune.models.stack
 from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.side import Ladder
-from petune.stack import Stack
+from petune.models.stack import Stack
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, ZOO, assert_same_gradients, batch, frozen, gradients, prompt, stir, tiny
 
 DROPOUT: dict[str, dict[str, float]] = {
@@ -217,7 +217,7 @@ def test_the_count_finds_blocks_that_run_with_gradients(name: str, monkeypatch: 
     model = wrap(tiny(name), "side", reduction=4).train().requires_grad_(True)
     kept = Kept(model)
     assert kept.of(model, batch(name))["blocks"] == 0
-    monkeypatch.setattr(petune.stack.torch, "no_grad", contextlib.nullcontext)
+    monkeypatch.setattr(petune.models.stack.torch, "no_grad", contextlib.nullcontext)
     assert kept.of(model, batch(name))["blocks"] > 0
 
 

@@ -15,8 +15,8 @@ import torch
 import petune
 from petune.errors import UsageError
 from petune.methods import configs, merge, merged_weights, without_tuning
-from petune.methods.tuned import TunedLinear
-from petune.parallel.slices import splits_of
+from petune.models.tuned_linear import TunedLinear
+from petune.parallel.tensor.shard_params import splits_of
 from tests.methods import zoo
 from tests.methods.zoo import batch, gradients, stir, tiny
 from tests.parallel.harness import Case, check

@@ -14,7 +14,7 @@ from transformers import BertModel, LlamaModel, T5EncoderModel
 from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models import FAMILIES, family_of
-from petune.sites import Family, find_sites, linears, stack_paths
+from petune.models.spec import Family, find_sites, linears, stack_paths
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, frozen, prompt, stir, tiny
 
 # roles and ways out of one block, by family and stack

@@ -29,17 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petune.evaluate import forward
 from petune.kernels.fuse import fuse_modules
 from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
+from petune.parallel.fsdp import local
 from petune.parallel.mesh import make_mesh
+from petune.parallel.objective import Work
 from petune.parallel.plan import ALONE, ParallelPlan
 from petune.parallel.runner import Runner
-from petune.parallel.shard import local
-from petune.parallel.work import Work
+from petune.run.evaluate import forward
 from petune.tasks import loss_sum
 from petune.tasks.loss import count, trained_positions
 from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny

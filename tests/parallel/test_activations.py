@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
 from petune.methods import wrap
 from petune.models import family_of
-from petune.parallel.activations import Extent, Saved, inputs_of, saved_by
+from petune.models.stack import own_stacks
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
-from petune.parallel.slices import cut
-from petune.stack import own_stacks
+from petune.parallel.tensor.shard_params import cut
 from tests.methods.zoo import ZOO
 
 WIDE: dict[str, int] = {

@@ -16,7 +16,7 @@ from petune.methods.configs import make_config
 from petune.models import family_of
 from petune.parallel import collectives
 from petune.parallel.mesh import make_mesh
-from petune.parallel.pipeline import SELECTIVE
+from petune.parallel.pipeline.schedule import SELECTIVE
 from petune.parallel.runner import Runner
 from tests.methods.zoo import stir, tiny
 from tests.parallel.harness import CPU, Case, build, collate, rows, total, tune, work

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petune.attention import attend, attention
-from petune.dropout import drawing
 from petune.errors import DistributedError, UsageError
-from petune.parallel import collectives, exchange, ring
-from petune.parallel.exchange import Cross, Gather, Ring, Ulysses, ulysses_heads
-from petune.running import Running, bound_to
+from petune.models.attention import attend, attention
+from petune.parallel import collectives
+from petune.parallel.sequence import exchange, ring
+from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses, ulysses_heads
+from petune.rng.context import Running, bound_to
+from petune.rng.dropout import drawing
 from tests.pool import run
 
 KINDS = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}

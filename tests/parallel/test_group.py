@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from petune.errors import DataError, DistributedError, MachineError
-from petune.parallel import group, rendezvous
-from petune.parallel.rendezvous import Place, first_node
+from petune.parallel.launch import process_group, rendezvous
+from petune.parallel.launch.rendezvous import Place, first_node
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", rendezvous.ERROR_FILE, rendezvous.LAUNCHER)
@@ -31,7 +31,7 @@ import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from petune.errors import DataError
-from petune.parallel import group
+from petune.parallel.launch import process_group
 
 mode, place = sys.argv[1:]
 try:
@@ -82,21 +82,21 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_a_process_nobody_launched_is_alone() -> None:
-    assert group.place({}) is None
-    assert group.place({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
-    assert group.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n1"}) is None  # a batch script outside srun
+    assert process_group.place({}) is None
+    assert process_group.place({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    assert process_group.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n1"}) is None  # a batch script outside srun
 
 
 def test_torchrun_and_srun_say_the_same_thing_in_other_words() -> None:
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "big1", "MASTER_PORT": "29500"}
-    assert group.place(env) == Place(3, 4, 1, 2, "big1", 29500)
+    assert process_group.place(env) == Place(3, 4, 1, 2, "big1", 29500)
     slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
-    ports = {group.place(slurm | {"SLURM_JOB_ID": "123", "SLURM_PROCID": str(rank)}).port for rank in range(4)}  # type: ignore[union-attr]
+    ports = {process_group.place(slurm | {"SLURM_JOB_ID": "123", "SLURM_PROCID": str(rank)}).port for rank in range(4)}  # type: ignore[union-attr]
     assert len(ports) == 1
-    found = group.place(slurm)
+    found = process_group.place(slurm)
     assert found is not None
     assert (found.rank, found.world, found.local_rank, found.host, found.one_machine) == (3, 4, 1, "gpu07", False)
-    assert group.place(slurm | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"  # type: ignore[union-attr]
+    assert process_group.place(slurm | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
 def test_an_environment_without_sense_is_a_distributed_error(wrong: dict[str, str]) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     with pytest.raises(DistributedError, match="makes no sense"):
-        group.place(env | wrong)
+        process_group.place(env | wrong)
 
 
 # ------------------------------------------------------------------ who is missing
@@ -118,7 +118,7 @@ def test_an_environment_without_sense_is_a_distributed_error(wrong: dict[str, st
 
 def test_a_rank_that_never_starts_is_named(as_rank: int) -> None:
     with pytest.raises(DistributedError, match="rank 1 of 2 did not start"):
-        group.join("cpu", start_timeout_s=0.3)
+        process_group.join("cpu", start_timeout_s=0.3)
 
 
 def test_a_port_that_is_taken_is_named(as_rank: int) -> None:
@@ -126,7 +126,7 @@ def test_a_port_that_is_taken_is_named(as_rank: int) -> None:
         other.bind(("127.0.0.1", as_rank))
         other.listen()
         with pytest.raises(DistributedError, match=f"port {as_rank} of this machine cannot be used: address already in use"):
-            group.join("cpu", start_timeout_s=0.3)
+            process_group.join("cpu", start_timeout_s=0.3)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -134,7 +134,7 @@ def test_a_rank_0_that_cannot_be_reached_is_named(as_rank: int, host: str, monke
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", host)
     with pytest.raises(DistributedError, match=f"rank 1 cannot reach rank 0 at {host}:{as_rank}"):
-        group.join("cpu", start_timeout_s=0.3)
+        process_group.join("cpu", start_timeout_s=0.3)
 
 
 def test_something_else_at_the_rendezvous_is_said_to_be_none(as_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_something_else_at_the_rendezvous_is_said_to_be_none(as_rank: int, monke
         other.bind(("127.0.0.1", as_rank))
         other.listen()
         with pytest.raises(DistributedError, match="is no rendezvous"):
-            group.join("cpu", start_timeout_s=1)
+            process_group.join("cpu", start_timeout_s=1)
 
 
 @contextmanager
@@ -158,15 +158,15 @@ def no_more_files() -> Iterator[None]:
 
 
 def test_too_few_file_descriptors_are_the_machines_fault_and_no_matter_of_ports(as_rank: int) -> None:
-    here = group.place()
+    here = process_group.place()
     assert here is not None
     server = rendezvous.serve("127.0.0.1", as_rank)
     for ask in (lambda: rendezvous.serve("127.0.0.1"), lambda: rendezvous.connect(here, 0.3), lambda: rendezvous.client(here, 2)):
         with no_more_files(), pytest.raises(MachineError, match="too many open files") as caught:
             ask()
         assert "ulimit -n" in str(caught.value) and "MASTER_PORT" not in str(caught.value)
-    assert isinstance(group.explain(RuntimeError("[/pytorch/gloo/tcp.cc:1] socket: Too many open files")), MachineError)
-    assert isinstance(group.explain(OSError(errno.EMFILE, "Too many open files")), MachineError)
+    assert isinstance(process_group.explain(RuntimeError("[/pytorch/gloo/tcp.cc:1] socket: Too many open files")), MachineError)
+    assert isinstance(process_group.explain(OSError(errno.EMFILE, "Too many open files")), MachineError)
     del server
 
 
@@ -176,19 +176,19 @@ def test_too_few_file_descriptors_are_the_machines_fault_and_no_matter_of_ports(
 def test_an_error_of_ones_own_is_told_as_it_is_and_counts_once(
     as_rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(group, "_reported", None)
-    assert group.report(DataError("bad row", where="a.jsonl:1")) == 3
-    assert group.report(ValueError("and then")) == 3
+    monkeypatch.setattr(process_group, "_reported", None)
+    assert process_group.report(DataError("bad row", where="a.jsonl:1")) == 3
+    assert process_group.report(ValueError("and then")) == 3
     assert capsys.readouterr().err == "rank 0: a.jsonl:1  bad row\n"
 
 
 def test_only_errors_of_the_group_are_explained() -> None:
     error = RuntimeError("shapes differ")
-    assert group.explain(error) is error
+    assert process_group.explain(error) is error
     gloo = RuntimeError(
         "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2: Connection reset by peer. This is typically caused by"
     )
-    assert str(group.explain(gloo)) == "the process group failed\n   found Read error [127.0.0.1]:2: Connection reset by peer"
+    assert str(process_group.explain(gloo)) == "the process group failed\n   found Read error [127.0.0.1]:2: Connection reset by peer"
 
 
 # ------------------------------------------------------------------ without petune's launcher
@@ -281,5 +281,5 @@ def test_groups_are_aborted_side_by_side() -> None:
         def abort(self) -> None:
             second.set()
 
-    group._abort_at_once(cast("list[dist.ProcessGroup]", [Waiting(), Second()]))
+    process_group._abort_at_once(cast("list[dist.ProcessGroup]", [Waiting(), Second()]))
     assert second.is_set()

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from petune.errors import DataError, DistributedError, MachineError, PetuneError, Stopped, UsageError
-from petune.host_memory import HostMemory
-from petune.parallel.launch import Report, judge, launch
+from petune.parallel.launch.host_memory import HostMemory
+from petune.parallel.launch.launcher import Report, judge, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 import torch
 import torch.distributed as dist
 from petune.errors import DataError, Stopped
-from petune.parallel import group
+from petune.parallel.launch import process_group
 
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -198,7 +198,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_ends_the_run_with_the_numbers(
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    monkeypatch.setattr("petune.parallel.launch.HostMemory", lambda: HostMemory(cgroup, proc))
+    monkeypatch.setattr("petune.parallel.launch.launcher.HostMemory", lambda: HostMemory(cgroup, proc))
     with pytest.raises(MachineError) as caught:
         start(run, "starve-1", restarts=2)
     text = str(caught.value)
@@ -305,7 +305,7 @@ def test_ranks_on_gpus_meet_part_and_listen_only_to_this_machine(run: Path, capf
 
 def test_a_launcher_that_is_killed_leaves_no_rank(run: Path) -> None:
     command = [sys.executable, str(run / "worker.py"), "never", str(run)]
-    code = f"from petune.parallel.launch import launch\nlaunch({command!r}, 2, log_folder=None)"
+    code = f"from petune.parallel.launch.launcher import launch\nlaunch({command!r}, 2, log_folder=None)"
     launcher = subprocess.Popen([sys.executable, "-c", code])
     pids = wait_for(run / "step-1")
     launcher.send_signal(signal.SIGKILL)

@@ -20,11 +20,11 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from petune.parallel import overlap, tiles
 from petune.parallel.collectives import Transfer, copy, gather_seq, reduce, reduce_scatter_seq
-from petune.parallel.overlap import Overlap, make_overlap
 from petune.parallel.plan import Cut, ParallelPlan
-from petune.running import Running, bound_to, running
+from petune.parallel.tensor import overlap, tiles
+from petune.parallel.tensor.overlap import Overlap, make_overlap
+from petune.rng.context import Running, bound_to, running
 from tests.methods.zoo import FOUR, SETTINGS
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED

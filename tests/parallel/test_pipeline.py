@@ -14,23 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petune import attention
-from petune.dropout import drawing
 from petune.errors import DistributedError, UsageError
-from petune.evaluate import forward
 from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
-from petune.models import family_of
-from petune.parallel.chunk import SELECTIVE
+from petune.models import attention, family_of
+from petune.models.spec import Family
+from petune.models.stack import own_stacks
 from petune.parallel.mesh import Coordinate, make_mesh
-from petune.parallel.pipeline import Pipeline, cut_stages
+from petune.parallel.objective import Batch, Work
+from petune.parallel.pipeline.schedule import Pipeline, cut_stages
+from petune.parallel.pipeline.stage_module import SELECTIVE
+from petune.parallel.pipeline.stages import ends_of
 from petune.parallel.plan import ParallelPlan, Stage
-from petune.parallel.stages import ends_of
-from petune.parallel.work import Batch, Work
-from petune.running import Running
-from petune.sites import Family
-from petune.stack import own_stacks
+from petune.rng.context import Running
+from petune.rng.dropout import drawing
+from petune.run.evaluate import forward
 from petune.tasks import count, loss_sum
 from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny
 from tests.pool import run

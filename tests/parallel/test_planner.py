@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petune.errors import MachineError, UsageError
+from petune.estimate.balance import Parameters, Room, balance, parameters_of, plan_for, ratio, step_time
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import ParallelPlan, make_plan
-from petune.parallel.planner import Parameters, Room, balance, parameters_of, plan_for, ratio, step_time
 from tests.methods.zoo import ZOO, tiny
 
 
@@ -152,7 +152,7 @@ def test_devices_that_are_too_small_together_are_refused() -> None:
 def test_parameters_are_those_of_the_models_linears(name: str) -> None:
     model = tiny(name)
     family = FAMILIES[model.config.model_type]
-    from petune.sites import find_sites
+    from petune.models.spec import find_sites
 
     found = {"attention": 0, "mlp": 0}
     for site in find_sites(model, family):

@@ -15,9 +15,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from petune.errors import DistributedError
-from petune.parallel import group, rendezvous, seal
-from petune.parallel.group import _beat_of
-from petune.parallel.seal import SECRET, Sealed, secret_of
+from petune.parallel.launch import process_group, rendezvous, seal
+from petune.parallel.launch.process_group import _beat_of
+from petune.parallel.launch.seal import SECRET, Sealed, secret_of
 from tests.group_pool import assert_same_records, ends
 from tests.planned_runs import PLANS, small, trained
 from tests.small_runs import run
@@ -94,22 +94,22 @@ def vandal(ended: threading.Event) -> None:
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_of_two_processes_ends_well_while_a_stranger_writes_to_its_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group, "BEAT_S", 0.05)
+    monkeypatch.setattr(process_group, "BEAT_S", 0.05)
 
     def train(recipe: dict[str, Any]) -> list[str]:
         warned: list[str] = []
-        group.warn = warned.append
+        process_group.warn = warned.append
         os.environ[SECRET] = "of this run"
         ended = threading.Event()
-        if group.started()[0] == 1:
-            join = group.join
+        if process_group.started()[0] == 1:
+            join = process_group.join
 
             def joined(*arguments: Any) -> tuple[int, int]:
                 found = join(*arguments)
                 threading.Thread(target=vandal, args=(ended,), daemon=True).start()
                 return found
 
-            group.join = joined
+            process_group.join = joined
         run(recipe)
         ended.set()
         assert seal.refused() > 0

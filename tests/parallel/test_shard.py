@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from petune.errors import PetuneError, UsageError
-from petune.evaluate import forward
 from petune.methods import tuned_parameters, wrap
 from petune.models import family_of
-from petune.parallel import place, slices
+from petune.models.stack import own_stacks
 from petune.parallel.collectives import gather_dim
+from petune.parallel.fsdp import chunks, copies, is_sharded, local, local_like, shard, wholes
 from petune.parallel.mesh import Mesh, coordinate, make_mesh
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage, apportion
-from petune.parallel.shard import chunks, copies, is_sharded, local, local_like, shard, wholes
-from petune.parallel.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_loss
-from petune.stack import own_stacks
+from petune.parallel.tensor import hooks, shard_params
+from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, vocabulary_loss
+from petune.run.evaluate import forward
 from petune.tasks.loss import loss_sum, trained_positions
 from tests.methods.zoo import FOUR, GENERATE, SETTINGS, assert_same_gradients, batch, prompt, stir, tiny
 from tests.parallel.harness import Case, check
@@ -231,9 +231,9 @@ def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
     def part() -> dict[str, Any]:
         model, mesh, family = model_of(name, "lora"), make_mesh(plan, torch.device("cpu")), family_of(model_of(name, "lora"))
         assert family is not None
-        placed, sizes = slices.cut(model, family, plan, mesh.at), (50, 47)
+        placed, sizes = shard_params.cut(model, family, plan, mesh.at), (50, 47)
         placed.slices |= cut_vocabulary(model, sizes, mesh.at.tp).slices
-        place.cross(model, family, mesh)
+        hooks.cross(model, family, mesh)
         hook_vocabulary(model, sizes, mesh.groups["tp"], mesh.at.tp)
         shard(model, plan, mesh, tuned_parameters(model).values())
         own = mine(rows, mesh)

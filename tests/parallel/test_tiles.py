@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petune.parallel import tiles
 from petune.parallel.collectives import Transfer
-from petune.parallel.tiles import ROUTES, Gathering, Route, Tiles, choose, receiving, sending
+from petune.parallel.tensor import tiles
+from petune.parallel.tensor.tiles import ROUTES, Gathering, Route, Tiles, choose, receiving, sending
 from tests.pool import run
 
 CUTS = [(3, 2), (0, 4), (3, 2, 1), (2, 0, 3), (0, 0, 0), (1, 0, 2, 1)]

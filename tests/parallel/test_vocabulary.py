@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import DistributedError, UsageError
-from petune.evaluate import forward
 from petune.methods import tuned_parameters, wrap
-from petune.parallel import vocabulary
 from petune.parallel.collectives import all_sum_, gather_dim
-from petune.parallel.slices import Placed, Slice
-from petune.parallel.vocabulary import Logits, Rows, cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
+from petune.parallel.tensor import vocabulary
+from petune.parallel.tensor.shard_params import Placed, Slice
+from petune.parallel.tensor.vocabulary import Logits, Rows, cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
+from petune.run.evaluate import forward
 from petune.tasks.loss import loss_sum, trained_positions
 from tests.methods.zoo import GENERATE, VOCAB, assert_same_gradients, batch, prompt, stir, tiny
 from tests.pool import run

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from petune.assemble import prepare
 from petune.parallel import alone
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.repeat_step import Rehearsal
 from petune.recipe import load_recipe
+from petune.run.build import prepare
 from tests.small_runs import settings
 
 Rehearse = Callable[..., Rehearsal]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from petune.errors import UsageError
-from petune.evaluate import Batch
 from petune.profiling import profile
-from petune.profiling.anatomy import take_apart
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.profile import take_apart
+from petune.profiling.repeat_step import Rehearsal
 from petune.recipe import load_recipe
+from petune.run.evaluate import Batch
 from petune.tasks import count
 from tests.profiling.conftest import Rehearse
 from tests.small_runs import METHODS, settings, training

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from petune.profiling.anatomy import take_apart
 from petune.profiling.attribution import Attribution
 from petune.profiling.flops import FORMULAS, Counts, counting
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.profile import take_apart
+from petune.profiling.repeat_step import Rehearsal
 from tests.profiling.conftest import Rehearse
 from tests.small_runs import METHODS, TASK, write_model
 

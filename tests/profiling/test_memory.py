@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from petune.profiling.memory import Ledger, MemoryUse, _Arrivals, measure
-from petune.profiling.rehearsal import Rehearsal
+from petune.profiling.repeat_step import Rehearsal
 from tests.profiling.conftest import Rehearse
 
 KB = 4 * 256  # bytes of 256 floats

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from petune.tasks.configs import FORMATS, ROLES, DataConfig
 from petune.tasks.formats import MAY, NEEDS, TASK_FORMATS, USUAL
-from petune.tasks.table import TASKS
+from petune.tasks.registry import TASKS
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
 

@@ -17,7 +17,7 @@ import pytest
 from petune.errors import DataError
 from petune.tasks import DataConfig, load_rows
 from petune.tasks.arrow import refuse_compressed
-from petune.tasks.faults import Faults
+from petune.tasks.bad_rows import Faults
 from petune.tasks.read import read_file
 from petune.tasks.sources import find_source
 

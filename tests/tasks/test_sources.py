@@ -7,7 +7,7 @@ import pytest
 
 from petune.errors import DataError, MachineError
 from petune.tasks import DataConfig, load_rows
-from petune.tasks.faults import Faults
+from petune.tasks.bad_rows import Faults
 from petune.tasks.sources import find_source
 
 ROWS = [("good", "a"), ("bad", "b"), ("fine, too", "a"), ("poor", "b")]

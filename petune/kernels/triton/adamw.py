@@ -1,6 +1,6 @@
 """One step of AdamW in one pass: weight, gradient and both moments are read once, and what changes is written once.
 
-The random bits of stochastic rounding are those of `petune.kernels.streamed`, made where they are needed.
+The random bits of stochastic rounding are those of `petune.kernels.memory.offloaded_adamw`, made where they are needed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.dropout import MIX32
-from petune.kernels.streamed import Rule
+from petune.kernels.memory.offloaded_adamw import Rule
+from petune.rng.dropout import MIX32
 
 _A, _B = (tl.constexpr(multiplier) for multiplier in MIX32)
 _BLOCK = 2048
@@ -68,7 +68,7 @@ def adamw_(
     first: int = 0,
     copy: Tensor | None = None,
 ) -> None:
-    """`petune.kernels.streamed.adamw_`; dense tensors of float32 or bfloat16."""
+    """`petune.kernels.memory.offloaded_adamw.adamw_`; dense tensors of float32 or bfloat16."""
     size = weight.numel()
     if size:
         shrink, blend, gain, rate, root = rule.scalars

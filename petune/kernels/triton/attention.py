@@ -3,9 +3,9 @@
         out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(cap(scale q k^T) + bias)
 
 i runs over the queries of a segment, j over its keys: its own tokens, all or no later ones or the last few of these,
-or with `keys` the tokens of the segment of another sequence. bias is one by distance (petune.kernels.distance).
+or with `keys` the tokens of the segment of another sequence. bias is one by distance (petune.kernels.block.distance).
 A program walks the keys of a block of queries with a running maximum and sum (Dao 2023, arXiv:2307.08691). What
-drops out is drawn as `petune.dropout` does for probabilities [rows, heads, queries, keys]: a query has a 64-bit hash
+drops out is drawn as `petune.rng.dropout` does for probabilities [rows, heads, queries, keys]: a query has a 64-bit hash
 of its row, head and token, its place, from which 32-bit arithmetic decides about each key. The backward pass hashes
 once into memory, beside delta_i = dout_i . out_i; then
 
@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.dropout import Drop, threshold
 from petune.kernels.triton.dropout import factors, hashed
-from petune.kernels.triton.sums import Variant
+from petune.kernels.triton.residual import Variant
+from petune.rng.dropout import Drop, threshold
 
 _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)  # exponentials are made in base 2, as the device has them
 _STAGES = 2  # of loads under way: segments are a few blocks long
@@ -203,7 +203,7 @@ def forward(
     q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last dim; d is
     a multiple of 8 up to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts: int32 [segments + 1]
     on the device; rows starts[i] to starts[i + 1], none of them or at most `longest`, attend to each other, if causal
-    none to a later one. how: what drops out, with `numbers` [m] as `petune.dropout.places` gives them and `base` a
+    none to a later one. how: what drops out, with `numbers` [m] as `petune.rng.dropout.places` gives them and `base` a
     number or a tensor [1] on the device.
     """
     (m, heads, d), out = q.shape, torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """Dropout by index in one kernel: an element is read once and written once, and whether it stays is computed where it lies.
 
-The arithmetic is that of `petune.dropout`, whose masks these are to the bit. Importing this module makes it the one that drops whatever
-`petune.dropout` is asked to drop on a CUDA device, models of plain Hugging Face layers included.
+The arithmetic is that of `petune.rng.dropout`, whose masks these are to the bit. Importing this module makes it the one that drops whatever
+`petune.rng.dropout` is asked to drop on a CUDA device, models of plain Hugging Face layers included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.dropout import FUSED, MIX, MIX32, Drop, threshold
+from petune.rng.dropout import FUSED, MIX, MIX32, Drop, threshold
 
 _A, _B = (tl.constexpr(multiplier) for multiplier in MIX)
 _C, _D = (tl.constexpr(multiplier) for multiplier in MIX32)
@@ -22,7 +22,7 @@ _NUMBERS = 2048  # of a program at least: 16 a thread
 
 @triton.jit
 def hashed(number):
-    """`petune.dropout._hashed`."""
+    """`petune.rng.dropout._hashed`."""
     number = (number ^ (number >> 30)) * _A
     number = (number ^ (number >> 27)) * _B
     return number ^ (number >> 31)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels import reference
-from petune.kernels.triton.sums import multiprocessors
+from petune.kernels.triton.residual import multiprocessors
 
 WIDEST = 32_768  # columns: 32 numbers for each of a program's 1,024 threads
 

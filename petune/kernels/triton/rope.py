@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.triton.sums import Tile, Variant, multiprocessors, shares
+from petune.kernels.triton.residual import Tile, Variant, multiprocessors, shares
 
 # ------------------------------------------------------------------ forward
 

@@ -1,0 +1,183 @@
+"""How much of a forward pass is kept for the backward pass: an estimate in bytes, block by block, from the modules as a rank holds them.
+
+Counted is what autograd saves in a block of Hugging Face's with SDPA, by the layers that are there (a = bytes of an activation; under bf16
+autocast 2, and norms still save 4). Per token that a region or the connection works on:
+
+        a linear that trains, or has factors    its input: once for q, k and v together in float32, a copy for each in bf16
+        low-rank factors, bottlenecks           their own inner features, a bottleneck also its input
+        attention                               q, k, v and the output, a each
+        MLP                                     gated: gate, act(gate) and up; plain: what enters the activation; and what enters `down`
+        norm                                    its input, 4, and its result, 4, if its scale trains
+        dropout                                 1 per feature of the mask
+
+Per pair of tokens and head: with dropout on the probabilities 4 + 2 a + 1, as they are computed openly; for T5 the bias in a, once for all
+rows, or 4 per row when the bias table trains, which no fused kernel knows. A frozen linear saves nothing. tests/parallel measure it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
+
+from petune.models.spec import Attention, Mlp, Region, StackRule, child_of
+from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.parallel.plan import Cut
+
+NORM = 4  # bytes of what a norm saves, whatever the activations are
+OPEN = 4  # bytes of a softmax that is computed openly
+STEPS: dict[type[nn.Module], int] = {NewGELUActivation: 3}  # activations of single operations: features they save besides their input
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Tokens of a stack on one rank: the whole sequence, this rank's part of it, and what cross-attention reads; heads of the rank."""
+
+    whole: int
+    own: int
+    across: int = 0
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes kept for the backward pass: for every row, and once whatever the rows."""
+
+    row: float = 0.0
+    once: float = 0.0
+
+    def __add__(self, other: Saved) -> Saved:
+        return Saved(self.row + other.row, self.once + other.once)
+
+    def of(self, rows: float) -> float:
+        """Bytes for so many rows."""
+        return rows * self.row + self.once
+
+
+def saved_by(block: nn.Module, rule: StackRule, cut: Cut | None, extent: Extent, itemsize: int, dropouts: tuple[float, float]) -> Saved:
+    """What a block that takes part in the backward pass saves; `dropouts` are the rates on probabilities and on hidden states.
+
+    `block` is as the rank holds it: narrowed, tuned. `itemsize` is that of activations.
+    """
+    connection = extent.whole if cut is None or cut.connection == "whole" else extent.own
+    found = Saved()
+    for core in (sublayer.core for sublayer in rule.sublayers):
+        region = core.region
+        if child_of(block, region.enter) is None:
+            continue
+        tokens = connection if cut is None or cut.layout(region.kind) == "sequence" else extent.whole
+        found += _of_region(block, core, rule, cut, extent, tokens, itemsize, dropouts[0])
+        if dropouts[1]:
+            found += Saved(connection * _layer(block, region.leave).out_features)
+        found += Saved(connection * _kept(_layer(block, region.leave)).after * itemsize)
+    inside = {id(part) for region in rule.regions if (enter := child_of(block, region.enter)) for part in enter[1].modules()}
+    return found + Saved(connection * sum(_of_norm(norm) for norm in _norms(block) if id(norm) not in inside))
+
+
+def inputs_of(width: int, cut: Cut | None, extent: Extent, itemsize: int) -> float:
+    """Bytes per row of what a block takes in: all that is kept of it where activations are computed again."""
+    return width * itemsize * (extent.whole if cut is None or cut.connection == "whole" else extent.own)
+
+
+def _of_region(
+    block: nn.Module,
+    core: Attention | Mlp,
+    rule: StackRule,
+    cut: Cut | None,
+    extent: Extent,
+    tokens: int,
+    itemsize: int,
+    dropout: float,
+) -> Saved:
+    region = core.region
+    layers = {role: cast("nn.Linear", found[1]) for role, path in region.sites.items() if (found := child_of(block, path))}
+    leave = _layer(block, region.leave)
+    keys = extent.across if region.cross else extent.own if _exchanged(cut, "ulysses", "ring") else extent.whole
+    read = {role: keys if region.cross and role in ("k", "v") else tokens for role in layers}
+    entering: dict[int, float] = {}
+    total = 0.0
+    for role, layer in layers.items():
+        total += read[role] * _kept(layer).inner * itemsize
+        if layer is not leave and (_kept(layer).input or _trains(layer)):
+            source = id(layer) if itemsize < NORM else read[role]  # in float32 layers that read the same save one tensor
+            entering[source] = read[role] * layer.in_features * itemsize
+    total += sum(entering.values())
+    if isinstance(core, Attention):
+        made = {role: layer.out_features for role, layer in layers.items()}
+        total += itemsize * (tokens * (made["q"] + leave.in_features) + keys * (made["k"] + made["v"]))
+        for by_head, size in ((core.q_norm, made["q"]), (core.k_norm, made["k"])):
+            if by_head is not None and (norm := child_of(block, by_head.path)) is not None:
+                total += tokens * size / _width(norm[1]) * _of_norm(norm[1])
+        if itemsize < NORM and _kept(leave).input:
+            total += tokens * leave.in_features * itemsize
+        return Saved(total) + _pairs(block, region, rule, extent.heads * tokens * keys, itemsize, dropout)
+    columns = leave.in_features
+    steps = max((STEPS.get(type(part), 0) for part in _module(block, region.enter).modules()), default=0)
+    total += tokens * columns * itemsize * ((3 if "gate" in layers else 1) + steps)
+    if (_kept(leave).input or _trains(leave)) and not _relu(block, region):
+        total += tokens * columns * itemsize
+    return Saved(total)
+
+
+def _pairs(block: nn.Module, region: Region, rule: StackRule, pairs: float, itemsize: int, dropout: float) -> Saved:
+    """What grows with the square of the sequence."""
+    if dropout:
+        return Saved(pairs * (OPEN + 2 * itemsize + 1))
+    if rule.bias is None or region.cross:
+        return Saved()
+    trains = all(_trains(layer) for layer in _module(block, region.enter).modules() if isinstance(layer, nn.Linear))
+    return Saved(row=pairs * OPEN) if trains else Saved(once=pairs * itemsize)
+
+
+def _exchanged(cut: Cut | None, *exchanges: str) -> bool:
+    return cut is not None and cut.attention == "sequence" and cut.exchange in exchanges
+
+
+def _module(block: nn.Module, path: str) -> nn.Module:
+    found = child_of(block, path)
+    assert found is not None, path
+    return found[1]
+
+
+def _layer(block: nn.Module, path: str) -> nn.Linear:
+    return cast("nn.Linear", _module(block, path))
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from (value for value in module._parameters.values() if value is not None)
+
+
+def _trains(layer: nn.Module) -> bool:
+    weight = layer._parameters.get("weight")
+    return weight is not None and weight.requires_grad
+
+
+def _kept(layer: nn.Module) -> KeptFeatures:
+    """What the tuning of a layer keeps; nothing where it has none."""
+    return layer.kept_features() if isinstance(layer, TunedLinear) else KeptFeatures()
+
+
+def _norms(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules that scale and shift features and hold nothing else: each of their tensors is a vector."""
+    for part in module.modules():
+        own = list(_own(part))
+        if own and all(value.dim() == 1 for value in own):
+            yield part
+
+
+def _width(norm: nn.Module) -> int:
+    return max(value.numel() for value in _own(norm))
+
+
+def _of_norm(norm: nn.Module) -> float:
+    """Bytes per token. An RMS norm, made of single operations, saves its result too when its scale trains, in float32."""
+    again = NORM if not isinstance(norm, nn.LayerNorm) and _trains(norm) else 0
+    return _width(norm) * (NORM + again)
+
+
+def _relu(block: nn.Module, region: Region) -> bool:
+    """Whether the activation saves its result, which is what enters `down`."""
+    return any(isinstance(part, nn.ReLU) for part in _module(block, region.enter).modules())

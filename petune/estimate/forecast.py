@@ -1,0 +1,424 @@
+"""What a recipe would cost, before a weight is fetched: the plan, the memory of every rank, what is sent, how long ranks stand still.
+
+Only the model's config is read (and the data's first rows where the recipe leaves the task open). The model is built and tuned on the meta
+device and cut as a run would cut it, so weights, gradients and optimizer state are exact; activations are an estimate for rows of the
+greatest length, see petune.estimate.activations, and a run's peak lies above it by temporary tensors and what the allocator wastes. They
+are those of the model's own blocks; petune.estimate.fused_forecast puts in what fused ones keep. The file is over 300 lines long because
+the price, what would lower it and shares for unequal devices read one sketch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from petune.errors import MachineError, Problem, UsageError
+from petune.estimate.balance import Room, parameters_of, plan_for, step_time
+from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
+from petune.estimate.footprint import Footprint, Held, Pass, first_trained, footprint, held_by
+from petune.log import human
+from petune.methods import count_parameters, describe, tune, tuned_parameters
+from petune.methods.configs import method_of
+from petune.methods.targets import head_modules
+from petune.models import FAMILIES
+from petune.models.loading import Head, kind_of, outline, quiet, read_config
+from petune.models.source import resolve_model
+from petune.models.spec import Family, Shape, StackName
+from petune.parallel import ParallelConfig, ParallelPlan, make_plan
+from petune.parallel import describe as describe_plan
+from petune.parallel.configs import CutConfig, DpConfig, PpConfig
+from petune.parallel.mesh import Coordinate, coordinate
+from petune.parallel.plan import apportion, attention_dropout
+from petune.recipe import Recipe
+from petune.run.build import positions_of
+from petune.run.streaming import refuse_unstreamable, streams
+from petune.tasks import TASKS, check_fit, detect_format, infer_task
+from petune.tasks.configs import DEFAULT_MAX_LENGTH
+
+PROCESS = {"cpu": 2**28, "cuda": 2**30}  # bytes a process needs by itself: the interpreter with torch; CUDA's context and workspaces
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A recipe's tuned model without weights, and the forward pass it means."""
+
+    recipe: Recipe
+    model: nn.Module
+    config: Any
+    family: Family | None
+    device: str
+    work: Pass
+    note: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a forecast. blocks: by stack, [first, end) of each stretch. limit: bytes of its device, None where not known."""
+
+    rank: int
+    at: Coordinate
+    blocks: str
+    heads: int | None
+    columns: int | None
+    tokens: int
+    rows: int
+    memory: Footprint
+    process: int
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.memory.total + self.process
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much, as far as is known."""
+        return self.limit is None or self.total <= self.limit
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan with its price. drawn: what it is the price of. knobs: what would lower the memory of the fullest rank, with the bytes saved,
+    best first."""
+
+    drawn: Sketch
+    facts: tuple[str, ...]
+    plan: ParallelPlan
+    ranks: tuple[Rank, ...]
+    transitions: tuple[Transition, ...]
+    bubble: float
+    knobs: tuple[tuple[str, int], ...]
+
+    def check(self) -> None:
+        """Raise MachineError when a rank does not fit its device, with the numbers and what would help."""
+        full = [rank for rank in self.ranks if not rank.fits]
+        if not full:
+            return
+        remedy = "; ".join(f"{text} saves {human(saved)}" for text, saved in self.knobs) or None
+        problems = [
+            Problem(f"rank {rank.rank} does not fit its device", expected=f"at most {human(cast('int', rank.limit))}", found=_found(rank))
+            for rank in full[:4]
+        ]
+        problems[-1] = replace(problems[-1], remedy=remedy)
+        more = [Problem(f"nor do {len(full) - 4} more ranks")] if len(full) > 4 else []
+        raise MachineError([*problems, *more])
+
+
+def _found(rank: Rank) -> str:
+    memory = rank.memory
+    parts = {
+        "frozen": memory.frozen,
+        "tuned": memory.tuned,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "gathered": memory.gathered,
+        "the process": rank.process,
+    }
+    return f"{human(rank.total)}: " + ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
+
+
+# ---------------------------------------------------------------- a model without weights
+
+
+def sketch(recipe: Recipe) -> Sketch:
+    """The tuned model of a recipe on the meta device. Raises what `prepare` and `tune` raise for a recipe that cannot be."""
+    source = resolve_model(recipe.model, recipe.folder)
+    config = read_config(source)
+    kind, family = kind_of(config), FAMILIES.get(config.model_type)
+    task = TASKS[recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)]
+    check_fit(task.name, kind, recipe.data.packing)
+    cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
+    bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and cuda)
+    refuse_unstreamable(recipe, torch.bfloat16 if bf16 else torch.float32)
+    whole = method_of(recipe.method).trains_base and not streams(recipe)
+    dtype = torch.bfloat16 if bf16 and not whole else torch.float32
+    model: nn.Module = outline(source, config, cast("Head", task.head), dtype)
+    with torch.device("meta"), quiet():
+        for name in head_modules(model, family, "auto"):
+            model.get_submodule(name).float()
+        tune(model, recipe.method)
+        for parameter in () if streams(recipe) else tuned_parameters(model).values():
+            parameter.data = parameter.data.float()
+    work = Pass(
+        rows=recipe.batch_size,
+        tokens=_tokens(recipe, config, family),
+        itemsize=2 if bf16 else 4,
+        dropouts=_dropouts(config, open_probabilities=not cuda or any(name not in ("dp", "pp") for name in recipe.parallel.axes)),
+        recompute=recipe.gradient_checkpointing,
+        vocabulary_head=task.over_vocabulary,
+        streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
+    )
+    return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
+
+
+def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackName, int]:
+    """The most tokens of a row in each stack, as in encoding; a classifier's decoder reads what its encoder does."""
+    data, positions = recipe.data, positions_of(config)
+    limit = data.max_length or min(DEFAULT_MAX_LENGTH, positions or DEFAULT_MAX_LENGTH)
+    target = min(data.max_target_length or limit, positions or limit)
+    stacks: Sequence[StackName] = tuple(family.stacks) if family else ("decoder",)
+    return {stack: target if stack == "decoder" and len(stacks) > 1 else limit for stack in stacks}
+
+
+def _dropouts(config: Any, open_probabilities: bool) -> tuple[float, float]:
+    """The config's dropout on attention probabilities, where they are computed openly, and on hidden states."""
+    names = ("hidden_dropout_prob", "dropout", "dropout_rate")
+    hidden = next((value for name in names if (value := getattr(config, name, None)) is not None), 0.0)
+    return attention_dropout(config) if open_probabilities else 0.0, float(hidden)
+
+
+# ---------------------------------------------------------------- the forecast
+
+
+def forecast(
+    recipe: Recipe, world: int | None = None, memory: Sequence[int] | None = None, parallel: ParallelConfig | None = None
+) -> Forecast:
+    """What training `recipe` would cost on `world` processes, or on as many as it asks for.
+
+    memory: bytes of every rank's device, or one number for all; None: those of this machine, as far as it has them. parallel: axes in
+    place of the recipe's. Raises UsageError for a plan that cannot be; one that does not fit is returned, see `Forecast.check`.
+    """
+    return _forecast(sketch(recipe), parallel or recipe.parallel, world, memory)
+
+
+def _forecast(drawn: Sketch, parallel: ParallelConfig, world: int | None, memory: Sequence[int] | None) -> Forecast:
+    available = max(2, torch.cuda.device_count()) if drawn.device == "cuda" else 2
+    work = drawn.work
+    plan = make_plan(parallel, drawn.family, drawn.config, world, work.rows, available, work.vocabulary_head)
+    if work.streamed is not None and plan.world > 1:
+        remedy = "set parallel=none, or memory.stream=none"
+        raise UsageError("memory.stream is for one process", where="memory.stream", found=describe_plan(plan), remedy=remedy)
+    limits = _limits(plan.world, drawn.device, memory)
+    held: dict[tuple[int, int], Held] = {}
+    ranks = []
+    for rank in range(plan.world):
+        at = coordinate(plan, rank)
+        if (at.pp, at.tp) not in held:  # replicas hold the same
+            held[at.pp, at.tp] = held_by(drawn.model, drawn.family, plan, at)
+        ranks.append(_rank(rank, at, held[at.pp, at.tp], drawn, plan, limits[rank]))
+    trained, total = count_parameters(drawn.model)
+    facts = (
+        f"model    {drawn.note}",
+        f"method   {describe(drawn.model)}",
+        f"plan     {describe_plan(plan)}",
+        f"pass     {work.rows} rows of up to {' and '.join(str(n) for n in dict.fromkeys(work.tokens.values()))} tokens, "
+        f"{'bf16' if work.itemsize == 2 else 'fp32'} on {drawn.device}",
+    )
+    sent = _transitions(drawn, plan, held[0, 0])
+    return Forecast(drawn, facts, plan, tuple(ranks), sent, bubble(plan, trained / total), _knobs(drawn, plan, held, ranks))
+
+
+def _rank(rank: int, at: Coordinate, held: Held, drawn: Sketch, plan: ParallelPlan, limit: int | None) -> Rank:
+    cut, last = plan.cut, list(drawn.work.tokens)[-1]
+    whole = drawn.work.tokens[last]
+    shape = drawn.family.shape(drawn.config) if drawn.family else None
+    return Rank(
+        rank=rank,
+        at=at,
+        blocks=_blocks(drawn, plan, at),
+        heads=cut.heads[at.tp] if cut and cut.heads else shape.heads if shape else None,
+        columns=cut.columns[at.tp] if cut and cut.columns else shape.columns if shape else None,
+        tokens=apportion(whole, cut.sequence)[at.tp] if cut and cut.sequence else whole,
+        rows=apportion(drawn.work.rows, plan.shares)[at.dp],
+        memory=footprint(held, drawn.model, drawn.family, plan, at, drawn.work),
+        process=PROCESS[drawn.device],
+        limit=limit,
+    )
+
+
+def _blocks(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> str:
+    if drawn.family is None:
+        return "all"
+    stages = plan.stages[at.pp :: plan.pp] if plan.stages else ()
+    spans = [(name, *span) for stage in stages for name, span in stage.blocks.items()]
+    spans = spans or [(name, 0, count) for name, count in drawn.family.depth(drawn.config).items()]
+    return ", ".join(f"{name} {first}-{end - 1}" if end - first > 1 else f"{name} {first}" for name, first, end in spans)
+
+
+def _limits(world: int, device: str, memory: Sequence[int] | None) -> Sequence[int | None]:
+    """Bytes of every rank's device. Raises UsageError for a list of another length."""
+    if memory is not None:
+        if len(memory) not in (1, world):
+            raise UsageError(
+                "one memory for all ranks, or one for each", where="--memory", expected=f"1 or {world}", found=str(len(memory))
+            )
+        return list(memory) * (world if len(memory) == 1 else 1)
+    if device == "cpu":
+        return [_physical_memory() // world] * world
+    if torch.cuda.device_count() < world:  # other machines' devices, which are not seen from here
+        return [None] * world
+    return [torch.cuda.get_device_properties(rank).total_memory for rank in range(world)]
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transition, ...]:
+    """Between blocks and stages, for a replica's rows; then what replicas and the ranks of a cut sum once a step."""
+    found: list[Transition] = []
+    family, work = drawn.family, drawn.work
+    if family is not None:
+        rows = max(apportion(work.rows, plan.shares))
+        shape, depth = family.shape(drawn.config), family.depth(drawn.config)
+        load = Load(rows, work.tokens, work.itemsize, first_trained(drawn.model, family) is not None)
+        found += transitions(plan, family, shape, depth, load)
+        if method_of(drawn.recipe.method).ladder:
+            narrow = family.shape(family.narrow(drawn.config, cast("Any", drawn.recipe.method).reduction))
+            found += _of_ladder(plan, family, narrow, depth, replace(load, itemsize=4, backward=True))
+    trained = {id(value): value.numel() * value.element_size() for value in held.tensors() if value.requires_grad}
+    names = {id(value): name for module in held.modules for name, value in module.named_parameters(remove_duplicate=False)}
+    partial = sum(size for key, size in trained.items() if names.get(key) in held.placed.partial)
+    found.append(Transition("gradients over the cut, once a step", "- / all-reduce", 1, 0, summed_over(plan.tp, partial)))
+    if plan.sharding is None:
+        found.append(
+            Transition("gradients over replicas, once a step", "- / all-reduce", 1, 0, summed_over(plan.dp, sum(trained.values())))
+        )
+    else:
+        found += _of_shards(plan, held, sum(trained.values()))
+    return tuple(one for one in found if one.forward or one.backward)
+
+
+def _of_ladder(plan: ParallelPlan, family: Family, narrow: Shape, depth: Mapping[StackName, int], load: Load) -> list[Transition]:
+    """A ladder exchanges keys and values where the connection is cut by sequence, and goes from stage to stage beside the backbone."""
+    cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=False)
+    beside = replace(plan, cut=cut if cut and cut.connection == "sequence" else None)
+    kept = [one for one in transitions(beside, family, narrow, depth, load) if "attention" in one.where or one.where.startswith("stage")]
+    return [replace(one, where=f"ladder, {one.where}") for one in kept]
+
+
+def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]:
+    """FSDP2: every forward pass gathers, the backward pass again if blocks were freed, and sums gradients to their shards."""
+    sharding = plan.sharding
+    assert sharding is not None
+    shards = plan.dp // sharding.replicas
+    whole = sum(value.numel() * value.element_size() for value in held.tensors() if value.requires_grad or sharding.frozen)
+    gathered = whole * (shards - 1) // shards
+    found = [
+        Transition("shards of weights", "all-gather / all-gather", 1, gathered, gathered if sharding.reshard else 0),
+        Transition("shards of gradients", "- / reduce-scatter", 1, 0, trained * (shards - 1) // shards),
+    ]
+    if sharding.replicas > 1:
+        found.append(Transition("gradients over copies", "- / all-reduce", 1, 0, summed_over(sharding.replicas, trained // shards)))
+    return found
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def _knobs(drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Held], ranks: Sequence[Rank]) -> tuple[tuple[str, int], ...]:
+    """Settings that would lower the memory of the fullest rank, with the bytes each saves by itself."""
+    worst = max(ranks, key=lambda rank: rank.total - (rank.limit or 0))
+    part, recipe = held[worst.at.pp, worst.at.tp], drawn.recipe
+
+    def saved(work: Pass) -> int:
+        return worst.memory.total - footprint(part, drawn.model, drawn.family, plan, worst.at, work).total
+
+    options: dict[str, int] = {}
+    if not recipe.gradient_checkpointing:
+        options["gradient_checkpointing=true"] = saved(replace(drawn.work, recompute=True))
+    if drawn.work.rows // 2 >= plan.dp:
+        options[f"batch_size={drawn.work.rows // 2}"] = saved(replace(drawn.work, rows=drawn.work.rows // 2))
+    shorter: dict[StackName, int] = {stack: tokens // 2 for stack, tokens in drawn.work.tokens.items()}
+    options[f"data.max_length={max(shorter.values())}"] = saved(replace(drawn.work, tokens=shorter))
+    if drawn.work.itemsize == 4 and not method_of(recipe.method).trains_base:
+        options["dtype=bf16"] = worst.memory.frozen // 2 + saved(replace(drawn.work, itemsize=2))
+    if plan.dp > 1 and plan.sharding is None and drawn.family is not None:
+        held_still = worst.memory.total - worst.memory.activations
+        options["parallel.dp.shard=true"] = held_still - held_still // plan.dp
+    if method_of(recipe.method).trains_base and not streams(recipe):
+        trained = worst.memory.gradients + worst.memory.optimizer
+        options["method=lora"] = int(0.95 * trained)
+    return tuple(sorted(((text, size) for text, size in options.items() if size > 0), key=lambda one: -one[1]))
+
+
+# ---------------------------------------------------------------- unequal devices
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Shares for devices of unequal speed: the axes to write into the recipe, what they cost, and the predicted time of a step as a
+    fraction of the even plan's, in which communication does not count."""
+
+    parallel: ParallelConfig
+    forecast: Forecast
+    ratio: float
+
+
+def advise(recipe: Recipe, speeds: Sequence[float], memory: Sequence[int] | None = None) -> Advice:
+    """The recipe's one axis shared out over ranks of these speeds, as far as their memory goes; see petune.estimate.balance.
+
+    Shares by speed alone come first; where they do not fit, what they leave of each device is shared out again. Raises UsageError for a
+    plan along several axes or a model without a table. What cannot fit at all is returned by speed alone, see `Forecast.check`.
+    """
+    drawn = sketch(recipe)
+    if drawn.family is None:
+        raise UsageError(f"petune has no table for {drawn.config.model_type}, so its work cannot be shared out", where="model")
+    even = _evenly(recipe.parallel, len(speeds))
+    before = _forecast(drawn, even, len(speeds), memory)
+    family, rows = drawn.family, drawn.work.rows
+    shape, depth = family.shape(drawn.config), family.depth(drawn.config)
+    chosen = plan_for(even, speeds, None, family, shape, depth, rows)
+    after = _forecast(drawn, chosen, len(speeds), memory)
+    if not all(rank.fits for rank in after.ranks):
+        with suppress(MachineError):  # too small together: the forecast by speed alone then says by how much, see Forecast.check
+            chosen = plan_for(even, speeds, _room(drawn, after), family, shape, depth, rows)
+            after = _forecast(drawn, chosen, len(speeds), memory)
+    parameters = parameters_of(family, shape, depth)
+    times = [step_time(one.plan, speeds, parameters, rows) for one in (before, after)]
+    return Advice(chosen, after, times[1] / times[0])
+
+
+def _evenly(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
+    """The axes with the lists they have taken out; a single one gets as many ranks as there are speeds."""
+    cleared: dict[str, Any] = {}
+    for name, axis in parallel.axes.items():
+        size = ranks if len(parallel.axes) == 1 else axis.size
+        if isinstance(axis, DpConfig):
+            cleared[name] = replace(axis, size=size, shares=())
+        elif isinstance(axis, CutConfig):
+            cleared[name] = replace(axis, size=size, shares=(), heads=(), columns=(), sequence=())
+        elif isinstance(axis, PpConfig):
+            cleared[name] = replace(axis, size=size, stages=())
+    return replace(parallel, **cleared)
+
+
+def _room(drawn: Sketch, found: Forecast) -> Room | None:
+    """What the ranks can hold, from what they hold by speed alone; None where the memory of one is not known."""
+    family = drawn.family
+    limits = [rank.limit for rank in found.ranks]
+    if family is None or None in limits:
+        return None
+    known = tuple(float(cast("int", limit)) for limit in limits)
+    if found.plan.dp > 1:  # every replica has all weights, and rows cost activations
+        row = max(rank.memory.activations / rank.rows for rank in found.ranks)
+        return Room(known, tuple(float(rank.total - rank.memory.activations) for rank in found.ranks), 0.0, row)
+    parameters = parameters_of(family, family.shape(drawn.config), family.depth(drawn.config))
+    inside = {id(value): value for rule in family.stacks.values() for value in _under(drawn.model, rule.blocks)}.values()
+    cost = sum(value.numel() * (value.element_size() + (12 if value.requires_grad else 0)) for value in inside) / parameters.total
+    held = []
+    for rank in found.ranks:
+        share = {"attention": 1.0, "mlp": 1.0}
+        if (cut := found.plan.cut) is not None:
+            share["attention"] = cut.heads[rank.at.tp] / sum(cut.heads) if cut.heads else 0.0
+            share["mlp"] = cut.columns[rank.at.tp] / sum(cut.columns) if cut.columns else 0.0
+        elif found.plan.pp > 1:
+            counts = [sum(end - first for first, end in stage.blocks.values()) for stage in found.plan.stages]
+            share = dict.fromkeys(share, sum(counts[rank.at.pp :: found.plan.pp]) / sum(counts))
+        held.append(cost * (share["attention"] * parameters.attention + share["mlp"] * parameters.mlp))
+    return Room(known, tuple(rank.total - mine for rank, mine in zip(found.ranks, held, strict=True)), cost)
+
+
+def _under(model: nn.Module, suffix: str) -> list[nn.Parameter]:
+    return [value for name, value in model.named_parameters() if f".{suffix}." in f".{name}"]

@@ -1,0 +1,199 @@
+"""What fused blocks would keep and how long a step would take, on a device that need not be here.
+
+The forecast's model without weights goes through the fuse pass of a run, and the policy that a run asks is asked here, with a run's budget:
+what is foretold is what a run would choose. It is for batches of the greatest length; shorter ones get policies of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from petune.errors import UsageError
+from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch
+from petune.kernels.block.call import Spec
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.configs import MemoryConfig
+from petune.kernels.dispatch import refusal
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.policy import GIB, Policy, choose
+from petune.kernels.memory.policy_hook import SPARE, fixed_bytes, pinnable, resident_bytes, rounded, shape_of
+from petune.parallel import ParallelPlan
+from petune.recipe import Recipe
+from petune.run.streaming import refuse_unfused, streams
+
+CARDS = {"H200": 139.8, "H100": 79.2, "A100-80": 79.2, "A100-40": 39.4}  # GiB of memory as CUDA counts it
+HOST = 2  # times a device's memory is taken to be free in its host, where neither the machine nor memory.host says
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A forecast and what fused blocks make of it. policies: of its ranks, in order; none where blocks would not be fused."""
+
+    forecast: Forecast
+    policies: tuple[Policy, ...]
+    lines: tuple[str, ...]
+
+
+def on_device(recipe: Recipe, name: str, memory: Sequence[int] | None) -> tuple[Recipe, Sequence[int]]:
+    """The recipe on CUDA devices called `name`, and their memory in bytes: `memory` where it is given, else that of CARDS.
+
+    Raises UsageError for a recipe that is for the CPU, and for a device whose memory nobody says.
+    """
+    if recipe.device == "cpu":
+        remedy = "set device=cuda, or leave --device out"
+        raise UsageError("the recipe is for the CPU, and this is a CUDA device", where="--device", found=name, remedy=remedy)
+    if memory is None:
+        memory = [int(gib * GIB) for card, gib in CARDS.items() if card.lower() == name.lower()]
+    if not memory:
+        remedy = "say it: --memory 24GiB"
+        raise UsageError("the memory of this device is not known", where="--device", expected=", ".join(CARDS), found=name, remedy=remedy)
+    return recipe.model_copy(update={"device": "cuda"}), memory
+
+
+def outlook(found: Forecast, device: str | None = None) -> Outlook:
+    """`found` with what fused blocks keep in the place of its estimate. device: the name of every rank's; None: this machine's.
+
+    Raises UsageError where a run would refuse the recipe's settings of kernels and memory.
+    """
+    if device is None and found.drawn.device == "cuda" and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        reason = refusal(torch.device("cuda", torch.cuda.current_device()), torch.float32)
+        if reason is not None and found.drawn.recipe.kernels != "reference":
+            return Outlook(found, (), (f"blocks   unfused: {reason}",))
+    sizes = [(rank.rows, rank.limit) for rank in found.ranks]
+    chosen = {size: policy_for(found.drawn, found.plan, size[0], device, size[1]) for size in dict.fromkeys(sizes)}
+    policies = []
+    for size in sizes:
+        policy = chosen[size]
+        if isinstance(policy, str):
+            return Outlook(found, (), (f"blocks   {policy}",))
+        policies.append(policy)
+    ranks = tuple(_kept(rank, policy) for rank, policy in zip(found.ranks, policies, strict=True))
+    return Outlook(replace(found, ranks=ranks), tuple(policies), tuple(_lines(found, policies, str(device))))
+
+
+def _kept(rank: Rank, policy: Policy) -> Rank:
+    """A rank whose activations are all of the policy's peak but for weights, gradients and states."""
+    stands = rank.memory.total - rank.memory.activations
+    return replace(rank, memory=replace(rank.memory, activations=policy.peak - stands))
+
+
+def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator[str]:
+    rates = "measured" if rates_of(device).measured else "assumed"
+    yield f"blocks   fused on {device}, whose rates are {rates}"
+    different = list(dict.fromkeys(policies))
+    for policy in different:
+        if len(different) > 1:
+            yield f"ranks    {', '.join(str(rank.rank) for rank, own in zip(found.ranks, policies, strict=True) if own == policy)}"
+        yield from policy.lines()
+    tokens = sum(rank.rows * rank.tokens for rank in found.ranks)
+    seconds, roofline = max(policy.seconds for policy in policies), max(policy.roofline for policy in policies)
+    predicted = f"{tokens / seconds:,.0f} tokens/s predicted, {tokens / roofline:,.0f} at the roofline"
+    yield f"speed    {predicted}; of the devices alone, for the longest rows"
+
+
+# ---------------------------------------------------------------- the policy of a rank
+
+
+def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None, memory: int | None) -> Policy | str:
+    """What a run of this plan chooses for `rows` rows of the greatest length on a device of `memory` bytes; or, in words, why nothing.
+
+    device: a name that tells its rates; None where there is no CUDA device. Raises UsageError where a run would.
+    """
+    fused = _fused(drawn, plan)
+    if isinstance(fused, str):
+        return f"unfused: {fused}"
+    if device is None:
+        return _without_device(drawn.recipe)
+    if memory is None:
+        return "fused, but the memory of the devices is not known: give --memory"
+    recipe, model = drawn.recipe, drawn.model
+    specs = _specs(fused)
+    config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
+    longest = max(drawn.work.tokens.values())
+    fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(model)
+    try:
+        return choose(
+            replace(shape_of(specs[0]), itemsize=drawn.work.itemsize),
+            len(specs),
+            tokens=rounded(rows * longest),
+            sequence=min(rounded(longest), rounded(rows * longest)),
+            fixed=fixed,
+            vocabulary=drawn.config.vocab_size if hasattr(model, "lm_head") else 0,
+            budget=_budget(config, memory, fixed),
+            host=_host(config, memory, device),
+            rates=rates_of(device),
+            config=config,
+            streamed=streams(recipe),
+        )
+    except UsageError as error:
+        raise _placed(error, recipe) from None
+
+
+def _without_device(recipe: Recipe) -> str:
+    auto = "refused" if streams(recipe) else "unfused"
+    would = {"auto": auto, "reference": "fused, their memory not planned,", "triton": "refused"}[recipe.kernels]
+    return f"{would} on a CPU with kernels: {recipe.kernels}; --device H200 tells what a run on one would keep and how fast it would be"
+
+
+def _budget(config: MemoryConfig, memory: int, fixed: int) -> int:
+    """Bytes a run may fill of a device that nobody else uses."""
+    free = fixed + SPARE * (memory - PROCESS["cuda"] - fixed)
+    return int(free if config.budget is None else min(free, config.budget * GIB))
+
+
+def _host(config: MemoryConfig, memory: int, device: str) -> int:
+    """Bytes of host memory that may be pinned."""
+    here = torch.cuda.is_available() and torch.cuda.get_device_name() == device
+    return pinnable(config) if here or config.host is not None else HOST * memory
+
+
+def _placed(error: UsageError, recipe: Recipe) -> UsageError:
+    """The same, where the recipe has the key it is about."""
+    keys = [one.where or "memory" for one in error.problems]
+    return UsageError(
+        [replace(one, what=f"{key}: {one.what}", where=recipe.where(key)) for key, one in zip(keys, error.problems, strict=True)]
+    )
+
+
+# ---------------------------------------------------------------- what would be fused
+
+
+def _fused(drawn: Sketch, plan: ParallelPlan) -> nn.Module | str:
+    """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name for what cannot be."""
+    recipe = drawn.recipe
+    if recipe.kernels == "off" or recipe.compile:
+        return "kernels: off" if recipe.kernels == "off" else "compile: true"
+    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:
+        return "fused blocks are whole, and the parallel plan cuts them"
+    model = copy.deepcopy(drawn.model)
+    try:
+        done = fuse(model, drawn.family, "reference", recipe.memory, recipe.base_dtype)
+    except UsageError as error:
+        if recipe.kernels != "auto" or recipe.base_dtype is not None or streams(recipe):
+            raise _placed(error, recipe) from None
+        return str(error.problems[0].found)
+    if not done.blocks:
+        return "; ".join(done.reasons)
+    declined = _declined(_specs(model)[0], drawn)
+    refuse_unfused(recipe, declined or "")
+    return declined or model
+
+
+def _specs(model: nn.Module) -> list[Spec]:
+    return [cast("FusedBlock", block).spec for block in fused_blocks(model)]
+
+
+def _declined(spec: Spec, drawn: Sketch) -> str | None:
+    """Why fused blocks hand all calls of this training to what they were before, or None."""
+    size = shape_of(spec).itemsize
+    if size != drawn.work.itemsize and not spec.casts:
+        return f"weights have {size} bytes, and autocast computes in {drawn.work.itemsize}"
+    return None

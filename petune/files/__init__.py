@@ -1,0 +1,1 @@
+"""Files and folders: safetensors, JSON by tables, manifests, hashes, locks, and writes that appear whole."""

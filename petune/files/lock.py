@@ -1,0 +1,123 @@
+"""One run at a time in a folder: a lock that the kernel holds, and drops however the process ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from petune.errors import MachineError
+from petune.files.safetensors import writing
+from petune.log import warn
+
+
+class RunLock:
+    """One run at a time in a folder: `with RunLock(folder): ...`. The file names process and host.
+
+    The kernel holds the lock (flock) and drops it when the process ends, however it ends, so a killed run's lock is simply taken over.
+    On a file system without flock, a lock is respected if its process lives on this host or is of another host. Raises MachineError.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+        self._fd: int | None = None
+
+    def __enter__(self) -> RunLock:
+        with writing(self.path):
+            while self._fd is None:
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+                try:
+                    self._claim(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
+        return self
+
+    def is_held(self) -> bool:
+        """Whether a process that lives holds the lock now; asking leaves everything as it is."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
+            return bool(owner) and not _has_ended(owner)
+        finally:
+            os.close(fd)
+        return False
+
+    def _claim(self, fd: int) -> None:
+        """Keep `fd` if it is locked now; leave `_fd` None when the file was removed meanwhile by the run that ended."""
+        owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._refuse(owner)
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                raise
+            if owner and not _has_ended(owner):
+                self._refuse(owner)
+        if not os.path.lexists(self.path) or not os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+            os.close(fd)
+            return
+        if owner:
+            warn(f"the run of {owner} in {self.path.parent} ended without saying so: taking over")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._fd = fd
+        _held.add(self)
+
+    def _refuse(self, owner: str) -> None:
+        remedy = f"wait for it, end it, or give another `out`; if it cannot be running, delete {self.path}"
+        raise MachineError(f"another run is using this folder: {owner or 'unknown process'}", where=str(self.path.parent), remedy=remedy)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._fd is not None:
+            try:
+                self.path.unlink(missing_ok=True)  # while it is still locked: nobody can have taken this very file
+            except OSError as refused:
+                warn(f"{self.path} could not be removed: {refused}")
+            os.close(self._fd)
+            self._fd = None
+            _held.discard(self)
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A forked child (a data worker) shares the parent's lock until it closes its copy: a killed run must not be held up by an orphan."""
+    for lock in list(_held):
+        if lock._fd is not None:
+            os.close(lock._fd)
+            lock._fd = None
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _has_ended(owner: str) -> bool:
+    match = re.fullmatch(r"process ([0-9]{1,9}) on (.+)", owner)
+    return bool(match and match[2] == socket.gethostname() and not lives(int(match[1])))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this host, or one that has taken its number since, runs."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True

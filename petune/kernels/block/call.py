@@ -1,0 +1,205 @@
+"""What a fused block is made of, and one call of it: what its autograd node needs beside tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.kernels import fold
+from petune.kernels.block.attention import How
+from petune.kernels.block.linear import Bank, FrozenWeight
+from petune.kernels.block.packed_linear import Dropping, Group, Sink
+from petune.kernels.configs import Rung
+from petune.kernels.dispatch import Ops
+from petune.kernels.memory.offload import Store
+from petune.kernels.program import Program
+from petune.kernels.steps import Run, Values
+from petune.models.tuned_linear import LowRank
+from petune.rng.dropout import Drop
+
+Parts = tuple[tuple[LowRank, ...], ...]  # of each group
+Where = tuple[nn.Module, str] | None  # an attribute of a module
+
+
+@dataclass
+class Spec:
+    """What a block is made of, and what it is to keep.
+
+    layers: of each group of the program. norms: (module, name) of each norm tensor. dropouts: where each
+    probability is, which counts while training. rung and tile may be changed between steps."""
+
+    program: Program
+    layers: Sequence[Sequence[nn.Module]]
+    norms: Sequence[tuple[nn.Module, str]]
+    dropouts: Sequence[tuple[nn.Module, str]]
+    ops: Ops
+    rung: Rung = field(default_factory=Rung)
+    tile: int | None = None
+    store: Store | None = None
+    banks: list[Bank | None] = field(default_factory=list)
+    inside: list[tuple[str, nn.Module]] = field(default_factory=list)  # the modules of the block, by name
+    homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)  # where each layer is: its parent, and the name there
+    hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
+    arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
+    said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return cast("Tensor", self.layers[0][0].weight).dtype
+
+    @property
+    def defers(self) -> bool:
+        """Whether the activation may add the update of gate | up: its result must be no number of the narrow
+        grid, as ReLU's is."""
+        return self.program.sizes.act != "relu"
+
+    @property
+    def casts(self) -> bool:
+        """Whether bf16 autocast may have the weights rounded anew in every pass, as it does with those of
+        linears: where they are float32 and none of them is frozen in a bank."""
+        return self.dtype == torch.float32 and not any(self.banks)
+
+    def computes_in(self, kind: str) -> torch.dtype:
+        """What it computes in at this moment on a kind of device."""
+        rounds = self.casts and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
+        return torch.bfloat16 if rounds else self.dtype
+
+    @property
+    def probabilities(self) -> list[float]:
+        """Of its dropouts, as they are now."""
+        return [_probability(*where) for where in self.dropouts]
+
+    @property
+    def attention_dropout(self) -> float:
+        """The probability of its first attention."""
+        drop = self.program.attends[0].drop
+        return 0.0 if drop is None else _probability(*self.dropouts[drop])
+
+
+def _probability(owner: nn.Module, name: str) -> float:
+    """Of a dropout: a module, or a number."""
+    value = getattr(owner, name)
+    return float(value.p if isinstance(value, nn.Dropout) else value)
+
+
+class Draws(NamedTuple):
+    """What drops out in one call of a block, None where nothing does. groups: of the input of each part's
+    update; drops: of each of the program's dropouts."""
+
+    groups: tuple[tuple[Drop | None, ...], ...]
+    drops: tuple[Drop | None, ...]
+
+    @classmethod
+    def nothing(cls, parts: Parts, program: Program) -> Draws:
+        """What is drawn where nothing drops out."""
+        return cls(tuple((None,) * len(group) for group in parts), (None,) * len(program.dropouts))
+
+    @property
+    def all(self) -> list[Drop]:
+        """One after the other."""
+        every = (*(draw for group in self.groups for draw in group), *self.drops)
+        return [draw for draw in every if draw is not None]
+
+    def replaced(self, by: Iterator[Drop]) -> Draws:
+        """Others in the places of `all`."""
+        groups = tuple(tuple(draw and next(by) for draw in group) for group in self.groups)
+        return Draws(groups, tuple(draw and next(by) for draw in self.drops))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block: what the node needs beside tensors. hows: of each attention; angles: cos and sin
+    [p, d] of rotary positions, where the program reads them; dtype: of the computation."""
+
+    spec: Spec
+    hows: tuple[How, ...]
+    rung: Rung
+    tile: int | None
+    parts: Parts
+    draws: Draws
+    angles: tuple[Tensor, Tensor] | None
+    dtype: torch.dtype
+
+    def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
+        """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and
+        B."""
+        found = []
+        for at, (place, parts, draws) in enumerate(zip(self.spec.program.groups, self.parts, self.draws.groups, strict=True)):
+            first = place.first
+            drops = [self._dropping(draw) for draw in draws]
+            own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype) for k, part in enumerate(parts)]
+            base = _base(self.spec.banks[at], own)
+            a, b = factors[2 * at : 2 * at + 2] or (None, None)
+            made = None if a is None or b is None else (a, b)
+            found.append(Group(own, self.dtype, first, self.spec.ops, base, drops, made, self.spec.defers and place.kind == "up"))
+        return found
+
+    def forward(self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> tuple[Tensor, Values, list[Tensor | None]]:
+        """(the block's output for inputs [m, width], what its rung keeps, its stacked factors); autocast must
+        be off."""
+        groups = self.groups(tensors)
+        y, kept = fold.forward(self.spec.program, self.run(groups, tensors), inputs, self.rung.keep, self.tile)
+        return y, kept, [value for group in groups for value in group.factors]
+
+    def backward(
+        self,
+        dy: Tensor,
+        kept: Values,
+        factors: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        given: Sequence[bool],
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """(the gradients of the inputs, those of `tensors`), None for what needs none, by `given` and
+        `needs`; kept and factors are what `forward` gave."""
+        groups = self.groups(tensors, factors)
+        run = self.run(groups, tensors)
+        grads = fold.backward(self.spec.program, run, dy, kept, needs, given, self.rung.keep, self.tile)
+        return grads, self.gradients(groups, tensors, run.sink)
+
+    def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> Run:
+        """A pass of these groups."""
+        own, norms = iter(tensors[4 * sum(map(len, self.parts)) :]), []
+        for norm in self.spec.program.norms:
+            weight = cast("Tensor", next(own))
+            weight = weight + norm.offset if norm.offset else weight
+            norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
+        return Run(self.spec.ops, groups, norms, [self._dropping(draw) for draw in self.draws.drops], self.hows, self.angles)
+
+    def _dropping(self, draw: Drop | None) -> Dropping | None:
+        """`draw` as a function of a matrix and of which rows of the whole it is."""
+        if draw is None:
+            return None
+
+        def drop(x: Tensor, rows: slice | None) -> Tensor:
+            dropped: Tensor = self.spec.ops.drop(x, draw if rows is None else draw._replace(numbers=draw.numbers[rows]))
+            return dropped
+
+        return drop
+
+    def gradients(self, groups: Sequence[Group], tensors: Sequence[Tensor | None], sink: Sink) -> list[Tensor | None]:
+        """Those of `tensors` that a backward pass has left in `sink`, in their dtypes; None for what does not
+        train."""
+        grads = [grad for group in groups for grad in group.gradients(sink)]
+        grads += [sink.found.get(at) if sink.needs[at] else None for at in range(len(grads), len(tensors))]
+        return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
+
+
+def _base(bank: Bank | None, parts: Sequence[LowRank]) -> FrozenWeight | None:
+    """The frozen weights of `parts` as one product, where they still lie in their bank."""
+    if bank is None:
+        return None
+    if not bank.intact(parts):
+        if not bank.base.repacks:
+            remedy = "move the model before petune.wrap(..., base_dtype='fp8')"
+            raise UsageError("weights were moved or replaced after they were quantised", where="base_dtype", remedy=remedy)
+        return None
+    if bank.base.stale(parts):
+        bank.base.refresh(parts)
+    return bank.base

@@ -1,0 +1,248 @@
+"""Frozen linears that share an input, moved into one tensor: a base weight of fused blocks, and products with it.
+
+A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T + s b^T of [x | s], summed in
+float32 and rounded once, and one product gives dy W and dy b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.kernels.dispatch import Ops
+from petune.kernels.reference import Low
+from petune.models.tuned_linear import LowRank
+
+
+def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * x y, summed and given in float32 (float64 for float64)."""
+    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
+        if scale == 1.0:
+            return torch.mm(x, y, out_dtype=torch.float32)
+        nothing = torch.empty(1, 1, dtype=torch.float32, device=x.device)  # beta = 0: not read
+        return torch.addmm(nothing, x, y, torch.float32, beta=0, alpha=scale)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type == "cpu":  # whose product would be rounded on its way
+        x, y = x.to(wide), y.to(wide)
+    product = (x @ y).to(wide)
+    return product if scale == 1.0 else product.mul_(scale)
+
+
+WIDE = 2  # times as many outputs as inputs, from which on one product gives dy W and dy b sooner than two
+
+
+class FrozenWeight(Protocol):
+    """The frozen weight of linears that share an input, [sum of outputs, k] with its bias, in whatever form it is held."""
+
+    @property
+    def rate(self) -> Literal["matmul", "matmul_fp8"]:
+        """Which rate of a device its products run at."""
+        ...
+
+    @property
+    def repacks(self) -> bool:
+        """Whether parameters that were moved or replaced are packed anew. False: that is an error, as another form was made of them."""
+        ...
+
+    @property
+    def recordable(self) -> bool:
+        """Whether its memory stays where it is, so that CUDA graphs may read it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(sum of outputs, k)."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its form takes beside the layers' own parameters."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The weight [sum of outputs, k] as its products see it."""
+        ...
+
+    def narrow(self, dim: int, start: int, length: int) -> FrozenWeight:
+        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them; by inputs without the bias."""
+        ...
+
+    def stale(self, parts: Sequence[LowRank]) -> bool:
+        """Whether one of the parameters that lie in it was written since its form was made."""
+        ...
+
+    def refresh(self, parts: Sequence[LowRank]) -> None:
+        """Make its form again of the parameters."""
+        ...
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x W^T + bias, [m, k] -> [m, sum of outputs]."""
+        ...
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no use for it."""
+        ...
+
+    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """x W^T + bias + low, rounded once. inlet: what `inlet` gave, if x is its left part."""
+        ...
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """dy W, [m, sum of outputs] -> [m, k]."""
+        ...
+
+    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """(dy W, dy b) with b [sum of outputs, r]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Weight [n, k] and bias [n] as they are."""
+
+    weight: Tensor
+    bias: Tensor | None
+    room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
+    rate: ClassVar[Literal["matmul"]] = "matmul"
+    repacks: ClassVar[bool] = True
+    recordable: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See FrozenWeight."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """See FrozenWeight: the room, as the weight is the parameters themselves."""
+        return 0 if self.room is None else self.room.nbytes - self.weight.numel() * self.weight.itemsize
+
+    def dense(self) -> Tensor:
+        """See FrozenWeight."""
+        return self.weight
+
+    def narrow(self, dim: int, start: int, length: int) -> Dense:
+        """See FrozenWeight."""
+        bias = None if dim or self.bias is None else self.bias.narrow(0, start, length)
+        return Dense(self.weight.narrow(dim, start, length), bias)
+
+    def stale(self, parts: Sequence[LowRank]) -> bool:
+        """See FrozenWeight: never, as it is the parameters themselves."""
+        return False
+
+    def refresh(self, parts: Sequence[LowRank]) -> None:
+        """See FrozenWeight."""
+
+    def linear(self, x: Tensor) -> Tensor:
+        """See FrozenWeight."""
+        return F.linear(x, self.weight, self.bias)
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """See FrozenWeight."""
+        if not self._has_room(rank):
+            return None
+        columns = self.weight.shape[1] + rank
+        whole = self.weight.new_empty(m, _whole_lines(columns))
+        if whole.device.type == "cpu":
+            whole[:, columns:] = 0  # oneDNN reads behind rows of bf16 and multiplies by zero, which leaves NaN what is NaN
+        return whole[:, :columns]
+
+    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """See FrozenWeight."""
+        s, b = low
+        if not self._has_room(s.shape[1]):
+            product: Tensor = ops.linear_low(x, self.weight, self.bias, low)
+            return product
+        if inlet is None:
+            inlet = torch.cat((x, s), 1)
+        else:
+            inlet[:, x.shape[1] :].copy_(s)
+        return F.linear(inlet, self._with(b), self.bias)
+
+    def _has_room(self, rank: int) -> bool:
+        return self.room is not None and self.room.shape[1] >= self.weight.shape[1] + rank
+
+    def _with(self, b: Tensor) -> Tensor:
+        """[W | b]."""
+        assert self.room is not None
+        k = self.weight.shape[1]
+        self.room[:, k : k + b.shape[1]].copy_(b)
+        return self.room[:, : k + b.shape[1]]
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """See FrozenWeight."""
+        return dy @ self.weight
+
+    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """See FrozenWeight."""
+        outputs, k = self.weight.shape
+        if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
+            return dy @ self.weight, dy @ b
+        both = dy @ self._with(b)
+        return both[:, :k], both[:, k:]
+
+
+def _whole_lines(columns: int) -> int:
+    """Columns so that rows of 16-bit numbers begin where lines of the cache do; in a narrow matrix, where loads of 16 bytes do."""
+    unit = 64 if columns > 1024 else 8
+    return -(-columns // unit) * unit
+
+
+class Bank:
+    """Weights that do not train, moved into one tensor so that linears of one input are one product; the layers keep views of it.
+
+    A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
+    have so many columns more, for the factors b.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], room: int = 0) -> None:
+        self.room = room
+        weights = [cast("nn.Parameter", layer.weight) for layer in layers]
+        biases = [value for layer in layers if (value := cast("nn.Parameter | None", layer.bias)) is not None]
+        self.weight, whole = _moved_together(weights, room)
+        self.bias = _moved_together(biases, 0)[0] if len(biases) == len(layers) else None
+        self.base: FrozenWeight = Dense(self.weight, self.bias, whole if room else None)
+
+    def intact(self, parts: Sequence[LowRank]) -> bool:
+        """Whether these parts' weights and biases are still the views of the bank."""
+        biases = [part.bias for part in parts if part.bias is not None]
+        if self.bias is None:
+            return not biases and _lie_in(self.weight, [part.weight for part in parts])
+        return _lie_in(self.weight, [part.weight for part in parts]) and _lie_in(self.bias, biases)
+
+
+def bankable(layers: Sequence[nn.Module]) -> bool:
+    """Whether the weights and biases of `layers` are plain tensors of one dtype, none of which trains."""
+    weights = [cast("Tensor", layer.weight) for layer in layers]
+    biases = [cast("Tensor | None", layer.bias) for layer in layers]
+    plain = all(type(weight.data) is Tensor and not weight.requires_grad for weight in weights)
+    alike = len({weight.dtype for weight in weights}) == 1 and len({bias is None for bias in biases}) == 1
+    return plain and alike and all(bias is None or not bias.requires_grad for bias in biases)
+
+
+def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:
+    """Whether `values` are the rows of `whole`, one after the other, to the last."""
+    at, stride = whole.data_ptr(), whole.stride(0)
+    for value in values:
+        if value.data_ptr() != at or value.stride(0) != stride or value.dtype != whole.dtype:
+            return False
+        at += len(value) * stride * value.itemsize
+    return at == whole.data_ptr() + len(whole) * stride * whole.itemsize
+
+
+@torch.no_grad()
+def _moved_together(values: Sequence[nn.Parameter], room: int) -> tuple[Tensor, Tensor]:
+    """`values` [n, ...] as views of one tensor, one below the other, which is the first result; the second has `room` more columns."""
+    if len(values) == 1 and not room:
+        return values[0].detach(), values[0].detach()
+    rest = list(values[0].shape[1:])
+    whole = values[0].new_zeros(sum(map(len, values)), *(rest if not room else [_whole_lines(rest[0] + room)]))
+    together = whole[:, : rest[0]] if room else whole
+    for value, piece in zip(values, together.split([len(value) for value in values]), strict=True):
+        value.data = piece.copy_(value.detach())
+    return together, whole

@@ -1,0 +1,228 @@
+"""A fused block: Hugging Face's own block, whose training forward is one autograd node with both passes
+written by hand.
+
+The class of a block is exchanged for a subclass of it, so names, hooks and state stay. A call that the node
+cannot do (a cache, attention probabilities asked for) goes to the block's own forward, and the reason is said
+once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from petune.errors import UsageError
+from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import Backend, How
+from petune.kernels.block.call import Call, Draws, Parts, Spec
+from petune.kernels.block.linear import Bank, bankable
+from petune.kernels.block.varlen import Segments
+from petune.kernels.node import Node, forward
+from petune.log import say
+from petune.models.tuned_linear import LowRank, TunedLinear
+from petune.rng.context import running
+from petune.rng.dropout import Drop, draw, drawing, places
+
+
+class FusedBlock(nn.Module):
+    """Mixed in before the class of a block; `spec` says what it computes."""
+
+    spec: Spec
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The block's own arguments and result."""
+        given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
+        reason = self.declines(hidden_states, given)
+        if reason is None:
+            return self._fused(hidden_states, given)
+        if reason not in self.spec.said and torch.is_grad_enabled():
+            self.spec.said.add(reason)
+            say(f"kernels: {type(self).__name__} runs unfused: {reason}")
+        return self._unfused(super().forward, hidden_states, *args, **kwargs)
+
+    def _unfused(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward, computed again in the backward pass where the block is not to keep
+        everything."""
+        cached = kwargs.get("past_key_values") is not None  # which a second forward would fill a second time
+        if self.spec.rung.keep == "all" or cached or not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        here = replace(running())
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with drawing(replace(here)):
+                return own(*args, **kwargs)
+
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
+
+    def unready(self, device: torch.device) -> str | None:
+        """Why every call at this moment goes to the block's own forward, or None."""
+        dtype = self.spec.computes_in(device.type)
+        if getattr(self, "_is_replica", False):
+            return "nn.DataParallel runs copies of it, whose layers it does not know"
+        if any(vars(module).get("exchange") is not None for _, module in self.spec.inside):
+            return "its attention exchanges tokens with other ranks"
+        if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
+            return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
+        hooked = self._hooked()
+        return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
+
+    def _hooked(self) -> str | None:
+        """The module inside that has a hook; looked for anew where one has been registered anywhere since, or
+        was found."""
+        count, found = self.spec.hooked
+        if count != RemovableHandle.next_id or found is not None:
+            found = next((name for name, module in self.spec.inside if _hooked(module)), None)
+            self.spec.hooked = RemovableHandle.next_id, found
+        return found
+
+    def declines(self, hidden: Tensor, given: dict[str, Any]) -> str | None:
+        """Why this call goes to the block's own forward, or None."""
+        dtype = self.spec.computes_in(hidden.device.type)
+        if given.get("past_key_values") is not None:
+            return "a cache of keys and values is in use"
+        if given.get("encoder_hidden_states") is not None:
+            return "it attends to an encoder"
+        if given.get("output_attentions"):
+            return "attention probabilities are asked for"
+        mask = given.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
+        if hidden.dtype != dtype:
+            return f"hidden states are {_short(hidden.dtype)}, blocks compute in {_short(dtype)}"
+        return self.unready(hidden.device)
+
+    def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+        parts = self.parts()
+        draws = self.draws(parts, cache(lambda: places_of(hidden)))
+        angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
+        call = self.call(parts, self._hows(hidden, given, draws), draws, angles)
+        if not torch.is_grad_enabled():
+            return forward(call, [hidden], self.tensors(parts))[0].view(hidden.shape)
+        out: Tensor = Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
+        return out
+
+    def linears(self) -> Parts:
+        """The linears as they are at this moment.
+
+        Raises UsageError where a layer has been exchanged for another: which of the two was to be computed
+        would be a guess."""
+        for parent, name, layer in self.spec.homes:
+            if parent._modules.get(name) is not layer:
+                raise UsageError(
+                    f"a layer of a fused block was exchanged: {name}", found=type(parent._modules.get(name)).__name__, remedy=_FIRST
+                )
+        return tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+
+    def parts(self) -> Parts:
+        """`linears`; in training, in their banks, though the model was copied or moved."""
+        found = self.linears()
+        for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
+            if bank is not None and bank.base.repacks and not bank.intact(parts):
+                layers = self.spec.layers[at]
+                self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
+        return found
+
+    def tensors(self, parts: Parts) -> list[Tensor | None]:
+        """What autograd must know of: the tensors of `parts`, then the norms'."""
+        norms = [getattr(*norm) for norm in self.spec.norms]
+        return [tensor for group in parts for part in group for tensor in part.tensors] + norms
+
+    def call(self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
+        """A call of these parts."""
+        spec = self.spec
+        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts[0][0].weight.device.type))
+
+    def hows(self, batch: int, segments: Segments | None, mask: Tensor | None, backend: Backend, draws: Draws) -> tuple[How, ...]:
+        """How each attention of a call of `batch` rows, or of `segments`, is computed."""
+        return tuple(
+            How(one.causal, one.scale, batch, segments, mask, backend, None if one.drop is None else draws.drops[one.drop])
+            for one in self.spec.program.attends
+        )
+
+    def _hows(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> tuple[How, ...]:
+        mask, segments, drop = given.get("attention_mask"), running().segments, self.spec.program.attends[0].drop
+        drops = drop is not None and draws.drops[drop] is not None
+        return self.hows(len(hidden), segments, mask, self.form(hidden, segments, masked=mask is not None, drops=drops), draws)
+
+    def form(self, hidden: Tensor, segments: Segments | None, *, masked: bool = False, drops: bool = False) -> Backend:
+        """The form of its attention for hidden states [b, t, w], or [1, total, w] in `segments`."""
+        return attending.choose(
+            hidden.device,
+            hidden.dtype,
+            self.spec.program.sizes.head_dim,
+            hidden.shape[1] if segments is None else segments.longest,
+            segmented=segments is not None,
+            masked=masked,
+            drops=drops,
+            plain=self.spec.ops.name == "reference",
+        ).backend
+
+    def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:
+        """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its
+        tokens, see `places_of`."""
+
+        def one(p: float) -> Drop | None:
+            return draw(places(), p) if p and self.training else None
+
+        chances, groups, drops = self.spec.probabilities, [], []
+        for kind, at in self.spec.program.order:
+            if kind == "group":
+                groups.append(tuple(one(part.dropout) for part in parts[at]))
+            else:
+                drops.append(one(chances[at]))
+        return Draws(tuple(groups), tuple(drops))
+
+
+def places_of(hidden: Tensor) -> Tensor:
+    """Where each row of hidden states, as a matrix [m, width], lies in the batch, for dropout by index."""
+    segments: Segments | None = running().segments
+    if segments is None:
+        return places(hidden.shape[0], hidden.shape[1], hidden.device)
+    numbers = places(*segments.shape, hidden.device)
+    return numbers if segments.places is None else numbers[segments.places]
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
+    only when asked to."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    others = (*module._forward_pre_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    return bool(others) or any(hook.__module__ != _RECORDS for hook in module._forward_hooks.values())
+
+
+_RECORDS = "transformers.utils.output_capturing"
+_FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
+
+
+def _part(layer: nn.Module) -> LowRank:
+    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than
+    the part."""
+    if type(layer) is nn.Linear:
+        return LowRank(layer.weight, layer.bias)
+    part = layer.low_rank() if isinstance(layer, TunedLinear) else None
+    if part is None:
+        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
+    return part
+
+
+def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """cos and sin [p, d] of [1 or b, t, d]."""
+    cos, sin = angles
+    return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def fused_class(kind: Any) -> Any:
+    """The fused subclass of a block's class."""
+    return type(f"Fused{kind.__name__}", (FusedBlock, kind), {"__module__": kind.__module__})

@@ -1,0 +1,120 @@
+"""A block of a family as a fused one computes it, read off the model by the family's table; or the reason why
+it cannot be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+from transformers.activations import ACT2FN
+
+from petune.kernels.block.call import Spec
+from petune.kernels.dispatch import Ops
+from petune.kernels.program import Sizes, compiled
+from petune.kernels.reference import Act
+from petune.kernels.single_modules import is_rms_norm
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, SubLayer, child_of
+from petune.models.stack import Stack
+from petune.models.tuned_linear import low_rank_of
+
+_ACTS: dict[str, Act] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
+    """The block as a fused one computes it, or why it cannot be."""
+    name = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None))
+    sublayers = tuple(_read(block, sublayer) for sublayer in stack.rule.sublayers if child_of(block, sublayer.core.at) is not None)
+    for sublayer in sublayers:
+        core = sublayer.core
+        for path in core.region.sites.values():
+            layer = block.get_submodule(path)
+            if low_rank_of(layer) is None:
+                return f"{path} is a {type(layer).__name__}"
+    if (act := _ACTS.get(name)) is None:
+        return f"its activation {name!r} has no kernel"
+    if getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False):
+        return "it attends to an encoder"
+    norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
+    if (reason := _stranger(block, name) or _other_norm(norms)) is not None:
+        return reason
+    for core in (sublayer.core for sublayer in sublayers):
+        if getattr(block.get_submodule(core.at), "exchange", None) is not None:
+            return "its attention exchanges tokens with other ranks"
+    program = compiled(sublayers, Sizes(shape.heads, shape.kv_heads, shape.head_dim, act, _eps(norms[0][1])))
+    return Spec(
+        program=program,
+        layers=[[block.get_submodule(path) for path in group.paths] for group in program.groups],
+        norms=[
+            (block.get_submodule(norm.path), name) for norm in program.norms for name in ("weight", "bias")[: 1 + (norm.kind == "layer")]
+        ],
+        dropouts=[_where(block, path) for path in program.dropouts],
+        ops=ops,
+        arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
+    )
+
+
+def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
+    """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
+    none, the scale."""
+    core = sublayer.core
+    if isinstance(core, Mlp):
+        return replace(sublayer, core=replace(core, up=_present(block, core.up)))
+    scale = float(cast("Any", block.get_submodule(core.at)).scaling) if core.scale is None else core.scale
+    q_norm, k_norm = (norm if norm is not None and child_of(block, norm.path) else None for norm in (core.q_norm, core.k_norm))
+    return replace(sublayer, core=replace(core, q_norm=q_norm, k_norm=k_norm, scale=scale))
+
+
+def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:
+    found = ((role, child_of(block, path)) for role, path in group.members)
+    return LinearGroup(tuple((role, hit[0]) for role, hit in found if hit is not None))
+
+
+def _norms_of(sublayer: SubLayer) -> list[Norm]:
+    """Its norms."""
+    core = sublayer.core
+    heads = (core.q_norm, core.k_norm) if isinstance(core, Attention) else ()
+    return [norm for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum) if norm is not None]
+
+
+def _stranger(block: nn.Module, activation: str) -> str | None:
+    """What in the block is neither torch's, transformers' nor ours, so that it may compute anything, or is
+    not the config's activation."""
+    known = type(ACT2FN[activation])
+    for path, module in block.named_modules():
+        kind = type(module)
+        homes = {kind.__module__.partition(".")[0], str(kind.forward.__module__).partition(".")[0]}
+        if "forward" in vars(module) or not homes <= {"torch", "transformers", "petune"}:
+            return f"{path or 'the block'} is a {kind.__name__} whose forward is not transformers' own"
+        if not (module._modules or module._parameters or isinstance(module, known | nn.Dropout | nn.Identity)):
+            return f"{path} is a {kind.__name__}, and the config's activation is {activation!r}"
+    return None
+
+
+def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
+    """A norm that computes something else than the table says, or with another epsilon than the first."""
+    for norm, module in norms:
+        if not is_rms_norm(module) if norm.kind == "rms" else type(module) is not nn.LayerNorm:
+            return f"its norm {type(module).__name__} is not {'an RMS norm' if norm.kind == 'rms' else 'a LayerNorm'}"
+        if _eps(module) != _eps(norms[0][1]):
+            return "its norms have different epsilons"
+    return None
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _where(block: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module and the attribute of it that a path names."""
+    owner, _, name = path.rpartition(".")
+    return block.get_submodule(owner), name

@@ -1,0 +1,191 @@
+"""The kept tokens of a padded or packed batch: which they are, which of them attend to each other, and how they are packed and put back.
+
+A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart); petune.kernels.block.unpad finds out which, in a
+running model. On the CPU nothing waits; on a CUDA device the host waits once, for the lengths.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+# ------------------------------------------------------------------ what is kept
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The kept tokens of a batch [b, t], row by row, and which of them attend to each other: those of one segment.
+
+    starts: [segments + 1] int32 on the batch's device, the first kept token of each segment, and the total. lengths: tokens of each
+    segment, at least one. places: [total] int64, where each kept token lies in the flattened [b * t], ascending; None where all are kept.
+    shape: (b, t).
+    """
+
+    starts: Tensor
+    lengths: tuple[int, ...]
+    places: Tensor | None
+    shape: tuple[int, int]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest segment."""
+        return max(self.lengths, default=0)
+
+    @cached_property
+    def total(self) -> int:
+        """Tokens kept."""
+        return sum(self.lengths)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row of the batch that each kept token is in, [total] int64: what dropout by index numbers it by, with `tokens`."""
+        return self._places // self.shape[1]
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The place of each kept token in its row, padding counted, [total] int64."""
+        return self._places % self.shape[1]
+
+    @cached_property
+    def by_length(self) -> tuple[Tensor, ...]:
+        """For each length that occurs, the kept tokens of its segments, [segments of that length, length] int64."""
+        firsts = defaultdict(list)
+        for first, length in zip(accumulate(self.lengths, initial=0), self.lengths, strict=False):
+            firsts[length].append(first)
+        device = self.starts.device
+        return tuple(torch.tensor(own, device=device)[:, None] + torch.arange(length, device=device) for length, own in firsts.items())
+
+    @property
+    def _places(self) -> Tensor:
+        return torch.arange(self.total, device=self.starts.device) if self.places is None else self.places
+
+
+def of_rows(rows: int, total: int, device: torch.device) -> Segments:
+    """One segment for each of `rows` rows of equal length, `total` tokens in all; nothing is left out."""
+    length = total // max(1, rows)
+    starts = torch.arange(0, rows * length + 1, max(1, length), dtype=torch.int32, device=device)
+    return Segments(starts, (length,) * rows, None, (rows, length))
+
+
+def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Segments that attend one to one, those of the same two lengths together: (their queries [n, q], their keys [n, k]), int64."""
+    if keys is queries:
+        return tuple((own, own) for own in queries.by_length)
+    if len(queries.lengths) != len(keys.lengths):
+        raise ValueError(f"{len(queries.lengths)} segments of queries, but {len(keys.lengths)} of keys")
+    pairs = defaultdict(list)
+    for lengths, *firsts in zip(
+        zip(queries.lengths, keys.lengths, strict=True),
+        accumulate(queries.lengths, initial=0),
+        accumulate(keys.lengths, initial=0),
+        strict=False,
+    ):
+        pairs[lengths].append(firsts)
+    device = queries.starts.device
+    return tuple(
+        (own[:, :1] + torch.arange(q, device=device), own[:, 1:] + torch.arange(k, device=device))
+        for (q, k), firsts in pairs.items()
+        for own in (torch.tensor(firsts, device=device),)
+    )
+
+
+def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None:
+    """One segment for each row, as long as `mask` [b, t], of any dtype, is not zero; read: [b, t] bool, places that are read all the same.
+
+    None where nothing is padding, and in words why padding has to be computed: it is not all behind the last token of a row, or is read.
+    """
+    kept = mask != 0
+    counts = kept.sum(1)
+    behind = torch.arange(mask.shape[1], device=mask.device) >= counts.clamp(min=1)[:, None]
+    missed = torch.stack([(kept == behind).any(), torch.zeros_like(behind).any() if read is None else (read & behind).any()])
+    *lengths, scattered, lost = torch.cat([counts, missed]).tolist()
+    if all(length == mask.shape[1] for length in lengths):
+        return None
+    if scattered:
+        return "some of it stands before or between tokens, where heads and losses read; pad on the right"
+    if lost:
+        return "a label stands on it, or a head pools a token that the mask leaves out"
+    starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    return Segments(starts, tuple(lengths), _true(kept.flatten(), sum(lengths)), _shape(mask))
+
+
+def from_positions(positions: Tensor) -> Segments | None:
+    """One segment for each sample of a packed batch, by Hugging Face's rule: `positions` [b, t] that do not go on by one begin a sample.
+
+    None where every row is one sample.
+    """
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=1) != 1
+    firsts = begins.flatten().cpu().nonzero().squeeze(1).tolist()
+    if len(firsts) == len(positions):
+        return None
+    starts = F.pad(_true(begins.flatten(), len(firsts)), (0, 1), value=positions.numel()).to(torch.int32)
+    lengths = tuple(end - first for first, end in pairwise([*firsts, positions.numel()]))
+    return Segments(starts, lengths, None, _shape(positions))
+
+
+def _true(values: Tensor, count: int) -> Tensor:
+    """Where the `count` entries of `values` [n] that are not zero lie; the device is not asked how many there are."""
+    return torch.nonzero_static(values, size=count).squeeze(1)
+
+
+def _shape(x: Tensor) -> tuple[int, int]:
+    return x.shape[0], x.shape[1]
+
+
+# ------------------------------------------------------------------ across the edge
+
+
+def pack(x: Tensor, segments: Segments) -> Tensor:
+    """The kept tokens of `x` [b, t, ...], or of [1, t, ...] that holds for every row: [1, total, ...]; differentiable."""
+    if len(x) != segments.shape[0]:
+        return x[0].index_select(0, segments.tokens)[None]
+    flat = x.flatten(0, 1)
+    return (flat if segments.places is None else _applied(_Pack, flat, segments.places))[None]
+
+
+def unpack(x: Tensor, segments: Segments) -> Tensor:
+    """Kept tokens [1, total, ...] back in their places, [b, t, ...], zeros elsewhere; differentiable."""
+    flat, (rows, tokens) = x.flatten(0, 1), segments.shape
+    if segments.places is not None:
+        flat = _applied(_Unpack, flat, segments.places, rows * tokens)
+    return flat.view(rows, tokens, *flat.shape[1:])
+
+
+def _applied(function: type[Function], *args: Any) -> Tensor:
+    return cast("Tensor", cast("Any", function).apply(*args))
+
+
+class _Pack(Function):
+    """x [n, ...] -> x[places]. No place is taken twice, so the gradient is copied, where torch's own would be added up atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.length = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _applied(_Unpack, grad, *ctx.saved_tensors, ctx.length), None
+
+
+class _Unpack(Function):
+    """x [total, ...] -> zeros [length, ...] with x at `places`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros(length, *x.shape[1:]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _applied(_Pack, grad, *ctx.saved_tensors), None, None

@@ -1,0 +1,621 @@
+"""A fused stack as two CUDA graphs, forward and backward, inside one autograd node: what launching its kernels costs is paid once.
+
+A block of a small model on a few thousand tokens keeps the device busy for less time than the host needs to launch its kernels. So the
+launches of all blocks are recorded, for a `Bucket` of batches of about the same size, and replayed for every batch that fits:
+
+        hidden [m, w] -> inlet -> | forward graph |  -> outlet -> y          dy -> outlet -> | backward graph | -> inlet -> dx, gradients
+
+Segments need not be as many or as long as those of the recording: tokens that a batch lacks are rows of zeros in segments of their own,
+whose outputs nobody reads and whose gradients are zero. Addresses are part of a recording, values are not: weights may be trained, and
+LoRA's factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
+and a word for each draw. Tensors that are moved or replaced make all recordings void.
+
+What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share, so no other forward may be
+replayed in between: a `Turn` says whether one is on its way, and a second forward pass runs block by block. The file is over 300 lines
+long because the buffers, the recording and the rules when to replay it have to be read together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
+
+from petune.errors import UsageError
+from petune.kernels.block.attention import Backend
+from petune.kernels.block.call import Call, Draws, Parts, Spec
+from petune.kernels.block.module import FusedBlock, angles_of, places_of
+from petune.kernels.block.unpad import Unpadded
+from petune.kernels.block.varlen import Segments
+from petune.kernels.configs import Rung
+from petune.kernels.memory import block_cost
+from petune.kernels.memory.policy_hook import rounded, shape_of
+from petune.kernels.steps import Values
+from petune.log import say
+from petune.models.stack import Call as Arguments
+from petune.models.stack import Stack
+from petune.rng.context import Running, bound_to
+from petune.rng.dropout import Drop
+
+LAUNCH_BOUND = 1e-3  # predicted seconds of a block's forward pass, below which its launches take about as long
+QUANTUM = 256  # tokens of a batch with segments are rounded up to a multiple of this, or of an eighth of the power of two below them
+SLOTS = 8  # and so are its segments, with at least one slot for tokens it lacks
+SHORTEST = 64  # the longest segment is rounded up to a power of two of at least this: it sizes a grid whose spare programs end at once
+ONE_BY_ONE = 5  # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
+RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
+LIMIT = 16  # recordings of a stack
+PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
+
+Run = Callable[[], None]
+
+
+# ------------------------------------------------------------------ recordings
+
+
+class Recorder(Protocol):
+    """What turns the two passes of a stack into something that does the same again."""
+
+    def refusal(self) -> str | None:
+        """Why nothing can be recorded or replayed at this moment, or None."""
+        ...
+
+    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
+        """Both passes again, over the memory they are recorded on. Raises RuntimeError where one cannot be recorded."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, which share a pool of memory and so must not be replayed between each other's two passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def refusal(self) -> str | None:
+        """See Recorder."""
+        if torch.cuda.is_current_stream_capturing():
+            return "the call is part of another CUDA graph"
+        if torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device):
+            return "the call is not on the default stream"
+        return None
+
+    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
+        """See Recorder. Both run once before: kernels are compiled and plans made then, which a capture cannot."""
+        with torch.cuda.device(self.device):
+            forward()
+            backward()
+            return self._captured(forward), self._captured(backward)
+
+    def _captured(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+# ------------------------------------------------------------------ sizes
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes of a recording.
+
+    tokens: that it computes on. rows: of equal length, or slots for segments. longest: tokens a row, or the most that a slot takes.
+    kind: what else has to be the same.
+    """
+
+    tokens: int
+    rows: int
+    longest: int
+    segmented: bool
+    kind: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], segments: Segments | None, kind: tuple[Any, ...] = ()) -> Bucket:
+        """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`."""
+        if segments is None:
+            return cls(shape[0] * shape[1], shape[0], shape[1], False, kind)
+        longest = 1 << (max(SHORTEST, segments.longest) - 1).bit_length()
+        least = segments.total + SLOTS  # so that each of the slots below has a token
+        tokens = rounded(least, max(QUANTUM, (1 << least.bit_length() - 1) // 8))
+        spare = -(-(tokens - segments.total) // longest)  # at least, so that none of them is longer than the others
+        rows = rounded(len(segments.lengths) + spare, SLOTS)
+        return cls(tokens, rows, longest, True, kind)
+
+    def holds(self, segments: Segments) -> bool:
+        """Whether the segments fit, and the tokens they lack into the slots they leave: at least one each, at most `longest`."""
+        lacking, spare = self.tokens - segments.total, self.rows - len(segments.lengths)
+        return segments.longest <= self.longest and 0 < spare <= lacking <= spare * self.longest
+
+    def starts(self, segments: Segments) -> list[int]:
+        """Where the segments begin, then where what they lack does, in slots of about one size; the total last."""
+        total, spare = segments.total, self.rows - len(segments.lengths)
+        lacking = self.tokens - total
+        return [*accumulate(segments.lengths, initial=0), *(total + lacking * (slot + 1) // spare for slot in range(spare))]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What enters a stack: hidden states [b, t, w], cos and sin [p, d] of rotary positions or None, segments, attention's form; what drops
+    out in each block."""
+
+    hidden: Tensor
+    angles: tuple[Tensor, Tensor] | None
+    segments: Segments | None
+    backend: Backend
+    draws: Sequence[Draws] = ()
+
+    @classmethod
+    def of(cls, call: Arguments, segments: Segments | None, block: FusedBlock) -> Arrival:
+        """A call of a stack of such blocks, with nothing drawn yet."""
+        hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
+        backend = block.form(hidden, segments, drops=block.training and spec.attention_dropout > 0)
+        angles = angles_of(call["position_embeddings"]) if spec.program.rotary else None
+        return cls(hidden, angles, segments, backend)
+
+    @cached_property
+    def bucket(self) -> Bucket:
+        """The bucket of the recording that would be made for it."""
+        angles = None if self.angles is None else (self.angles[0].dtype, 0 if self.segments is not None else len(self.angles[0]))
+        return Bucket.of(self.hidden.shape, self.segments, (self.backend, self.hidden.dtype, self.hidden.requires_grad, angles))
+
+
+class Slots(Segments):
+    """Room for segments: only `starts` [rows + 1] says where they are, and it changes from replay to replay. `lengths` is the longest."""
+
+    @property
+    def by_length(self) -> tuple[Tensor, ...]:
+        """See Segments; the host waits for it."""
+        return Segments(self.starts, tuple(self.starts.diff().tolist()), None, self.shape).by_length
+
+
+# ------------------------------------------------------------------ the weights
+
+
+class Learned:
+    """Room for the gradients of what trains, one flat tensor for each dtype: graphs fill it, each backward pass gives away a copy."""
+
+    def __init__(self, trained: Sequence[Tensor]) -> None:
+        self.trained = trained
+        sizes: dict[torch.dtype, list[int]] = defaultdict(list)
+        for value in trained:
+            sizes[value.dtype].append(value.numel())
+        self.sizes, device = sizes, trained[0].device if trained else None
+        self.flat = {dtype: torch.zeros(sum(own), dtype=dtype, device=device) for dtype, own in sizes.items()}
+        self.rooms = self._views(self.flat)
+
+    def taken(self) -> list[Tensor]:
+        """A copy, one view for each tensor: whoever is given one may keep it."""
+        return self._views({dtype: value.clone() for dtype, value in self.flat.items()})
+
+    def _views(self, flat: dict[torch.dtype, Tensor]) -> list[Tensor]:
+        pieces = {dtype: iter(value.split(self.sizes[dtype])) for dtype, value in flat.items()}
+        return [next(pieces[value.dtype]).view(value.shape) for value in self.trained]
+
+
+class Weights:
+    """The tensors of a stack's blocks as they are at this moment, and what of them is part of a recording."""
+
+    def __init__(self, blocks: Sequence[FusedBlock], parts: Sequence[Parts]) -> None:
+        self.parts, self.programs = parts, [block.spec.program for block in blocks]
+        self.tensors = [block.tensors(own) for block, own in zip(blocks, parts, strict=True)]
+        places = [value for own in self.tensors for value in own]
+        self.all = [value for value in places if value is not None]
+        self.lay = self.addresses()
+        self.scaled = [(part.scale, part.dropout) for own in parts for group in own for part in group]
+        self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
+        self.recorded = (
+            [id(value) for value in places],  # of None too: an update may be passed by
+            self.lay,
+            [value.requires_grad for value in self.all],
+            self.scaled,
+            self.modes,
+        )
+
+    def addresses(self) -> list[int]:
+        """Where the tensors lie now."""
+        return [value.data_ptr() for value in self.all]
+
+    @cached_property
+    def trained(self) -> list[Tensor]:
+        """Those that train."""
+        return [value for value in self.all if value.requires_grad]
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether anything drops out."""
+        return any(dropout for _, dropout in self.scaled) or any(training and any(others) for training, *others in self.modes)
+
+    @cached_property
+    def undrawn(self) -> Sequence[Draws]:
+        """What is drawn where nothing drops out."""
+        return [Draws.nothing(parts, program) for parts, program in zip(self.parts, self.programs, strict=True)]
+
+
+# ------------------------------------------------------------------ both passes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; needs_x: whether anything below
+    it trains."""
+
+    call: Call
+    tensors: Sequence[Tensor | None]
+    needs: Sequence[bool]
+    rooms: Sequence[Tensor]
+    needs_x: bool
+
+
+class Passes:
+    """The blocks one after the other, from inlet to outlet and, with a gradient in the place of each, back; both buffers are [m, w]."""
+
+    def __init__(self, pieces: Sequence[Piece], inlet: Tensor, outlet: Tensor) -> None:
+        self.pieces, self.inlet, self.outlet = pieces, inlet, outlet
+        self.kept: list[tuple[Piece, list[Tensor | None], Values]] = []  # factors stacked by the forward pass, and what it keeps
+
+    def forward(self) -> None:
+        """What the backward pass needs of this rests here until it has run."""
+        self.kept.clear()
+        x = self.inlet
+        for piece in self.pieces:
+            x, kept, factors = piece.call.forward([x], piece.tensors)
+            self.kept.append((piece, factors, kept))
+        self.outlet.copy_(x)
+
+    def backward(self) -> None:
+        """Gradients of what trains go into their rooms."""
+        dx: Tensor | None = self.outlet
+        while self.kept:
+            piece, factors, kept = self.kept.pop()
+            if dx is None:
+                continue
+            (dx,), grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, [piece.needs_x])
+            found = [grad for grad in grads if grad is not None]
+            if found:
+                assert len(found) == len(piece.rooms), "all that trains has a gradient"
+                torch._foreach_copy_(list(piece.rooms), found)
+            if not piece.needs_x:
+                dx = None
+        if dx is not None:
+            self.inlet.copy_(dx)
+
+
+class Graph:
+    """A recording of both passes for one bucket, and the buffers it reads and writes. used: the call of the stack that used it last."""
+
+    used = 0
+
+    def __init__(self, arrival: Arrival, rooms: tuple[Tensor, Tensor], learned: Learned) -> None:
+        self.bucket = bucket = arrival.bucket
+        self.backend, self.learned = arrival.backend, learned
+        self.inlet, self.outlet = rooms[0][: bucket.tokens], rooms[1][: bucket.tokens]
+        self.slots: Slots | None = None
+        if bucket.segmented:
+            starts = torch.zeros(bucket.rows + 1, dtype=torch.int32, device=self.inlet.device)
+            self.slots = Slots(starts, (bucket.longest,), None, (1, bucket.tokens))
+        self.angles: tuple[Tensor, Tensor] | None = None
+        if arrival.angles is not None:
+            cos, sin = arrival.angles
+            rows = bucket.tokens if bucket.segmented else len(cos)
+            self.angles = cos.new_zeros(rows, cos.shape[1]), sin.new_zeros(rows, sin.shape[1])
+        self.places = torch.zeros(bucket.tokens, dtype=torch.int64, device=self.inlet.device)
+        self.bases = torch.zeros(len(_all(arrival.draws)), dtype=torch.int64, device=self.inlet.device)
+        bases = iter(self.bases.split(1))
+        self.draws = [own.replaced(draw._replace(numbers=self.places, base=next(bases)) for draw in own.all) for own in arrival.draws]
+        self._forward: Run
+        self._backward: Run
+
+    def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
+        """A block's call as it is recorded."""
+        return block.call(parts, block.hows(self.bucket.rows, self.slots, None, self.backend, draws), draws, self.angles)
+
+    def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
+        """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""
+        passes = Passes(pieces, self.inlet, self.outlet)
+        with torch.no_grad(), torch.autocast(self.inlet.device.type, enabled=False):
+            self._forward, self._backward = recorder.record(passes.forward, passes.backward)
+
+    def place(self, arrival: Arrival) -> None:
+        """Take in where the tokens of the next batch are, and what is drawn for it."""
+        for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
+            room[: len(value)].copy_(value)
+        if self.slots is not None and arrival.segments is not None:
+            starts = self.slots.starts
+            _send(self.bucket.starts(arrival.segments), starts)
+        drawn = _all(arrival.draws)
+        if drawn:
+            self.places[: len(drawn[0].numbers)].copy_(drawn[0].numbers)
+            _send([cast("int", draw.base) for draw in drawn], self.bases)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The stack's output for hidden states [b, t, w]."""
+        _fill(self.inlet, hidden)
+        self._forward()
+        return _taken(self.outlet, hidden)
+
+    def backward(self, dy: Tensor, needs_x: bool) -> tuple[Tensor | None, list[Tensor]]:
+        """(dx like dy, the gradients of what trains)."""
+        _fill(self.outlet, dy)
+        self._backward()
+        return _taken(self.inlet, dy) if needs_x else None, self.learned.taken()
+
+
+def _all(draws: Sequence[Draws]) -> list[Drop]:
+    """The draws of all blocks; their numbers are the same."""
+    return [draw for own in draws for draw in own.all]
+
+
+def _send(numbers: Sequence[int], room: Tensor) -> None:
+    """`numbers` to where they are read, without waiting."""
+    room.copy_(torch.tensor(numbers, dtype=room.dtype, pin_memory=room.is_cuda), non_blocking=True)
+
+
+def _fill(room: Tensor, x: Tensor) -> None:
+    """`x` [b, t, w] into the first rows, zeros into the others: what lies there may be of a larger batch."""
+    rows = x.shape[0] * x.shape[1]
+    room[:rows].view(x.shape).copy_(x)
+    if rows < len(room):
+        room[rows:].zero_()
+
+
+def _taken(room: Tensor, like: Tensor) -> Tensor:
+    return room[: like.shape[0] * like.shape[1]].clone().view(like.shape)
+
+
+# ------------------------------------------------------------------ autograd
+
+
+class Turn:
+    """One forward pass of a graph, on its way until its backward pass has run or nobody can ask for it any more."""
+
+    def __init__(self, graph: Graph, weights: Weights) -> None:
+        self.graph, self.weights = graph, weights
+        self.spent = False
+
+    def spend(self) -> None:
+        """Begin the backward pass. Raises UsageError where what it needs is gone."""
+        if self.spent:
+            raise UsageError(
+                "a second backward pass through blocks that run as CUDA graphs: what the first one needed is gone",
+                remedy="call backward once, on the sum of the losses, or petune.kernels.cuda_graphs.ungraph(model) before training",
+            )
+        self.spent = True
+        if self.weights.addresses() != self.weights.lay:
+            raise UsageError(
+                "weights were moved between the forward and the backward pass of blocks that run as CUDA graphs",
+                remedy="move them between steps, or petune.kernels.cuda_graphs.ungraph(model) before training",
+            )
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, turn: Turn, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.turn = turn
+        ctx.save_for_backward(*turn.weights.all)  # the graph reads them itself; autograd complains of those that have changed since
+        return turn.graph.forward(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        turn: Turn = ctx.turn
+        assert ctx.saved_tensors
+        turn.spend()
+        dx, grads = turn.graph.backward(dy, ctx.needs_input_grad[1])
+        return None, dx, *grads
+
+
+# ------------------------------------------------------------------ when
+
+
+class Graphs:
+    """A way through a fused stack (petune.models.stack.Whole) by recordings, each made once the batches of its bucket have lost more time
+    without it than it takes. Segments that no recording holds get one at once: what is smaller and of their kind will use it too.
+
+    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, hooks on blocks,
+    and with all activations kept on the device. Everything else goes block by block; a reason that is worth knowing is said once.
+    """
+
+    def __init__(self, make: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
+        self.make = make
+        self.said: set[str] = set()
+        self.worth: dict[Bucket, bool] = {}  # whether a recording of it helps
+        self.turn: Callable[[], Turn | None] = lambda: None
+        self.calls = 0
+        self._begin(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what comes back from a file, has no recordings: they are of these very tensors."""
+        return Graphs, (self.make,)
+
+    def _begin(self, weights: Weights | None) -> None:
+        """Forget all recordings, and begin with these weights."""
+        self.weights, self.learned = weights, Learned(weights.trained if weights else ())
+        self.recorder: Recorder | None = None
+        self.graphs: dict[Bucket, Graph] = {}
+        self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
+        self.rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
+        """See petune.models.stack.Whole."""
+        blocks = cast("list[FusedBlock]", stack.blocks)
+        if not _plain(stack, blocks, call):
+            return None
+        arrival = Arrival.of(call, here.segments, blocks[0])
+        if not self._worthwhile(arrival, blocks[0].spec) or any(block.declines(arrival.hidden, call) for block in blocks):
+            return None  # a block that declines says so itself
+        weights = self._current(blocks)
+        self.recorder = self.recorder or self.make(arrival.hidden.device)
+        reason = _reason(blocks, arrival, weights) or self.recorder.refusal()
+        if reason is not None:
+            self._say(f"{stack.name} runs block by block, not as CUDA graphs: {reason}")
+            return None
+        arrival = replace(arrival, draws=_drawn(stack, weights, arrival.hidden, here) if weights.drops else weights.undrawn)
+        graph = self._graph(stack.name, blocks, arrival)
+        if graph is None:
+            return None
+        graph.place(arrival)
+        turn = Turn(graph, weights)
+        self.turn = weakref.ref(turn)
+        return call | {"hidden_states": _Node.apply(turn, arrival.hidden, *weights.trained)}  # type: ignore[no-untyped-call]
+
+    def _say(self, line: str) -> None:
+        if line not in self.said:
+            self.said.add(line)
+            say(f"kernels: {line}")
+
+    def _worthwhile(self, arrival: Arrival, spec: Spec) -> bool:
+        """Whether launches bound such a block on such a batch, and a recording has not failed."""
+        bucket, device = arrival.bucket, arrival.hidden.device
+        if bucket not in self.worth:
+            rates = block_cost.rates_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+            work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), bucket.tokens, bucket.longest)
+            self.worth[bucket] = rates.seconds(work, bucket.longest) < LAUNCH_BOUND
+        return self.worth[bucket]
+
+    def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
+        """The weights; recordings of others are forgotten."""
+        if self.weights is None or self.weights.recorded != Weights(blocks, [block.linears() for block in blocks]).recorded:
+            self._begin(Weights(blocks, [block.parts() for block in blocks]))  # which may have moved some into their banks
+        assert self.weights is not None
+        return self.weights
+
+    def _graph(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
+        """The recording to replay, made if it is due; None where one by one is the way this time."""
+        self.calls += 1
+        turn, bucket = self.turn(), arrival.bucket
+        if turn is not None and not turn.spent:
+            return None
+        graph = self._fitting(arrival)
+        self.lost[bucket] += ONE_BY_ONE if graph is None else graph.bucket.tokens / bucket.tokens - 1
+        if self._due(bucket, graph) and self._has_room():
+            graph = self._recorded(name, blocks, arrival) or graph
+        if graph is not None:
+            graph.used = self.calls
+        return graph
+
+    def _fitting(self, arrival: Arrival) -> Graph | None:
+        """The recording of this bucket, or the smallest that holds the batch: even twice the work takes less time than the launches."""
+        bucket, segments = arrival.bucket, arrival.segments
+        if bucket in self.graphs or segments is None:
+            return self.graphs.get(bucket)
+        larger = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind and size.holds(segments)]
+        return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
+
+    def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
+        """Whether a bucket that `graph` serves, or none, should have its own."""
+        at_once = graph is None and bucket.segmented
+        return bucket not in self.graphs and (at_once or self.lost[bucket] > RECORDING)
+
+    def _has_room(self) -> bool:
+        """Whether there may be one recording more, now that one which has not been used for long may have gone."""
+        if len(self.graphs) < LIMIT:
+            return True
+        oldest = min(self.graphs.values(), key=lambda graph: graph.used)
+        if self.calls - oldest.used < PATIENCE:
+            return False
+        del self.graphs[oldest.bucket], self.lost[oldest.bucket]
+        return True
+
+    def _recorded(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
+        """A new recording; None, and never another try for this bucket, where it fails."""
+        assert self.recorder is not None
+        bucket = arrival.bucket
+        graph = Graph(arrival, self._rooms(arrival), self.learned)
+        graph.place(arrival)  # kernels are tried on lengths that occur
+        try:
+            graph.record(self.recorder, self._pieces(graph, blocks, arrival.hidden.requires_grad))
+        except RuntimeError as error:
+            self.worth[bucket] = False
+            first = str(error).partition("\n")[0]
+            self._say(f"{name} runs block by block on {bucket.tokens} tokens: they could not be recorded as CUDA graphs: {first}")
+            return None
+        self._say(f"{name} runs as CUDA graphs, recorded {'as larger batches come' if bucket.segmented else 'for each size of batch'}")
+        self.graphs[bucket] = graph
+        return graph
+
+    def _rooms(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
+        """Inlet and outlet; recordings of about the same size share them, as they share the rest of their memory."""
+        size = 1 << (arrival.bucket.tokens - 1).bit_length()
+        key = size, arrival.hidden.dtype
+        if key not in self.rooms:
+            inlet, outlet = arrival.hidden.detach().new_zeros(2, size, arrival.hidden.shape[-1])
+            self.rooms[key] = inlet, outlet
+        return self.rooms[key]
+
+    def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock], needs_x: bool) -> list[Piece]:
+        """The blocks with their weights, as they are recorded. needs_x: whether the stack's input needs a gradient."""
+        assert self.weights is not None
+        pieces, rooms = [], iter(self.learned.rooms)
+        for block, parts, tensors, draws in zip(blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True):
+            needs = [value is not None and value.requires_grad for value in tensors]
+            own = [next(rooms) for need in needs if need]
+            pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, needs_x))
+            needs_x = needs_x or bool(own)
+        return pieces
+
+
+def _plain(stack: Stack, blocks: Sequence[nn.Module], call: Arguments) -> bool:
+    """Whether this is a call of the kind that is recorded: whole, unmasked, for training."""
+    hidden = call["hidden_states"]
+    return (
+        torch.is_grad_enabled()
+        and stack.training
+        and type(hidden) is Tensor
+        and hidden.numel() > 0
+        and call.get("attention_mask") is None
+        and stack.wire is None
+        and (stack.edges is None or type(stack.edges) is Unpadded)
+        and all(isinstance(block, FusedBlock) for block in blocks)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
+        and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+    )
+
+
+def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
+    """Why these blocks have to run one by one, though launches bound them; or None."""
+    if not weights.trained and not arrival.hidden.requires_grad:
+        return "nothing of it trains"
+    if arrival.segments is not None and arrival.backend == "sdpa" and arrival.hidden.is_cuda:
+        return "attention within segments has no kernel here, and reads their lengths on the host"
+    if any(bank is not None and not bank.base.recordable for block in blocks for bank in block.spec.banks):
+        return "weights in eight bits are made again when they have changed"
+    if any(map(_hooked, blocks)):
+        return "there are hooks on its blocks"
+    if any(block.spec.rung != Rung() for block in blocks):
+        return "its blocks do not keep all that their backward passes need on the device"
+    if len({block.training and block.spec.attention_dropout for block in blocks}) > 1:
+        return "the attention of its blocks drops out unequally"
+    return None
+
+
+def _drawn(stack: Stack, weights: Weights, hidden: Tensor, here: Running) -> list[Draws]:
+    """What drops out in each block, as if each ran by itself."""
+    found, place = [], cache(lambda: places_of(hidden))
+    for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
+        with bound_to(stack.at(number, here)):
+            found.append(cast("FusedBlock", block).draws(parts, place))
+    return found
+
+
+def _hooked(block: nn.Module) -> bool:
+    """Whether somebody waits for this block to be called."""
+    own = block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks
+    return bool(own) or _has_any_global_hook()
+
+
+def ungraph(model: nn.Module) -> None:
+    """Let the stacks of `model` run block by block, and free what their graphs hold."""
+    for module in model.modules():
+        if isinstance(module, Stack):
+            module.whole = None

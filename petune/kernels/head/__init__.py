@@ -1,0 +1,1 @@
+"""The loss head: logits that are never made whole."""

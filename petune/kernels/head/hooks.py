@@ -1,0 +1,213 @@
+"""A fused head in Hugging Face's models without a line of theirs changed: hooks make it answer with logits that are not made.
+
+Those are a tensor of their own (petune.kernels.head.lazy_logits), whose cross-entropy is taken in one step
+(petune.kernels.head.linear_cross_entropy).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.kernels.dispatch import Ops
+from petune.kernels.head.lazy_logits import Origin, Unmade
+from petune.kernels.head.linear_cross_entropy import IGNORED, VocabularySlice, linear_cross_entropy
+from petune.log import say
+from petune.models.tuned_linear import LowRank, low_rank_of
+
+_FUSION = "petune_fused_head"  # attribute of a model
+
+
+def _counting(labels: Tensor) -> Callable[[], int]:
+    """How many labels on a CUDA device count.
+
+    Asked for before the blocks run, the number has come to the host when the head does: reading it waits, at most, for what the device had
+    been given before this forward pass.
+    """
+    number = torch.empty((), dtype=torch.int64, pin_memory=True).copy_((labels >= 0).sum(), non_blocking=True)
+    arrived = torch.cuda.current_stream(labels.device).record_event()
+
+    def read() -> int:
+        arrived.synchronize()
+        return int(number)
+
+    return read
+
+
+class _Fusion:
+    """The hooks of one model, and whether its head is to leave the logits of the running forward pass unmade."""
+
+    def __init__(self, model: nn.Module, head: nn.Module, ops: Ops, part: VocabularySlice | None) -> None:
+        self.head, self.ops, self.part = head, ops, part
+        self.signature = inspect.signature(model.forward)
+        self.asked = self.armed = False  # asked: by `head_loss`, whatever the arguments
+        self.hidden: Tensor | None = None  # between the hooks of the head
+        self.trained: Callable[[], int] | None = None  # how many labels of the running forward pass count, where that is known
+        self.said: set[str] = set()
+        self.handles = (
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            model.register_forward_hook(self.after_model, always_call=True),
+            head.register_forward_pre_hook(self.before_head),
+            head.register_forward_hook(self.after_head),
+        )
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Logits stay unmade in training with labels, unless the call or the head forbids it."""
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        labels, kept = given.get("labels"), given.get("logits_to_keep")
+        whole = kept is None or (isinstance(kept, int) and kept == 0)
+        if not self.asked and not (model.training and isinstance(labels, Tensor) and whole):
+            return
+        if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):  # nn.DataParallel runs its replicas in threads
+            return
+        if (reason := self.refusal()) is not None:
+            if reason not in self.said:
+                self.said.add(reason)
+                say(f"the head and its loss are not fused: {reason}")
+            return
+        self.armed = True
+        if not self.asked and labels is not None and labels.is_cuda and kwargs.get("shift_labels") is None:
+            self.trained = _counting(labels)
+
+    def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The end of the forward pass, after an error too."""
+        self.armed, self.hidden = False, None
+        if not self.asked:
+            self.trained = None
+
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+        """The head itself sees no row: what it gives then is the dtype and the width of its logits."""
+        if not self.armed:
+            return None
+        (self.hidden,) = args
+        return (args[0].flatten(0, -2)[:0],)
+
+    def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> Unmade | None:
+        """Unmade logits instead of none."""
+        if self.hidden is None:
+            return None
+        hidden, self.hidden = self.hidden, None
+        kind = hidden.device.type
+        autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+        def make() -> Tensor:
+            armed, self.armed = self.armed, False
+            try:
+                with autocast():
+                    logits: Tensor = head(hidden)
+            finally:
+                self.armed = armed
+            return logits
+
+        origin = Origin(hidden, partial(self.loss, autocast), self.part is None, torch.is_grad_enabled())
+        return Unmade(origin, output.shape[-1], output.dtype, make)
+
+    @contextmanager
+    def asking(self, trained: int | None) -> Iterator[None]:
+        """Every forward pass of the block leaves its logits unmade."""
+        self.asked, self.trained = True, None if trained is None else lambda: trained
+        try:
+            yield
+        finally:
+            self.asked, self.trained = False, None
+
+    def refusal(self) -> str | None:
+        """Why the head as it is now must run by itself, or None."""
+        head, linear = self.head, low_rank_of(self.head)
+        if linear is None:
+            return f"{type(head).__name__} is neither torch.nn.Linear nor LoRA on one"
+        if linear.dropout and head.training:
+            return "there is dropout between it and its LoRA factors"
+        if self.part is None and len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
+            return "others have hooks on the head, and would see no logits"
+        return None
+
+    def loss(
+        self,
+        autocast: Callable[[], torch.autocast],
+        hidden: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        smoothing: float,
+        count: Tensor | None,
+    ) -> Tensor:
+        """The cross-entropy of unmade logits, by the head as it is now."""
+        linear = cast("LowRank", low_rank_of(self.head))
+        biases = [one for one in (linear.bias, bias) if one is not None]
+        with autocast():
+            return linear_cross_entropy(
+                hidden,
+                linear.weight,
+                labels,
+                ops=self.ops,
+                bias=biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None),
+                low=None if linear.a is None or linear.b is None else (linear.a, linear.b, linear.scale),
+                smoothing=smoothing,
+                trained=None if self.trained is None else self.trained(),
+                count=count,
+                part=self.part,
+            )
+
+
+def fuse_head(model: nn.Module, ops: Ops, part: VocabularySlice | None = None) -> bool:
+    """Make `model(..., labels=...)` of a Hugging Face language model compute its loss without its logits, while it trains.
+
+    The loss is Hugging Face's own, its shift of labels, its mean and `num_items_in_batch` included, but always in float32 at least.
+    `output.logits` is then `Unmade`: it computes itself if it is looked at. In eval mode, without labels or with `logits_to_keep` nothing
+    changes, so `generate` does not either. The head may be a linear layer, tied or not, or LoRA on one; any other runs by itself, and a
+    line of the log says why. part: the head holds a slice of the vocabulary, and labels are of the whole.
+
+    Returns whether there was a head to fuse. Undone by `unfuse_head`. Tune the model first: a head that replaces another later is missed.
+    """
+    unfuse_head(model)
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    if not isinstance(head, nn.Module):
+        say(f"the head and its loss are not fused: {type(model).__name__} has no head over a vocabulary")
+        return False
+    setattr(model, _FUSION, _Fusion(model, head, ops, part))
+    return True
+
+
+def unfuse_head(model: nn.Module) -> None:
+    """Undo `fuse_head`; nothing where it was not called. Logits that were left unmade can still be made."""
+    fusion = model.__dict__.pop(_FUSION, None)
+    if fusion is not None:
+        for handle in fusion.handles:
+            handle.remove()
+
+
+Batch = Mapping[str, Tensor]
+
+
+def head_loss(
+    model: nn.Module, batch: Batch, ask: Callable[[nn.Module, Any], Tensor], *, shift: bool, trained: int | None = None
+) -> Tensor:
+    """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head` has seen; nothing is waited for.
+
+    ask: (model, batch) -> logits [b, s, v], labels not among what it hands to the model. batch: "labels" [b, s] and perhaps "rows" [b],
+    which are negative where a row only fills the batch up. shift: the logits of a token are about the next one. trained: how many labels
+    count at most, where the host knows; see `linear_cross_entropy`.
+    """
+    fusion: _Fusion = getattr(model, _FUSION)
+    with fusion.asking(trained):
+        logits = ask(model, batch)
+        labels = batch["labels"].to(logits.device)
+        if "rows" in batch:
+            labels = labels.masked_fill((batch["rows"] < 0).to(labels.device)[:, None], IGNORED)
+        if shift:
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Whether `fuse_head` has acted on this model."""
+    return _FUSION in model.__dict__

@@ -1,0 +1,233 @@
+"""The output head and its cross-entropy in one step, so that the logits of a batch are never there all at once.
+
+The gradient is made in the forward pass: a chunk of rows becomes logits, the logits become their own gradient in place, and from that come
+the chunk's part of every gradient; the backward pass only multiplies (Hsu et al. 2024, arXiv:2410.10989). Chunks are thousands of rows,
+as a matmul needs that many to run at full speed. petune.kernels.head.hooks brings it to Hugging Face's models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from petune.kernels.dispatch import Ops
+
+IGNORED = -100  # the label that Hugging Face gives to what does not count
+ROWS = 4096  # of a chunk at most: more make no matmul faster
+FEWEST = 1024  # and at least: fewer make it slower
+BYTES = 2**30  # of a chunk's logits, between the two
+
+LowRank = tuple[Tensor, Tensor, float]  # a [r, k], b [v, r], scale: + scale h a^T b^T
+Entropy = Callable[[Tensor, Tensor], Tensor]  # logits [m, v], labels [m] -> losses [m]; the logits become their gradient
+
+# ------------------------------------------------------------------ the step
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """A weight that holds the rows of a vocabulary from `first` on, the others being elsewhere.
+
+    reduce_max and reduce_sum bring a float tensor, in place, to its maximum and sum over all holders of a slice, who must call alike.
+    """
+
+    first: int
+    reduce_max: Callable[[Tensor], object]
+    reduce_sum: Callable[[Tensor], object]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ops: Ops,
+    bias: Tensor | None = None,
+    low: LowRank | None = None,
+    softcap: float = 0.0,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    trained: int | None = None,
+    count: float | Tensor | None = None,
+    part: VocabularySlice | None = None,
+) -> Tensor:
+    """The summed cross-entropy in nats of hidden weight^T + bias + scale hidden a^T b^T: a scalar, float32 (float64 for float64).
+
+    hidden [n, k], weight [v, k], bias [v]; low: a [r, k], b [v, r] and scale; labels [n] int64, negative ones count nothing. softcap,
+    smoothing and z_loss as in `petune.kernels.reference.cross_entropy_`. The loss is divided by `count`, if there is one. Matmuls are in
+    the dtype of autocast or else of `hidden`; gradients of weight, bias, a and b are summed in float32.
+
+    chunk: rows of logits at a time. trained: the host's knowledge that at most so many labels count; if that is 7/8 of n or less, the
+    other rows are left out before the matmul, and the loss is NaN if it was wrong. Labels on the CPU are counted here; on a device nobody
+    counts, as it would have to be waited for, and ignored rows get a gradient of zero.
+
+    part: weight, bias and b are a slice of the vocabulary and labels are of the whole of it; the loss is the same for all slices, NaN if
+    nobody holds a label, and the gradients of hidden and a are this slice's terms, which the caller sums. It excludes smoothing.
+
+    The gradient can be taken once: a second backward through a retained graph, or a derivative of it, raises RuntimeError.
+    """
+    if part is not None and smoothing:
+        raise ValueError("smoothing needs every score of a row, and a slice of the vocabulary has its own alone")
+    if trained is None and labels.device.type == "cpu":
+        trained = int((labels >= 0).sum())
+    missed: Tensor | None = None
+    if trained is not None and 8 * trained <= 7 * len(labels):
+        order = torch.argsort((labels < 0).to(torch.uint8), stable=True)  # unlike a mask, it does not make the host wait for a size
+        rows, missed = order[:trained], (labels.index_select(0, order[trained : trained + 1]) >= 0).any()
+        hidden, labels = hidden.index_select(0, rows.to(hidden.device, non_blocking=True)), labels.index_select(0, rows)
+    labels = labels.to(hidden.device, non_blocking=True)
+    dtype = _matmul_dtype(hidden)
+    if part is None:
+        entropy: Entropy = partial(_entropy, ops, softcap, smoothing, z_loss)
+        chunk = chunk or chunk_rows(len(weight), dtype.itemsize if low is None else 4 * dtype.itemsize)  # the product is float32 on its way
+    else:
+        entropy = partial(_entropy_of_slice, ops, softcap, z_loss, part)
+        chunk = chunk or ROWS // 2  # must not depend on the slice's width: its holders talk once a chunk
+    a, b = (None, None) if low is None else (low[0] * low[2], low[1])
+    summed: Tensor = cast("Any", _LinearCrossEntropy).apply(
+        hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, torch.is_grad_enabled()
+    )
+    if missed is not None:
+        summed = summed.masked_fill(missed.to(summed.device, non_blocking=True), torch.nan)
+    return summed if count is None else summed / count
+
+
+def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return hidden.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def chunk_rows(columns: int, itemsize: int = 2) -> int:
+    """Rows of a chunk of logits at most, by the columns of the head and the bytes of an element."""
+    return max(FEWEST, min(ROWS, BYTES // max(1, columns * itemsize) // 128 * 128))
+
+
+def _entropy(ops: Ops, softcap: float, smoothing: float, z_loss: float, logits: Tensor, labels: Tensor) -> Tensor:
+    losses: Tensor = ops.cross_entropy_(logits, labels, 1.0, softcap, smoothing, z_loss)[0]
+    return losses
+
+
+def _entropy_of_slice(ops: Ops, softcap: float, z_loss: float, part: VocabularySlice, logits: Tensor, labels: Tensor) -> Tensor:
+    """The losses [m] of logits [m, v_r] that are cut by vocabulary, which become their gradient.
+
+    A softmax over the whole is the slice's own, times the share exp(log_r - log) that the slice has of the partition sum. The label's entry
+    is written anew from its score, as p_r - 1 has lost what a small p_r was; a row whose label is elsewhere takes class 0 in its stead.
+    """
+    counts = labels >= 0
+    own = (labels >= part.first) & (labels < part.first + logits.shape[1])
+    at = (labels - part.first).masked_fill(~own, 0)
+    losses: Tensor
+    logs: Tensor
+    losses, logs = ops.cross_entropy_(logits, at.masked_fill(~counts, IGNORED), 1.0, softcap)
+    hit = logs - losses
+    top = logs.clone()
+    part.reduce_max(top)
+    sums = torch.stack([torch.exp(logs - top), hit.masked_fill(~own, 0), own.to(hit.dtype)])
+    part.reduce_sum(sums)
+    log = top + torch.log(sums[0])
+    steep = 1 + 2 * z_loss * log
+    entry = torch.exp(hit - log) * steep - own.to(hit.dtype)
+    if softcap:
+        entry = entry * (1 - (hit / softcap).square())
+    logits.mul_((torch.exp(logs - log) * steep)[:, None])
+    logits.scatter_(1, at[:, None], entry.masked_fill(~counts, 0).to(logits.dtype)[:, None])
+    return (log - sums[1] + z_loss * log.square()).masked_fill(sums[2] != 1, torch.nan).masked_fill(~counts, 0)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        labels: Tensor,
+        entropy: Entropy,
+        chunk: int,
+        dtype: torch.dtype,
+        ops: Ops,
+        differentiated: bool,
+    ) -> Tensor:
+        inputs = (hidden, weight, bias, a, b)
+        sums = torch.promote_types(dtype, torch.float32)
+        found: list[Tensor | None] = [None] * len(inputs)
+        for place, value in enumerate(inputs):
+            if value is not None and differentiated and ctx.needs_input_grad[place]:
+                found[place] = torch.zeros_like(value, dtype=sums) if place else torch.empty_like(value, dtype=dtype)
+        ctx.found, ctx.dtypes = found, [None if value is None else value.dtype for value in inputs]
+        return _chunks([None if value is None else value.to(dtype) for value in inputs], labels, entropy, chunk, ops, found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.found = ctx.found, None
+        if found is None:
+            raise RuntimeError("the gradient of linear_cross_entropy is made in the forward pass and given away once: run that again")
+        scaled = [None if value is None else _scale_(value, grad).to(dtype) for value, dtype in zip(found, ctx.dtypes, strict=True)]
+        return (*scaled, None, None, None, None, None, None)
+
+
+def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk: int, ops: Ops, found: list[Tensor | None]) -> Tensor:
+    """The summed loss; what `found` has of the gradients of hidden, weight, bias, a and b is filled."""
+    hidden, weight, bias, a, b = inputs
+    assert hidden is not None and weight is not None
+    dhidden, dweight, dbias, da, db = found
+    losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    pieces = max(1, -(-len(hidden) // chunk))
+    rows = -(-len(hidden) // pieces)  # of one size, or the last might be a matmul of a few rows
+    buffer = hidden.new_empty(rows if a is None else 0, len(weight))  # a product with an update has a result of its own
+    for start in range(0, len(hidden), max(1, rows)):
+        now = slice(start, start + rows)
+        x = hidden[now]
+        logits, s = buffer[: len(x)], None
+        if a is not None and b is not None:
+            s = x @ a.T
+            logits = ops.linear_low(x, weight, bias, (s, b))
+        elif bias is None:
+            torch.mm(x, weight.T, out=logits)
+        else:
+            torch.addmm(bias, x, weight.T, out=logits)
+        losses[now] = entropy(logits, labels[now])
+        if dhidden is not None:
+            torch.mm(logits, weight, out=dhidden[now])
+        if dweight is not None:
+            _add_product_(dweight, logits, x)
+        if dbias is not None:
+            dbias += logits.sum(0, dtype=dbias.dtype)
+        if a is not None and b is not None and s is not None:
+            ds = logits @ b
+            if dhidden is not None:
+                dhidden[now].addmm_(ds, a)
+            if da is not None:
+                _add_product_(da, ds, x)
+            if db is not None:
+                _add_product_(db, logits, s)
+    return losses.sum()
+
+
+def _add_product_(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += x^T y, never rounded to the dtype of x and y."""
+    if x.is_cuda and x.dtype != total.dtype:
+        torch.addmm(total, x.T, y, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(x.T.to(total.dtype), y.to(total.dtype))
+
+
+def _scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """`values` times a scalar on their device, in place and rounded once: a narrow dtype would round the factor first."""
+    if values.dtype == factor.dtype:
+        return values.mul_(factor)
+    for part in values.split(FEWEST):
+        part.copy_(part.to(factor.dtype) * factor)
+    return values

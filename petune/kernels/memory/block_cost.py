@@ -1,0 +1,162 @@
+"""The seconds of a transformer block on a device: its passes as lists of operations, and the rates that a
+device sustains.
+
+An operation is as slow as its arithmetic, its traffic or its launch (Williams et al. 2009, the roofline). The
+operations of a pass are those of the steps of its schedule; stages have the names of the values that they
+make (petune/kernels/program.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, log
+
+from petune.kernels.configs import Level
+from petune.kernels.head.linear_cross_entropy import chunk_rows
+from petune.kernels.memory.op_cost import Cost, Operation, Work, adamw, costing, cross_entropy_, matmul
+from petune.kernels.memory.shape import BlockShape
+from petune.kernels.program import Program, needs_of, of_shape
+from petune.kernels.schedule import Action, Section
+
+Keep = Level
+Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
+
+# ------------------------------------------------------------------ devices
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device sustains. FLOP/s of matmuls and, by sequence length, of attention; bytes/s of its memory
+    and, each way, of the link to pinned host memory; seconds of a launch. measured: on such a device, not
+    assumed."""
+
+    name: str
+    matmul: float
+    matmul_fp8: float
+    attention: Curve
+    attention_backward: Curve
+    memory: float
+    link: float
+    launch: float = 5e-6
+    measured: bool = False
+
+    def seconds(self, work: Iterable[Operation], sequence: float) -> float:
+        """Seconds of `work` on sequences of so many tokens, one kernel after the other."""
+        rate = {
+            "matmul": self.matmul,
+            "matmul_fp8": self.matmul_fp8,
+            "attention": _interpolated(self.attention, sequence),
+            "attention_backward": _interpolated(self.attention_backward, sequence),
+            "memory": float("inf"),
+        }
+        return sum(one.times * max(one.cost.flop / rate[one.kind], one.cost.bytes / self.memory, self.launch) for one in work)
+
+
+def _interpolated(curve: Curve, length: float) -> float:
+    """The curve at `length`, linear in its logarithm and level beyond both ends."""
+    (low, rate), *rest = curve
+    for high, faster in rest:
+        if length < high:
+            return rate + (faster - rate) * max(0.0, log(length / low) / log(high / low))
+        low, rate = high, faster
+    return rate
+
+
+# Sustained for seconds at the card's power limit, in bf16: causal attention by cuDNN, 32 query and 8 key
+# heads of 128.
+H200 = Rates(
+    name="H200",
+    matmul=684e12,
+    matmul_fp8=1289e12,
+    attention=((2048, 487e12), (8192, 567e12), (32768, 596e12)),
+    attention_backward=((2048, 374e12), (8192, 481e12), (32768, 529e12)),
+    memory=4.25e12,
+    link=55.4e9,
+    measured=True,
+)
+# Assumed, on the low side of what the vendors promise.
+H100 = Rates("H100", 550e12, 1000e12, ((2048, 400e12), (32768, 500e12)), ((2048, 300e12), (32768, 430e12)), 2.7e12, 45e9)
+A100 = Rates("A100", 230e12, 230e12, ((2048, 150e12), (32768, 180e12)), ((2048, 120e12), (32768, 150e12)), 1.3e12, 20e9)
+CUDA = Rates("CUDA device", 60e12, 60e12, ((2048, 40e12),), ((2048, 30e12),), 0.6e12, 10e9)
+CPU = Rates("CPU", 0.2e12, 0.2e12, ((2048, 0.05e12),), ((2048, 0.05e12),), 30e9, 30e9)
+
+
+def rates_of(device: str) -> Rates:
+    """The preset of a device by the name its driver gives it ("NVIDIA H200", "cpu"); the slowest card's for
+    one that is not known."""
+    return next((rates for rates in (H200, H100, A100, CPU) if rates.name.lower() in device.lower()), CUDA)
+
+
+# ------------------------------------------------------------------ the work of a block
+
+
+def forward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = None) -> Work:
+    """A block's forward pass over `tokens` in sequences of `sequence`, the MLP in tiles of `tile` tokens."""
+    actions = _actions(of_shape(shape).schedules.forward("input").sections, tokens, tile)
+    charged = ((one.step, times, one.step.ahead(shape, rows, sequence)) for one, rows, times in actions)
+    return costing(*(Operation(step.gives[0], kind, cost, times) for step, times, each in charged for kind, cost in each))
+
+
+def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = None) -> Work:
+    """A block's backward pass, from dy to dx; what it computes again is `recomputed`. The optimizer is not in
+    it."""
+    program = of_shape(shape)
+    found, operations = {program.y}, []
+    for one, rows, times in _returned(shape, program, "all", tokens, tile):
+        if one.back:
+            has = not found.isdisjoint(one.step.grads(shape))
+            charges = one.step.back(shape, rows, sequence, has)
+            operations += [Operation(f"d {one.step.takes[0]}", kind, cost, times) for kind, cost in charges]
+            found.update(one.step.takes)
+    return costing(*operations)
+
+
+def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: int | None = None) -> Work:
+    """What the backward pass of a rung runs again: never the down projection of a pre-norm block, as nothing
+    before it depends on it."""
+    operations, there = [], set(of_shape(shape).schedules.kept(keep))
+    for (step, back, _, drops), rows, times in _returned(shape, of_shape(shape), keep, tokens, tile):
+        again = step.again(shape, rows, not there.isdisjoint(step.soft)) if back else step.ahead(shape, rows, sequence)
+        operations += [Operation(step.gives[0], kind, cost, times) for kind, cost in again]
+        there.update(() if back else step.gives)
+        there.difference_update(drops)
+    return costing(*operations)
+
+
+def _returned(shape: BlockShape, program: Program, keep: Keep, tokens: int, tile: int | None) -> Iterator[tuple[Action, float, int]]:
+    """The actions of a rung's backward pass, each with its rows and how often it is taken."""
+    given = (True,) * len(program.inputs)
+    return _actions(program.schedules.backward(keep, needs_of(shape, program), given).sections, tokens, tile)
+
+
+def _actions(sections: Sequence[Section], tokens: int, tile: int | None) -> Iterator[tuple[Action, float, int]]:
+    """All actions, each with its rows and how often it is taken."""
+    times, rows = _tiles(tokens, tile)
+    for section in sections:
+        for action in section.actions:
+            yield (action, rows, times) if section.tiles else (action, tokens, 1)
+
+
+def linear_cross_entropy(tokens: int, width: int, vocabulary: int, trained: bool = False, itemsize: int = 2) -> Work:
+    """The loss head in chunks, its gradients made in the forward pass: two matmuls, three where the head
+    trains."""
+    times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))
+    product = matmul(rows, width, vocabulary, itemsize)
+    return costing(
+        Operation("logits", "matmul", product, times),
+        Operation("loss", "memory", cross_entropy_(rows, vocabulary, itemsize), times),
+        Operation("dhidden", "matmul", product, times),
+        Operation("dweight", "matmul", product if trained else Cost(), times),
+    )
+
+
+def update(shape: BlockShape) -> Work:
+    """AdamW on what trains in a block: weights in their own dtype, low-rank factors in float32."""
+    of_weights = adamw(shape.parameters, shape.itemsize) if shape.trained else Cost()
+    return costing(Operation("update", "memory", of_weights + adamw(shape.adapters)))
+
+
+def _tiles(tokens: int, tile: int | None) -> tuple[int, float]:
+    """(tiles, rows of each on average)."""
+    times = max(1, ceil(tokens / tile)) if tile else 1
+    return times, tokens / times

@@ -1,0 +1,192 @@
+"""The bytes of a fused block: what it keeps, what is alive in each phase of its passes, and so its peak of
+memory.
+
+A phase is one action of the schedule (petune/kernels/schedule.py), so that the values alive in it, and for
+how many rows, are those of the engine itself; what each takes is said by its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from petune.kernels.configs import Level
+from petune.kernels.head.linear_cross_entropy import chunk_rows
+from petune.kernels.memory.shape import BlockShape
+from petune.kernels.program import Program, needs_of, of_shape
+from petune.kernels.schedule import Pass, Section
+
+STREAMED_BLOCKS = 3  # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
+ADAMW_STATES = 2  # numbers AdamW keeps for each one that trains
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a pass, and the bytes of each tensor alive in it but for those that the block keeps."""
+
+    name: str
+    buffers: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its buffers."""
+        return sum(size for _, size in self.buffers)
+
+    def beside(self, others: dict[str, int]) -> Phase:
+        """The same with others alive, without those that take nothing."""
+        every = [*others.items(), *self.buffers]
+        return Phase(self.name, tuple((name, size) for name, size in every if size))
+
+
+def kept_sizes(shape: BlockShape, keep: Level) -> dict[str, int]:
+    """Bytes per token of each value that a block keeps for its backward pass."""
+    program = of_shape(shape)
+    rows = {"x": shape.width * shape.itemsize, "memory": shape.width * shape.itemsize}
+    for step in program.steps:
+        rows |= step.sizes(shape)
+        if step.over is not None:
+            rows[step.gives[0]] = rows[step.over]
+    return {name: rows[name] for name in program.schedules.kept(keep)}
+
+
+def kept_bytes(shape: BlockShape, keep: Level) -> int:
+    """Bytes per token that a block keeps for its backward pass, wherever they rest."""
+    return sum(kept_sizes(shape, keep).values())
+
+
+def offloadable(shape: BlockShape) -> dict[str, int]:
+    """Bytes per token that rest in host memory instead, by the level of offloading."""
+    sizes, attends = kept_sizes(shape, "attention"), of_shape(shape).attends
+    return {"input": sizes["x"], "attention": sizes["x"] + sum(sizes[one.a] for one in attends)}
+
+
+def phases(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> tuple[Phase, ...]:
+    """The phases of a block's forward pass, then of its backward pass. A block that keeps all is not
+    tiled."""
+    program = of_shape(shape)
+    walk = _Walk(shape, program, keep, tokens, tile if tile is not None and tile < tokens and keep != "all" else None)
+    back = program.schedules.backward(keep, needs_of(shape, program), (True,) * len(program.inputs))
+    return *walk.through(program.schedules.forward(keep), {}), *walk.through(back, {program.y: 0})
+
+
+class _Walk:
+    """A block's passes without tensors. rows: of a tile, None where there is but one."""
+
+    def __init__(self, shape: BlockShape, program: Program, keep: Level, tokens: int, rows: int | None) -> None:
+        self.shape, self.tokens, self.rows = shape, tokens, rows
+        self.kept = set(program.schedules.kept(keep))
+
+    def through(self, one: Pass, grads: dict[str, int]) -> Iterator[Phase]:
+        """The phases of a pass. grads: gradients on the way; that of the output is the caller's, who holds
+        it."""
+        held = {"dy": self.shape.width * self.shape.itemsize * self.tokens} if grads else {}
+        alive: dict[str, int] = {}
+        for section in one.sections:
+            if not section.tiles or self.rows is None:
+                for phase in self._acts(section, alive, grads, self.tokens):
+                    yield phase.beside(held)
+                continue
+            whole = held | self._counted(alive) | _of_gradients(grads)
+            inside, back = dict.fromkeys(alive, 0), dict.fromkeys(grads, 0)
+            found = list(self._acts(section, inside, back, self.rows))
+            left = {name: size for name, size in inside.items() if name in section.leaves}
+            tiles = sum((*self._counted(left).values(), *back.values())) // self.rows * self.tokens
+            yield from (phase.beside(whole | {"tiles": tiles}) for phase in found)
+            yield Phase("joining", ()).beside(whole | {"tiles": tiles, "joined": tiles})
+            alive = {name: size for name, size in alive.items() if name in inside}
+            alive |= {name: size // self.rows * self.tokens for name, size in left.items()}
+            grads.clear()
+            grads |= {name: size // self.rows * self.tokens for name, size in back.items()}
+
+    def _acts(self, section: Section, alive: dict[str, int], grads: dict[str, int], rows: int) -> Iterator[Phase]:
+        """The phases of a section on so many rows, with what is alive as it goes on."""
+        for step, back, _, drops in section.actions:
+            if back:
+                there = bool(step.soft) and (step.soft[0] in alive or step.soft[0] in self.kept)
+                made = _scaled(step.grads(self.shape), rows)
+                both = grads | {name: grads.get(name, 0) + size for name, size in made.items()}
+                yield self._phase(f"{step.gives[0]}, backward", alive, both, step.beside_back(self.shape, there) * rows)
+                handed = sum(grads.pop(name, 0) for name in step.gives)
+                grads |= made or {step.takes[0]: 0, step.takes[-1]: handed}
+            else:
+                alive |= dict.fromkeys(step.gives, 0) | _scaled(step.sizes(self.shape), rows)
+                if step.over is not None:
+                    alive[step.gives[0]], alive[step.over] = alive.get(step.over, 0), 0
+                yield self._phase(step.gives[0], alive, grads, step.beside(self.shape) * rows)
+            for name in drops:
+                alive.pop(name, None)
+
+    def _phase(self, name: str, alive: dict[str, int], grads: dict[str, int], beside: int) -> Phase:
+        own = self._counted(alive) | _of_gradients(grads) | {"beside": beside}
+        return Phase(name, tuple(own.items()))
+
+    def _counted(self, alive: dict[str, int]) -> dict[str, int]:
+        return {name: size for name, size in alive.items() if name not in self.kept}
+
+
+def _scaled(sizes: dict[str, int], rows: int) -> dict[str, int]:
+    return {name: size * rows for name, size in sizes.items()}
+
+
+def _of_gradients(grads: dict[str, int]) -> dict[str, int]:
+    return {f"d {name}": size for name, size in grads.items()}
+
+
+def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> int:
+    """Bytes alive at once beside what blocks keep: in the fullest phase of a block, and its gradients, which
+    are float32 until its end.
+
+    A weight that trains has its gradient summed over tiles, so that the largest is there twice.
+    """
+    twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
+    gradients = 4 * (_stacked(shape) + (shape.parameters + twice) * shape.trained)
+    return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients
+
+
+def _is_tiled(keep: Level, tokens: int, tile: int | None) -> bool:
+    return tile is not None and tile < tokens and keep != "all"
+
+
+def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> int:
+    """Bytes alive at once between the last block and the loss, and back, for a final norm that is one
+    operation.
+
+    The last block's result, the same normed, the gradient of that, and a chunk of logits.
+    """
+    return 3 * itemsize * tokens * width + itemsize * min(tokens, chunk_rows(vocabulary, itemsize)) * vocabulary
+
+
+def standing_bytes(shape: BlockShape) -> int:
+    """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of
+    the computation, the room for them behind frozen weights, and frozen weights in eight bits, twice."""
+    ranks = shape.ranks
+    up = ranks.gu * shape.gu if shape.gated or not shape.defers else 0
+    room = 0 if shape.fp8 else ranks.qkv * shape.qkv + up + ranks.down * shape.width
+    return (_stacked(shape) + room) * shape.itemsize + 2 * shape.parameters * shape.fp8
+
+
+def _stacked(shape: BlockShape) -> int:
+    """Numbers of the factors as the engine stacks them: those of q, k and v, and of gate and up, on the
+    diagonal of one matrix."""
+    ranks, width = shape.ranks, shape.width
+    of_attention = ranks.qkv * (width + shape.qkv) + ranks.o * (shape.queries + width)
+    return of_attention + ranks.gu * (width + shape.gu) + ranks.down * (shape.columns + width)
+
+
+# ------------------------------------------------------------------ parameters in host memory
+
+
+def states_bytes(itemsize: int, wide: bool) -> int:
+    """Bytes of AdamW's states of a streamed parameter: in the weights' dtype, or `wide`, in float32 with a
+    master of a narrower weight."""
+    return 4 * (ADAMW_STATES + (itemsize < 4)) if wide else ADAMW_STATES * itemsize
+
+
+def streamed_host_bytes(shape: BlockShape, wide: bool = False) -> int:
+    """Bytes of pinned host memory in which a block's weights and AdamW states rest; `wide` as of
+    `states_bytes`."""
+    return (shape.itemsize + states_bytes(shape.itemsize, wide)) * shape.parameters
+
+
+def streamed_device_bytes(shape: BlockShape, wide: bool = False) -> int:
+    """Bytes on the device while blocks stream: weights, gradients and states of STREAMED_BLOCKS blocks."""
+    return STREAMED_BLOCKS * (2 * shape.itemsize + states_bytes(shape.itemsize, wide)) * shape.parameters

@@ -1,0 +1,175 @@
+"""What each fused block keeps, decided when its stack is entered: by the policy, for the number of tokens of this very call."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from petune.kernels.block.call import Spec
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.buffers import streamed_host_bytes
+from petune.kernels.memory.policy import Policy, choose
+from petune.kernels.memory.shape import BlockShape, Ranks
+from petune.log import say
+from petune.models.stack import Stack
+from petune.models.tuned_linear import low_rank_of
+from petune.rng.context import running
+
+GIB = 2**30
+STATES = 12  # bytes beside a trained number: its gradient and AdamW's two states, in float32
+SPARE = 0.95  # of the memory that is free; the rest is lost between blocks of unequal size
+ROUND = 1024
+
+
+class Governor:
+    """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the policy it got then."""
+
+    def __init__(self, config: MemoryConfig) -> None:
+        self.config = config
+        self.policies: dict[tuple[int, int, torch.dtype], Policy] = {}
+        self.model: Any = None  # a weak reference to the one that is running: a copy of a model copies its hooks
+        self.said: tuple[str, ...] = ()
+
+    def register(self, model: nn.Module, stack: Stack) -> tuple[RemovableHandle, RemovableHandle]:
+        """Act before the model, to know it, and before the blocks of `stack`."""
+        return model.register_forward_pre_hook(self.meet), stack.register_forward_pre_hook(self, with_kwargs=True)
+
+    def meet(self, model: nn.Module, args: Any) -> None:
+        """Before the model's forward."""
+        self.model = weakref.ref(model)
+
+    def become(self, config: MemoryConfig) -> None:
+        """Go by other settings from the next call on."""
+        self.config = config
+        self.policies.clear()
+
+    def __call__(self, stack: Stack, args: Any, kwargs: Any) -> None:
+        """Before the stack's forward."""
+        if not torch.is_grad_enabled():
+            return
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        found = running().segments
+        tokens, longest = (hidden.shape[0] * hidden.shape[1], hidden.shape[1]) if found is None else (found.total, found.longest)
+        for spec, (rung, tile) in zip(_specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True):
+            spec.rung, spec.tile = rung, tile
+
+    def _kept(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> list[tuple[Rung, int | None]]:
+        """What each block keeps. A CPU keeps all unless the config says otherwise: its memory is not ours to plan."""
+        if device.type == "cpu":
+            keep = "all" if self.config.keep == "auto" else self.config.keep
+            offload = "none" if self.config.offload == "auto" else self.config.offload
+            return [(Rung(keep, offload), self.config.tile)] * len(stack)
+        size = rounded(tokens), rounded(longest, 128)
+        key = (*size, _specs(stack)[0].computes_in(device.type))
+        if key not in self.policies:
+            self.policies[key] = self._policy(stack, device, *size)
+            self._say(self.policies[key])
+        policy = self.policies[key]
+        return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
+
+    def _say(self, policy: Policy) -> None:
+        """What is kept, unless it is what the batches before had; the figures differ with every size."""
+        lines = policy.lines()
+        for line in lines if lines[:1] != self.said else ():
+            say(line)
+        self.said = lines[:1]
+
+    def _policy(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:
+        specs = _specs(stack)
+        model = stack if self.model is None else self.model() or stack
+        free, total = torch.cuda.mem_get_info(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        budget = (free + idle) * SPARE + torch.cuda.memory_allocated(device)
+        cap = torch.cuda.get_per_process_memory_fraction(device) * total
+        if self.config.budget is not None:
+            cap = min(cap, self.config.budget * GIB)
+        shape = shape_of(specs[0], specs[0].computes_in(device.type))
+        streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"  # between their passes such blocks lie on the host
+        pinned = len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32") if streamed and self.config.host is None else 0
+        return choose(
+            shape,
+            len(specs),
+            tokens,
+            min(longest, tokens),
+            resident_bytes(model) if streamed else max(fixed_bytes(model), torch.cuda.memory_allocated(device)),
+            vocabulary_of(model),
+            int(min(budget, cap)),
+            pinnable(self.config) + pinned,  # what streams is pinned already, and the system no longer calls it free
+            rates_of(torch.cuda.get_device_name(device)),
+            self.config,
+            streamed=streamed,
+        )
+
+
+def _specs(stack: Stack) -> list[Spec]:
+    return [cast("FusedBlock", block).spec for block in stack.blocks]
+
+
+def rounded(tokens: int, step: int = ROUND) -> int:
+    """The next multiple of `step`, so that batches of nearly as many tokens share a policy, or a recording."""
+    return -(-tokens // step) * step
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """The columns of a language model's head, 0 for other models."""
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    return 0 if head is None else len(head.weight)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes on the device beside fused blocks that stream: what else there is, and its gradients; its states stream too."""
+    inside = {id(value) for block in model.modules() if isinstance(block, FusedBlock) for value in block.parameters()}
+    values = {id(value): value for value in (*model.parameters(), *model.buffers()) if id(value) not in inside}.values()
+    return sum(value.nbytes * (1 + value.requires_grad) for value in values)
+
+
+def fixed_bytes(model: nn.Module) -> int:
+    """Bytes on the device whatever is kept: tensors of the model, gradients and states of what trains."""
+    values = {id(value): value for value in (*model.parameters(), *model.buffers())}.values()
+    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    return sum(value.nbytes for value in values) + STATES * trained
+
+
+def pinnable(config: MemoryConfig) -> int:
+    """Bytes of this host's memory that may be pinned."""
+    if config.host is not None:
+        return int(config.host * GIB)
+    try:
+        with open("/proc/meminfo") as lines:
+            available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except OSError:  # a system without it, whose memory nobody has told
+        return 0
+    return int(available * 1024 * 0.8)
+
+
+def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
+    """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
+    program, sizes = spec.program, spec.program.sizes
+    roles = (role for group in program.groups for role in group.roles)
+    parts = {role: low_rank_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
+    down = parts["down"]
+    assert down is not None
+    ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}
+    return BlockShape(
+        width=len(down.weight),
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        columns=down.weight.shape[1],
+        gated=program.gated,
+        ranks=Ranks(**ranks),
+        trained=down.weight.requires_grad,
+        itemsize=(dtype or spec.dtype).itemsize,
+        norm=program.norms[0].kind,
+        described=program.sublayers,
+        causal=program.attends[0].causal,
+        fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
+    )

@@ -1,0 +1,132 @@
+"""The sizes of a transformer block, which its seconds (petune.kernels.memory.block_cost) and its bytes (petune.kernels.memory.buffers) are
+made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from petune.kernels.block.packed_linear import FOLDED
+from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The rank of the low-rank update of each role, 0 where there is none."""
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    o: int = 0
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+
+    @property
+    def qkv(self) -> int:
+        """Of q, k and v, whose low-rank inputs are one product."""
+        return self.q + self.k + self.v
+
+    @property
+    def gu(self) -> int:
+        """Of gate and up, likewise."""
+        return self.gate + self.up
+
+
+GroupKind = Literal["in", "out", "up", "down"]
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
+    block's, four for each."""
+
+    kind: GroupKind
+    roles: tuple[Role, ...]
+    paths: tuple[str, ...]
+    first: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The places of its tensors."""
+        return tuple(range(self.first, self.first + 4 * len(self.paths)))
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
+    of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
+    multiply in eight bits. described: its sub-layers, where they are others than these."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    gated: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
+    trained: bool = False
+    itemsize: int = 2
+    norm: Literal["rms", "layer"] = "rms"
+    causal: bool = True
+    fp8: bool = False
+    described: tuple[SubLayer, ...] | None = None
+
+    @property
+    def sublayers(self) -> tuple[SubLayer, ...]:
+        """Attention and MLP as its fields say, or those that are described."""
+        if self.described is not None:
+            return self.described
+        rms, up = self.norm == "rms", linears(gate="gate", up="up") if self.gated else linears(up="up")
+        attention = Attention("", (linears(q="q", k="k", v="v"),), "o", rotary=rms, causal=self.causal, scale=1.0)
+        before, after = (Norm("", "rms"), None) if rms else (None, Norm("", "layer"))
+        return tuple(SubLayer(core, norm_in=before, norm_after_sum=after) for core in (attention, Mlp("", up, "down")))
+
+    def linears(self, place: GroupPlace) -> tuple[int, int, int]:
+        """(inputs, outputs, rank) of a group."""
+        keys, above = self.kv_heads * self.head_dim, self.columns
+        outputs = {"q": self.queries, "k": keys, "v": keys, "o": self.width, "gate": above, "up": above, "down": self.width}
+        inputs = {"in": self.width, "out": self.queries, "up": self.width, "down": above}[place.kind]
+        return inputs, sum(outputs[role] for role in place.roles), sum(getattr(self.ranks, role) for role in place.roles)
+
+    def room(self, place: GroupPlace) -> int:
+        """Columns behind a group's input for its low-rank one, so that one product sums both."""
+        return 0 if self.fp8 or place.kind == "out" or (place.kind == "up" and self.defers) else self.linears(place)[2]
+
+    @property
+    def queries(self) -> int:
+        """Columns of q, and of attention's output."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        """Columns of q, k and v together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def gu(self) -> int:
+        """Columns of gate and up together, or of up alone."""
+        return self.columns * (1 + self.gated)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the block's matrices."""
+        return self.width * (self.qkv + self.queries + self.gu + self.columns)
+
+    @property
+    def adapters(self) -> int:
+        """Numbers of the low-rank factors."""
+        ranks, mlp, keys = self.ranks, self.width + self.columns, self.kv_heads * self.head_dim
+        from_width = ranks.q * (self.width + self.queries) + (ranks.k + ranks.v) * (self.width + keys)
+        return from_width + ranks.o * (self.queries + self.width) + (ranks.gu + ranks.down) * mlp
+
+    @property
+    def defers(self) -> bool:
+        """Whether the activation adds the update of gate | up, as petune.kernels.block.packed_linear says."""
+        return 0 < self.ranks.gu <= FOLDED and (not self.gated or self.ranks.gate == self.ranks.up)
+
+    @property
+    def makes_m_again(self) -> bool:
+        """Whether the down projection's gradients need its input, which otherwise lives within one kernel."""
+        return self.trained or self.ranks.down > FOLDED

@@ -1,0 +1,230 @@
+"""Fused forms of single modules, for blocks that have no fused form: families without a table of norms, blocks cut by a plan, other models.
+
+A tuned linear becomes one autograd node, which keeps its input as it came and one matrix [rows, r], where the layer's own forward keeps
+its input twice or three times; an RMS norm becomes one that keeps its input and a number per row; transformers' tanh-approximated GELU,
+ten operations there, becomes torch's own. LayerNorm and exact GELU are one kernel each in torch already.
+
+The class of a module is exchanged for a subclass of it, as that of a fused block is: names, state and hooks stay, so what a parallel plan
+has cut and hooked works on. A call that a node cannot do goes to the module's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import copy
+from functools import cache
+from inspect import signature
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.activations import NewGELUActivation
+
+from petune.kernels import reference, torch_ops
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.dispatch import Ops
+from petune.log import say
+from petune.models.tuned_linear import LowRank, TunedLinear, low_rank_of
+from petune.rng.context import bound
+from petune.rng.dropout import Drop, draw, places
+
+# ------------------------------------------------------------------ nodes
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, ops: Ops, how: Drop | None
+    ) -> Tensor:
+        dtype = _dtype(x, weight)
+        with _without_autocast(x):
+            low_a, low_b = torch.mul(a, scale, out=a.new_empty(a.shape, dtype=dtype)), _cast(b, dtype)
+            rows = _cast(_matrix(x), dtype)
+            s = (rows if how is None else ops.drop(rows, how)) @ low_a.T
+            y: Tensor = ops.linear_low(rows, _cast(weight, dtype), None if bias is None else _cast(bias, dtype), (s, low_b))
+        numbers, *ctx.draw = how or (None,)
+        ctx.scale, ctx.ops = scale, ops
+        ctx.save_for_backward(x, weight, bias, a, b, low_a, low_b, s, numbers)
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, a, b, low_a, low_b, s, numbers = ctx.saved_tensors
+        dropped = None if numbers is None else lambda rows: ctx.ops.drop(rows, Drop(numbers, *ctx.draw))
+        rows, low = _cast(_matrix(x), s.dtype), (low_a, low_b)
+        with _without_autocast(dy):
+            dx, *found = torch_ops.lora_gradients(
+                _matrix(dy), rows, s, _cast(weight, s.dtype), low, ctx.scale, ctx.needs_input_grad, dropped
+            )
+        grads = [None if grad is None else _cast(grad, one.dtype) for grad, one in zip(found, (weight, bias, a, b), strict=True)]
+        return None if dx is None else _cast(dx, x.dtype).view(x.shape), *grads, None, None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
+        y, rstd, _ = ops.rms_norm(_matrix(x), weight, eps)
+        ctx.ops = ops
+        ctx.save_for_backward(x, weight, rstd)
+        return cast("Tensor", y).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = ctx.ops.rms_norm_backward(_matrix(dy), _matrix(x), weight, rstd, None, ctx.needs_input_grad[1])
+        return dx.view(x.shape), None if dweight is None else dweight.to(weight.dtype), None, None
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """`x` [..., k] as [rows, k], its last dim dense."""
+    rows = x[None] if x.dim() == 1 else x.flatten(0, -2)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _without_autocast(x: Tensor) -> Any:
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """What torch.nn.functional.linear computes in; None where it raises an error."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype if x.dtype == weight.dtype else None
+
+
+def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> Tensor:
+    """x W^T + bias + scale (dropped(x) A^T) B^T, [..., k] -> [..., n], as one node.
+
+    x, W and bias of one dtype, or under autocast, which then says the dtype of computation and result; the factors of any. how: the dropout
+    of x, whose rows are its places; torch.compile, which sees the op `petune::lora_linear`, cannot have it.
+    """
+    if not torch.compiler.is_compiling():
+        y: Tensor = _LoraLinear.apply(x, *part.tensors, part.scale, ops, how)  # type: ignore[no-untyped-call]
+        return y
+    y = torch_ops.lora_linear(_matrix(x), *part.tensors, part.scale)
+    return y.view(*x.shape[:-1], part.weight.shape[0])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
+    """x / rms(x) * weight over the last dim, [..., n] -> [..., n], as one node; x and weight [n] of one dtype."""
+    if not torch.compiler.is_compiling():
+        y: Tensor = _RmsNorm.apply(x, weight, eps, ops)  # type: ignore[no-untyped-call]
+        return y
+    return cast("Tensor", torch_ops.rms_norm(_matrix(x), weight, eps)[0]).view(x.shape)
+
+
+# ------------------------------------------------------------------ modules
+
+
+class FusedSite(nn.Module):
+    """Mixed in before the class of a module; `ops` are what its node computes with."""
+
+    ops: ClassVar[Ops]
+
+
+class FusedLora(FusedSite):
+    """A linear with an update that says its parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's own argument and result."""
+        part = cast("LowRank", cast("TunedLinear", self).low_rank())
+        p = part.dropout if self.training else 0.0
+        if part.a is None or _dtype(x, part.weight) is None or (p and (torch.compiler.is_compiling() or x.dim() not in (2, 3))):
+            return cast("Tensor", super().forward(x))
+        return lora_linear(x, part, self.ops, _draw(x, p) if p else None)
+
+
+def _draw(x: Tensor, p: float) -> Drop:
+    """The draw of torch's dropout of `x` [rows, k] or [rows, tokens, k], see petune.rng.dropout.drop."""
+    if x.dim() == 3:
+        return draw(places(x.shape[0], x.shape[1], x.device), p)
+    with bound(token=0):  # a row without tokens has no place among them
+        numbers = places(x.shape[0], 1, x.device)
+    return draw(numbers, p)
+
+
+class FusedNorm(FusedSite):
+    """An RMS norm of transformers' making."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The norm's own argument and result."""
+        if hidden_states.dtype != self.weight.dtype:  # the result's dtype is then the norm's own affair
+            return cast("Tensor", super().forward(hidden_states))
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.ops)
+
+
+class FusedGelu(FusedSite):
+    """transformers' NewGELUActivation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """GELU by tanh, any shape."""
+        return F.gelu(input, approximate="tanh")
+
+
+# ------------------------------------------------------------------ the pass
+
+
+def fuse_sites(model: nn.Module, ops: Ops) -> int:
+    """Fuse tuned linears, RMS norms and tanh GELUs that are in no fused block; returns how many. Idempotent, undone by `unfuse_sites`."""
+    inside = {id(module) for block in model.modules() if isinstance(block, FusedBlock) for module in block.modules()}
+    modules = [module for module in model.modules() if id(module) not in inside]
+    found: list[tuple[Any, Any]] = [(module, form) for module in modules if (form := _form(module)) is not None]
+    for module, form in found:
+        module.__class__ = _fused_class(form, module.__class__, ops)
+    if strangers := {type(module).__name__ for module in modules if isinstance(module, TunedLinear) and low_rank_of(module) is None}:
+        say(f"kernels: not fused, as they have no fused form (`low_rank` gives none): {', '.join(sorted(strangers))}")
+    return len(found)
+
+
+def unfuse_sites(model: nn.Module) -> None:
+    """The classes again that `fuse_sites` has exchanged."""
+    for module in model.modules():
+        if isinstance(module, FusedSite):
+            module.__class__ = type(module).__bases__[1]
+
+
+def _form(module: nn.Module) -> type[FusedSite] | None:
+    """What `module` can become."""
+    if isinstance(module, FusedSite):
+        return None
+    if isinstance(module, TunedLinear) and low_rank_of(module) is not None:
+        return FusedLora
+    if type(module) is NewGELUActivation:
+        return FusedGelu
+    return FusedNorm if is_rms_norm(module) else None
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether `module` has what T5's and Llama's norms have and computes what they do: Cohere's has the same and subtracts the mean."""
+    if set(module._parameters) != {"weight"} or module._modules or not hasattr(module, "variance_epsilon"):
+        return False
+    forward: Callable[..., Tensor] = type(module).forward
+    if cast("Tensor", module.weight).dim() != 1 or len(signature(forward).parameters) != 2:
+        return False
+    probe, eps = copy(module), 0.25
+    weight, x = (torch.linspace(-1, 2, n, dtype=torch.float32, device="cpu") for n in (8, 24))
+    probe.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight)}, "variance_epsilon": eps}
+    x = x.view(3, 8)
+    with torch.no_grad():
+        return torch.allclose(forward(probe, x), reference.rms_norm(x, weight, eps)[0], rtol=1e-5, atol=1e-6)
+
+
+@cache
+def _fused_class(form: Any, kind: Any, ops: Ops) -> Any:
+    """The subclass of `kind` whose forward is that of `form`; what `kind` says of itself holds for it too."""
+    known = {"low_rank": kind.low_rank} if form is FusedLora else {}
+    return type(f"Fused{kind.__name__}", (form, kind), {"__module__": kind.__module__, "ops": ops} | known)

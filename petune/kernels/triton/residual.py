@@ -1,0 +1,198 @@
+"""Sums of matrices: a product with its low-rank update, rows as eight-bit floats, and what many programs each summed a share of.
+
+A low-rank update is a matrix product on tiles that are in registers anyway: tl.dot with the rank padded by masks to a power of two of at
+least 16, the narrowest a tensor core takes. Ranks up to `MAX_RANK` have registers to spare; above it `add_low` takes several turns, and
+other launchers raise ValueError. A sum that runs across programs is written as partial sums in float32 and added up in one order by
+`total`: the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels.block.linear import matmul32
+from petune.kernels.reference import Low
+
+Variant = tuple[Any, dict[str, str], dict[str, Any], int, int]  # kernel, signature, constexprs, warps, stages
+
+MAX_RANK = 64
+MAX_COLUMNS = 32768  # of a row to quantise: it lies in the registers of one program
+TOTAL_BLOCK = 1024
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time. resident: how many such programs one multiprocessor of an H200 holds."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    resident: int
+
+
+def padded(rank: int) -> int:
+    """The power of two that a rank is padded to; ValueError above `MAX_RANK`."""
+    if rank > MAX_RANK:
+        raise ValueError(f"a low-rank update of rank {rank}, but these kernels take up to {MAX_RANK}")
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+@lru_cache(maxsize=1024)
+def shares(walks: int, steps: int, places: int) -> int:
+    """How many programs to share each of `walks` walks of `steps` steps between, where `places` programs run at once.
+
+    The fewest rounds of the longest share, a program counting as one step more: what it costs to begin and to leave a partial sum.
+    """
+    return min(range(1, min(steps, 32) + 1), key=lambda parts: -(-walks * parts // places) * (1 - -steps // parts))
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+# ------------------------------------------------------------------ partial sums
+
+
+def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of float32 parts [k, ...], dense, over k, in order, rounded once to `dtype`."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    result = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    size = result.numel()
+    _total_kernel[(triton.cdiv(size, TOTAL_BLOCK),)](parts, result, len(parts), size, BLOCK=TOTAL_BLOCK, num_warps=4)
+    return result
+
+
+@triton.jit(do_not_specialize=["count"])
+def _total_kernel(parts, result, count, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = place < size
+    value = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(count):
+        value += tl.load(parts + place, mask=live, other=0.0)
+        parts += size
+    tl.store(result + place, value.to(result.dtype.element_ty), mask=live)
+
+
+# ------------------------------------------------------------------ a low-rank update
+
+
+def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
+    """`petune.kernels.reference.linear_low`: cuBLAS gives the product in float32, which one kernel sums and rounds."""
+    product = matmul32(x, weight.T)
+    return add_low(None if bias is None else bias.expand_as(product), product, low)
+
+
+def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
+    """`petune.kernels.reference.add_low`, for any rank."""
+    (rows, width), (s, b) = y.shape, low
+    out = torch.empty((rows, width), dtype=s.dtype, device=y.device)
+    if not rows:
+        return out
+    tile, rank = _add_tile(s.dtype), s.shape[1]
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),)
+    _add_low_kernel[grid](
+        *(x, y, out, s, b, rows, width, 0 if x is None else x.stride(0), y.stride(0), s.stride(0), b.stride(0)),
+        RANK=rank,
+        R=padded(min(rank, MAX_RANK)),
+        BM=tile.rows,
+        BN=tile.columns,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def _add_tile(dtype: torch.dtype) -> Tile:
+    return Tile(64, 64, 4, 1, 6) if dtype.itemsize == 2 else Tile(32, 32, 4, 1, 4)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_low_kernel(
+    x, y, out, s, b, rows, width, x_stride, y_stride, s_stride, b_stride,
+    RANK: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(width, BN)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BM + tl.arange(0, BM)
+    col = (tl.program_id(0) % tiles).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (row < rows)[:, None] & (col < width)[None, :]
+    value = tl.load(y + row[:, None] * y_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if x is not None:
+        value += tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    for start in range(0, RANK, R):
+        k = start + tl.arange(0, R)
+        left = tl.load(s + row[:, None] * s_stride + k[None, :], mask=(row < rows)[:, None] & (k < RANK)[None, :], other=0.0)
+        right = tl.load(b + col[:, None] * b_stride + k[None, :], mask=(col < width)[:, None] & (k < RANK)[None, :], other=0.0)
+        value += tl.dot(left, tl.trans(right), input_precision="ieee")
+    tl.store(out + row[:, None] * width + col[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------ eight-bit floats
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`petune.kernels.reference.quantise`, up to `MAX_COLUMNS` columns; ValueError above."""
+    rows, width = x.shape
+    if width > MAX_COLUMNS:
+        raise ValueError(f"rows of {width} columns to quantise, but this kernel takes up to {MAX_COLUMNS}")
+    q = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(width)
+        bits, native = q.view(torch.uint8), x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        _quantise_kernel[(rows,)](x, bits, scale, width, x.stride(0), BLOCK=block, NATIVE=native, num_warps=_quantise_warps(block))
+    return q, scale
+
+
+def _quantise_warps(block: int) -> int:
+    return min(32, max(1, block // 1024))
+
+
+@triton.jit
+def _quantise_kernel(x, q, scale, width, x_stride, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(value), 0) / 448.0, 1e-12)
+    tl.store(scale + row, unit)
+    value = tl.minimum(tl.maximum(value * (1.0 / unit), -448.0), 448.0)
+    bits = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else _e4m3(value)
+    tl.store(q + row * width + col, bits, mask=col < width)
+
+
+@triton.jit
+def _e4m3(value):
+    """The bits of the float8_e4m3fn nearest to each float32 up to 448, ties to even, where a device has no instruction for it."""
+    bits = value.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 of 23 mantissa bits stay; the bias 127 becomes 7
+    tiny = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) & 0xF  # below 2^-6 the grid is 2^-9, the last place of 2^14
+    return (tl.where(size < (121 << 23), tiny, normal) | (bits >> 24 & 0x80)).to(tl.uint8)
+
+
+# ------------------------------------------------------------------ what is launched
+
+
+def variants() -> Iterator[Variant]:
+    """See tests/kernels/gate.py."""
+    """What every device compiles; the native form of `quantise` needs compute capability 8.9."""
+    for kind, parts in (("*bf16", "*fp32"), ("*fp32", "*fp32")):
+        yield _total_kernel, {"parts": parts, "result": kind, "count": "i32", "size": "i32"}, {"BLOCK": TOTAL_BLOCK}, 4, 3
+    for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        tile = _add_tile(dtype)
+        signature = {name: kind if name in ("x", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names} | {"y": "*fp32"}
+        for rank, absent in ((16, {}), (64, {"x": None}), (256, {})):
+            values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
+            yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
+    signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "width": "i32", "x_stride": "i32"}
+    for block in (4096, 16384, MAX_COLUMNS):
+        yield _quantise_kernel, signature, {"BLOCK": block, "NATIVE": False}, _quantise_warps(block), 3

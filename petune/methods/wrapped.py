@@ -1,0 +1,33 @@
+"""Where a wrapped model remembers how it is tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from petune.errors import UsageError
+from petune.methods.configs import MethodConfig
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a model is tuned: the method, its config, the family's name if it has one, and the modules trained whole beside it."""
+
+    method: str
+    config: MethodConfig
+    family: str | None
+    also_train: tuple[str, ...]
+
+
+def tuning(model: nn.Module) -> Tuning:
+    """The tuning of a wrapped model. Raises UsageError for a model that is not wrapped."""
+    found = getattr(model, "petune_tuning", None)
+    if not isinstance(found, Tuning):
+        raise UsageError(f"this {type(model).__name__} is not wrapped", remedy='call petune.wrap(model, method="lora") first')
+    return found
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether `wrap` has been called on this model and not undone by `merge`."""
+    return isinstance(getattr(model, "petune_tuning", None), Tuning)

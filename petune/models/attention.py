@@ -1,0 +1,160 @@
+"""The attention function that cut models use: Hugging Face's own SDPA, with a place to see the tokens of other ranks and dropout by index.
+
+It is registered under NAME as an attention and as a mask function: a name that has no mask function gets no mask at all. A module with an
+attribute `exchange` holds only some tokens of a sequence and attends through it (petune/parallel/sequence/exchange.py); any other attends
+to what it is given. Shapes are those of Hugging Face: query [b, heads, q, head_dim], key and value [b, kv_heads, k, head_dim], mask [b, 1 |
+heads, 1 | q, k] that is bool (True: attend) or added to the scores, `position_bias` [1 | b, heads, q, k] that is added before the mask
+acts; out comes [b, q, heads, head_dim], contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from petune.errors import UsageError
+from petune.rng.dropout import drop_attention
+
+NAME = "petune"
+_BEFORE = "petune_attention_before"  # attribute of a model: the name of the function that it used before
+
+Attended = tuple[Tensor, Tensor | None]  # output [b, q, heads, head_dim], and probabilities, which SDPA never has
+
+
+class Attend(Protocol):
+    """Attention over the tensors it is given; see `attend`."""
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> Attended: ...
+
+
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any) -> Attended:
+    """What is registered: `attend`, through `module.exchange` where there is one."""
+    if kw.get("softcap") is not None:
+        raise UsageError("attention scores with a soft cap are not supported here", found=f"softcap {kw['softcap']}")
+    exchange = getattr(module, "exchange", None)
+    if exchange is None:
+        return attend(module, query, key, value, attention_mask, **kw)
+    found: Attended = exchange(attend, module, query, key, value, attention_mask, **kw)
+    return found
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    first_head: int | None = None,
+    first_query: int = 0,
+    **kw: Any,
+) -> Attended:
+    """Attention on this device alone.
+
+    first_head, first_query: the numbers in the whole model and sequence of the first head and query here, from which dropout is drawn;
+    `module.first_head`, or 0, is the head unless it is given. Other keywords are those of Hugging Face's attention functions.
+    """
+    if dropout or not query.shape[2]:  # no kernel promises a graph for a rank without tokens, which must take part in the backward pass
+        head = getattr(module, "first_head", 0) if first_head is None else first_head
+        return _explicit(module, query, key, value, mask, dropout, (head, first_query), **kw)
+    found: Attended = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=0.0, **kw)
+    return found
+
+
+def causal(module: nn.Module, mask: Tensor | None, given: bool | None) -> bool:
+    """Whether no query sees a later key although no mask says so, as Hugging Face's SDPA decides; `given` is its keyword is_causal."""
+    return mask is None and bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def no_later(first: int, end: int, device: torch.device) -> Tensor | None:
+    """The mask [1, 1, q, end] by which queries [first, end) do not see later keys of [0, end); None where none is later."""
+    if end - first <= 1:
+        return None
+    return torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)[None, None]
+
+
+def use(model: PreTrainedModel) -> None:
+    """Make `model`, and every model inside that has a config of its own, attend through `attention`; `leave` undoes it.
+
+    Raises UsageError for a model whose attention cannot be chosen.
+    """
+    before = model.config._attn_implementation
+    _choose(model, NAME)
+    if model.config._attn_implementation != NAME:
+        raise UsageError("this model does not take an attention function", where=type(model).__name__)
+    if before != NAME:
+        model.__dict__[_BEFORE] = before
+
+
+def leave(model: nn.Module) -> None:
+    """Make `model` attend as it did before `use`; nothing where that was not called."""
+    if (before := model.__dict__.pop(_BEFORE, None)) is not None:
+        _choose(cast("PreTrainedModel", model), before)
+
+
+def _choose(model: PreTrainedModel, name: str) -> None:
+    """Set the attention function of every config: an encoder or a side network may have a copy, which releases differ in following."""
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = model.config._attn_implementation
+
+
+def _explicit(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    first: tuple[int, int],
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Attended:
+    """softmax(q k^T scaling + mask) v, with the probabilities at hand; `first` as `drop_attention` takes it."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if query.shape[2] > 1 and causal(module, mask, is_causal):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()[None, None]
+    found = probabilities(scores, mask, position_bias).to(value.dtype)
+    if dropout:
+        found = drop_attention(found, dropout, *first)
+    return (found @ value).transpose(1, 2).contiguous(), None
+
+
+def probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Softmax of scores [b, heads, q, k] over the keys, float32 or wider; mask and bias as `attention` takes them.
+
+    A query that may attend to nothing gets zeros, as in SDPA; with both a bias and a bool mask it attends to all keys alike, as in Hugging
+    Face.
+    """
+    none = None
+    if mask is not None and mask.dtype is torch.bool and bias is not None:
+        mask, bias = torch.where(mask, bias, torch.finfo(bias.dtype).min), None
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None and mask.dtype is torch.bool:
+        none = ~mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        none = (mask == -torch.inf).all(-1, keepdim=True)
+        scores = scores + mask
+    if none is not None:
+        scores = scores.masked_fill(none, 0.0)
+    found = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return found if none is None else found.masked_fill(none, 0.0)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

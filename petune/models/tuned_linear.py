@@ -1,0 +1,160 @@
+"""The protocol of a tuned layer, below kernels, methods and parallel plans.
+
+A tuned layer is a subclass of the layer it tunes and holds that layer's weight and bias itself, so base names, hooks and code that reads
+`layer.weight` do not change. What trains, what is fused, how it is cut and what it keeps is what the layer says here: nobody decides it by
+the names of attributes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from petune.models.spec import CutKind, Split
+
+
+class LowRank(NamedTuple):
+    """A linear map with a low-rank update, x W^T + bias + scale (dropout(x) A^T) B^T, as fused kernels compute it.
+
+    weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are of the update.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd must know of, in the order `with_tensors` takes them."""
+        return self.weight, self.bias, self.a, self.b
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> LowRank:
+        """The same linear made of other tensors."""
+        weight, bias, a, b = tensors
+        assert weight is not None
+        return LowRank(weight, bias, a, b, self.scale, self.dropout)
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
+        if self.weight.dtype == dtype:
+            return self
+        return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
+
+class KeptFeatures(NamedTuple):
+    """What a forward pass keeps for the backward pass of a layer's tuning, in features per token.
+
+    input: the layer's own input is kept. inner: features made before the sum of a cut by rows; after: those made after it.
+    """
+
+    input: bool = False
+    inner: int = 0
+    after: int = 0
+
+
+class TunedModule(nn.Module, ABC):
+    """A module with parameters of its own method."""
+
+    @abstractmethod
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """What trains and is saved, by name inside this module."""
+
+
+class TunedLinear(TunedModule):
+    """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer it tunes.
+
+    Everything that kernels, parallel plans, merging and estimates want to know of it is asked through these members.
+    """
+
+    weight: Tensor
+    active: bool  # False: compute what the base layer would
+    merged: bool  # True: `weight` contains the tuning already
+    base: ClassVar[type[nn.Module]]  # the class of the layer that is tuned
+    additions: ClassVar[tuple[str, ...]] = ()  # attributes, parameters and children that the base layer has not
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """A subclass may compute something else, so it has a fused form only if it says so itself."""
+        super().__init_subclass__(**settings)
+        if "low_rank" not in vars(cls):
+            cls.low_rank = TunedLinear.low_rank  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Self:
+        """The tuned form of `layer`, sharing its parameters, hooks and every other attribute; its additions are not made yet."""
+        tuned = cls.__new__(cls)
+        tuned.__dict__ = dict(layer.__dict__)
+        for name in ("_parameters", "_modules"):
+            tuned.__dict__[name] = dict(layer.__dict__[name])
+        tuned.active, tuned.merged = True, False
+        return tuned
+
+    def plain(self) -> nn.Module:
+        """The base layer again: same parameters, original class, no tuning."""
+        layer = self.base.__new__(self.base)
+        layer.__dict__ = self._without_additions(self.__dict__)
+        for name in ("_parameters", "_modules"):
+            layer.__dict__[name] = self._without_additions(self.__dict__[name])
+        return layer
+
+    def _without_additions(self, own: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in own.items() if name not in ("active", "merged", *self.additions)}
+
+    def low_rank(self) -> LowRank | None:
+        """The layer as fused kernels compute it, without factors while its tuning is passed by; None: there is no fused form.
+
+        Never inherited: a class that does not define it has none. Always None or never, for one layer.
+        """
+        return None
+
+    @abstractmethod
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """How each tensor of the layer, the base layer's included, is cut when the layer is cut by columns or by rows.
+
+        Raises UsageError for a cut in which the layer could not compute what it computes whole.
+        """
+
+    @abstractmethod
+    def after_sum(self) -> nn.Module:
+        """The module whose output a cut by rows must sum before anything else acts on it.
+
+        It is the layer itself where the layer is linear, else a child that passes on what `plain()` computes.
+        """
+
+    @abstractmethod
+    def kept_features(self) -> KeptFeatures:
+        """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps nothing."""
+
+    @abstractmethod
+    def delta(self) -> Tensor:
+        """What merging adds to `weight`, same shape, float32 at least. Raises UsageError for a tuning that cannot be merged."""
+
+    def merged_weight(self) -> Tensor:
+        """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once to the base's dtype."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
+
+
+def low_rank_of(layer: nn.Module) -> LowRank | None:
+    """`layer` as fused kernels compute it, or None where its forward is not exactly known: only torch's own linear and what says it."""
+    if "forward" in vars(layer):  # somebody has put another in its place
+        return None
+    if type(layer) is nn.Linear:
+        return LowRank(layer.weight, layer.bias)
+    return layer.low_rank() if isinstance(layer, TunedLinear) else None
+
+
+def tuned_modules(model: nn.Module) -> Iterator[tuple[str, TunedModule]]:
+    """Every module with parameters of its own method, with its full name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, TunedModule))
+
+
+def tuned_layers(model: nn.Module) -> Iterator[tuple[str, TunedLinear]]:
+    """The tuned modules that stand in for a layer of the base model, with their full names."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, TunedLinear))

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, what travels between them, and the schedules."""

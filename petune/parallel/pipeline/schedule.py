@@ -1,0 +1,252 @@
+"""A pipeline over the pp axis: torch's schedules and transport, with the model's stages and what travels between them known beforehand.
+
+The rows of a batch go through the stages in pieces. Shapes change from batch to batch, and torch's own inference of them costs a forward
+and a backward pass each time. Here the first call of each kind (training, evaluation) sends one row through the stages, and each tells
+the next which tensors it will send, of which dtype, and which of them have a gradient; from then on the shapes of any batch follow. What
+has no gradient is not answered: under a ladder only the gradient of the side state comes back.
+
+torch before 2.13 answers every tensor: there, what has no gradient is answered with zeros. `zero-bubble` splits the backward pass of a
+stage in two where that is exact (see `Ends.splits`; before torch 2.13 it is not where a tensor is used in two places), and makes it in one
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from petune.errors import UsageError
+from petune.log import say
+from petune.models.spec import Family
+from petune.models.stack import Stack, own_stacks
+from petune.parallel.mesh import Coordinate, Mesh
+from petune.parallel.objective import Batch, Work
+from petune.parallel.pipeline.stage_io import WORDS, Kind, Kinds, Slot, decoded, encoded, lengths_of
+from petune.parallel.pipeline.stage_module import LOSS, PADDING, SELECTIVE, Chunk, Now
+from petune.parallel.pipeline.stages import cut_stage
+from petune.parallel.plan import ParallelPlan
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+SEVERAL = ("interleaved", "zero-bubble")  # schedules with several stages on a rank
+
+
+def stages_of(plan: ParallelPlan, pp: int) -> list[int]:
+    """The numbers of the stages on rank `pp` of the axis."""
+    return list(range(pp, len(plan.stages), plan.pp))
+
+
+def cut_stages(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) -> list[nn.Module]:
+    """The stages of the rank `at`, cut out of the whole model; the first of them is `model` itself. Works on meta tensors.
+
+    The others are clones of its modules that share every tensor. Raises UsageError for a plan whose stages do not fit its schedule.
+    """
+    _check_schedule(plan)
+    for name, stack in own_stacks(model, family).items():  # every rank sees what is wrong with another's stage, and none waits for it
+        spans = [(0, 0), *(stage.blocks[name] for stage in plan.stages if name in stage.blocks), (len(stack), len(stack))]
+        if any(end != start for (_, end), (start, _) in pairwise(spans)):
+            raise UsageError(f"the stages do not share out the {name}'s {len(stack)} blocks", where="pp.stages", found=str(spans[1:-1]))
+    mine = stages_of(plan, at.pp)
+    modules = [model, *(_clone(model) for _ in mine[1:])]
+    for module, number in zip(modules, mine, strict=True):
+        cut_stage(module, family, plan.stages[number], number == 0, number == len(plan.stages) - 1)
+    return modules
+
+
+def _check_schedule(plan: ParallelPlan) -> None:
+    """Raise UsageError where the plan's stages or micro-batches are not what its schedule needs."""
+    number, ranks, pieces = len(plan.stages), plan.pp, plan.microbatches
+    several = plan.schedule in SEVERAL
+    if number % ranks or (number > ranks) != several:
+        wanted = f"{2 * ranks} or another multiple of {ranks}" if several else str(ranks)
+        raise UsageError(f"schedule {plan.schedule} does not fit so many stages", where="pp.stages", expected=wanted, found=str(number))
+    if several and pieces % max(1, pieces // ranks):
+        wanted = f"a multiple of {ranks}"
+        raise UsageError(f"schedule {plan.schedule} works in rounds", where="pp.microbatches", expected=wanted, found=str(pieces))
+    if plan.schedule == "1f1b" and pieces < number:
+        raise UsageError(
+            "schedule 1f1b needs a micro-batch for each stage", where="pp.microbatches", expected=str(number), found=str(pieces)
+        )
+
+
+def _clone(model: nn.Module) -> nn.Module:
+    """The modules again, with the same tensors in them."""
+    return copy.deepcopy(model, {id(value): value for value in chain(model.parameters(), model.buffers())})
+
+
+# ---------------------------------------------------------------- the pipeline
+
+
+class Pipeline:
+    """This rank's stages of a pipeline and the schedule that runs them. `modules` are those of `cut_stages`, on the mesh's device.
+
+    All ranks of the pp axis call the same methods with the same batch.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], family: Family, plan: ParallelPlan, mesh: Mesh, work: Work) -> None:
+        self.modules, self.plan, self.device = list(modules), plan, mesh.device
+        self.group = mesh.groups["pp"]
+        self.stacks = tuple(family.stacks)
+        self.final = len(plan.stages) - 1
+        self.now = Now()
+        numbers = stages_of(plan, mesh.at.pp)
+        self.chunks = [
+            Chunk(module, number, work, self.now, number == self.final) for module, number in zip(self.modules, numbers, strict=True)
+        ]
+        if mesh.main and plan.schedule == "zero-bubble" and not (SELECTIVE and all(chunk.ends.splits for chunk in self.chunks)):
+            say("zero-bubble: some stages make their backward pass in one, as torch cannot split it here; interleaved does as well")
+        self.kinds: dict[tuple[bool, bool], list[tuple[Kinds, Kinds]]] = {}  # by training or not, and whether ladders climb
+        self.schedules: dict[bool, tuple[Any, Any]] = {}  # training or not: (what it was made for, the schedule)
+
+    def forget(self) -> None:
+        """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a broken step has left."""
+        self.kinds.clear()
+        self.schedules.clear()
+        self.now.logits = []
+
+    def backward(self, batch: Batch, pieces: int, total: float, key: int | None = None) -> float:
+        """Forward and backward over all rows of `batch` in `pieces` pieces: the sum of the losses over `total`, on every rank.
+
+        Gradients add to what is there. `key` is what dropout is drawn from.
+        """
+        self.now.total, self.now.key, self.now.training = total, key, True
+        batch = self._padded(batch, pieces)
+        losses: list[Tensor] = []
+        self._step(batch, pieces, target=batch["rows"], losses=losses)
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=LOSS, device=self.device)
+        dist.broadcast(loss, group_src=self.final % self.plan.pp, group=self.group)
+        return float(loss)
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Logits of all rows on the last stage, None on the others."""
+        self.now.key, self.now.training = None, False
+        pieces = self._pieces(len(batch["input_ids"]))
+        self._step(self._padded(batch, pieces), pieces)
+        found, self.now.logits = self.now.logits, []
+        return torch.cat(found) if found else None
+
+    def _step(self, batch: Batch, pieces: int, **more: Any) -> None:
+        """Run the schedule. torch wraps what a stage raises; it comes out as it was raised, as its kind decides what follows."""
+        try:
+            self._schedule(batch, pieces).step(return_outputs=False, **more, **batch)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+
+    def _pieces(self, rows: int) -> int:
+        """Pieces of a forward pass without a backward one: no more than rows, in whole rounds."""
+        pieces = max(1, min(self.plan.microbatches, rows))
+        return pieces if pieces < self.plan.pp else pieces - pieces % self.plan.pp
+
+    def _padded(self, batch: Batch, pieces: int) -> Batch:
+        """The batch on the device with rows numbered, and copies of its first row until it divides; those have the number PADDING."""
+        batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        number = len(batch["input_ids"])
+        batch.setdefault("rows", torch.arange(number, device=self.device))
+        missing = -number % pieces
+        self.now.padded = missing > 0
+        if missing:
+            batch = {name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for name, value in batch.items()}
+            batch["rows"][number:] = PADDING
+        return batch
+
+    def _schedule(self, batch: Batch, pieces: int) -> Any:
+        """The schedule for batches of these shapes. Only the last one of each kind is kept: it holds what is received of every piece."""
+        training = self.now.training
+        mode = training, all(stack.climbs for module in self.modules for stack in module.modules() if isinstance(stack, Stack))
+        if mode not in self.kinds:
+            self.kinds[mode] = self._try({name: value[:1] for name, value in batch.items()})
+        for chunk, (incoming, outgoing) in zip(self.chunks, self.kinds[mode], strict=True):
+            chunk.incoming, chunk.outgoing = incoming, outgoing
+            chunk.shapes = [shape for shape, _ in self._facts(chunk.ends.outgoing, chunk.outgoing, batch, pieces)]
+        made_for = (pieces, mode, tuple((name, value.shape) for name, value in batch.items()))
+        if self.schedules.get(training, (None, None))[0] != made_for:
+            self.schedules[training] = (made_for, self._make(batch, pieces))
+        return self.schedules[training][1]
+
+    def _make(self, batch: Batch, pieces: int) -> Any:
+        stages = [self._stage(chunk, batch, pieces) for chunk in self.chunks]
+        training = self.now.training
+        loss: Callable[[Tensor, Tensor], Tensor] | None = _as_it_is if training else None
+        if self.plan.schedule in SEVERAL:
+            schedule = SCHEDULES[self.plan.schedule if training else "interleaved"]
+            return schedule(stages, pieces, loss_fn=loss, scale_grads=False)
+        schedule = SCHEDULES[self.plan.schedule if training else "gpipe"]
+        return schedule(stages[0], pieces, loss_fn=loss, scale_grads=False)
+
+    def _stage(self, chunk: Chunk, batch: Batch, pieces: int) -> PipelineStage:
+        """torch's stage around a chunk, told what it will receive and send."""
+
+        def tensors(slots: tuple[Slot, ...], kinds: Kinds) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.empty(shape, dtype=kind.dtype, device="meta", requires_grad=kind.differentiable)
+                for shape, kind in self._facts(slots, kinds, batch, pieces)
+            )
+
+        outputs = (torch.empty((), dtype=LOSS, device="meta"),) if chunk.last else tensors(chunk.ends.outgoing, chunk.outgoing)
+        inputs = tensors(chunk.ends.incoming, chunk.incoming)
+        return PipelineStage(
+            chunk,
+            chunk.number,
+            self.final + 1,
+            self.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=self.group,
+            dw_builder=None if SELECTIVE and chunk.ends.splits else _nothing_left,
+        )
+
+    def _facts(self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int) -> list[tuple[tuple[int, ...], Kind]]:
+        """Shape and kind of each tensor that travels with a piece of `batch`."""
+        rows, lengths = len(batch["rows"]) // pieces, lengths_of(batch, self.stacks)
+        return [(slot.shape(kind.sizes, rows, lengths), kind) for slot, kind in zip(slots, kinds, strict=True) if kind is not None]
+
+    def _try(self, row: Batch) -> list[tuple[Kinds, Kinds]]:
+        """Send one row through the stages, one after the other; for each chunk, what it receives and what it sends."""
+        found = []
+        for chunk in self.chunks:
+            kinds = self._received(chunk)
+            chunk.incoming = kinds
+            leaving: Kinds = ()
+            if not chunk.last:
+                with torch.enable_grad() if self.now.training else nullcontext():
+                    zeros = [torch.zeros(k.sizes, dtype=k.dtype, device=self.device, requires_grad=k.differentiable) for k in kinds if k]
+                    chunk.run(zeros, row)
+                    leaving = tuple(Kind.of(value) for value in chunk.ends.collect())
+                for module in chunk.modules():  # no backward pass will free what this one has gathered
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+                dist.send(encoded(leaving, self.device), group_dst=(chunk.number + 1) % self.plan.pp, group=self.group)
+            found.append((kinds, leaving))
+        return found
+
+    def _received(self, chunk: Chunk) -> Kinds:
+        if chunk.number == 0:
+            return ()
+        words = torch.empty(len(chunk.ends.incoming), WORDS, dtype=torch.int64, device=self.device)
+        dist.recv(words, group_src=(chunk.number - 1) % self.plan.pp, group=self.group)
+        return decoded(words)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """torch then makes the backward pass in one and asks for what is left of it; with other schedules it never asks."""
+    return lambda: None
+
+
+def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
+    return loss

@@ -1,0 +1,95 @@
+"""A stage as torch's schedules call it: tensors in and the piece's batch by name, tensors out, and a part of the loss at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from petune.errors import DistributedError
+from petune.parallel.objective import Batch, Work
+from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave
+from petune.parallel.pipeline.stages import ends_of
+from petune.rng.context import Running
+from petune.rng.dropout import drawing
+
+SELECTIVE = "output_grads" in signature(PipelineStage.__init__).parameters  # torch 2.13: tensors without a gradient are not answered
+PADDING = -1  # the number of a row that only fills up the last piece
+LOSS = torch.float64  # of the scalar that the last stage gives
+
+
+@dataclass
+class Now:
+    """What holds for the call that is running."""
+
+    total: float = 1.0
+    key: int | None = None
+    training: bool = True
+    padded: bool = False
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class Chunk(nn.Module):
+    """A stage: (what arrived, the piece's batch) -> what goes on; from the last stage its part of the loss, or nothing but `now.logits`."""
+
+    def __init__(self, model: nn.Module, number: int, work: Work, now: Now, last: bool) -> None:
+        super().__init__()
+        self.model, self.number, self.work, self.now, self.last = model, number, work, now, last
+        self.ends = ends_of(model)
+        self.incoming: Kinds = ()
+        self.outgoing: Kinds = ()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> Any:
+        """What torch sends on, a flat tuple of contiguous tensors, or the scalar loss."""
+        answered = not SELECTIVE and self.now.training
+        kinds = [kind for kind in self.incoming if kind is not None]
+        constants = [value for value, kind in zip(received, kinds, strict=True) if answered and not kind.differentiable]
+        arrived = [value.detach() if not kind.differentiable else value for value, kind in zip(received, kinds, strict=True)]
+        logits = self.run(arrived, batch)
+        if self.last:
+            return self._linked(constants, [self._loss(logits, batch)])[0] if self.now.training else self._keep(logits, batch)
+        leaving = [value.contiguous() for value in self._expected(self.ends.collect())]
+        return tuple(self._linked(constants, leaving))
+
+    def run(self, arrived: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The model's forward pass with what came laid out for its stacks."""
+        values = iter(arrived)
+        self.ends.put([None if kind is None else next(values) for kind in self.incoming])
+        asked = {name: value for name, value in batch.items() if name != "rows"}
+        with drawing(Running(rows=batch["rows"], key=self.now.key)), self.work.autocast():
+            return self.work.forward(self.model, asked)
+
+    def _expected(self, leaving: Sequence[Tensor | None]) -> list[Tensor]:
+        """The tensors that leave. Raises DistributedError when they are not what the next stage waits for, which would hang it."""
+        found = [value for value in leaving if value is not None]
+        if [Kind.of(value) is None for value in leaving] != [kind is None for kind in self.outgoing] or self.shapes != [
+            tuple(value.shape) for value in found
+        ]:
+            shapes = ", ".join(str(list(value.shape)) for value in found)
+            wanted = ", ".join(str(list(shape)) for shape in self.shapes)
+            raise DistributedError(f"stage {self.number} made other tensors than the next one expects", expected=wanted, found=shapes)
+        return found
+
+    def _linked(self, constants: Sequence[Tensor], leaving: Sequence[Tensor]) -> list[Tensor]:
+        """What leaves, fit for torch's schedules; see `Leave`."""
+        if constants:
+            return list(cast("Any", Leave).apply(len(constants), *constants, *leaving))
+        return [cast("Any", Leave).apply(0, value)[0] if value.requires_grad else value.detach() for value in leaving]
+
+    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        asked = {name: value for name, value in batch.items() if name != "rows"}
+        if self.now.padded:
+            here = batch["rows"] != PADDING
+            logits, asked = logits[here], {name: value[here] for name, value in asked.items()}
+        lost = self.work.loss(logits, asked) if len(logits) else logits.sum()
+        return lost.to(LOSS) / self.now.total
+
+    def _keep(self, logits: Tensor, batch: Batch) -> Tensor:
+        self.now.logits.append(logits[batch["rows"] != PADDING] if self.now.padded else logits)
+        return torch.zeros((), dtype=LOSS, device=logits.device)

@@ -1,0 +1,211 @@
+"""What one stage of a pipeline holds: the whole model's module tree, with everything that works on another stage taken out of it.
+
+A stage runs Hugging Face's own forward around its blocks, so masks, positions and rotary embeddings are made where they are used, and no
+family needs code of its own. Modules whose parameters belong elsewhere are replaced by ones without parameters that pass their input by
+(norms, heads) or make zeros of the right shape (embeddings); what they compute is replaced by what arrives. Names of what stays do not
+change. Tensors that several stages hold are tied embeddings (tables where a stack begins, a head on the last stage), and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.models.spec import Family, StackName, StackRule, stack_paths
+from petune.models.stack import Stack, own_stacks
+from petune.parallel.pipeline.stage_io import MADE_ANEW, STATES, TRAVELS, Crossing, End, Ends, Slot
+from petune.parallel.plan import Stage
+
+ATTRIBUTE = "petune_stage"  # where `cut_stage` leaves its Ends on a model
+OPENERS = ("layernorm_embedding",)  # beside a stack, run before it, and no embedding: BART's norm
+LOGITS_BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
+
+
+# ---------------------------------------------------------------- in the place of what is elsewhere
+
+
+class Zeros(nn.Module):
+    """In the place of an embedding: ids [b, s] -> zeros [b, s, width], which take no memory."""
+
+    like: Tensor
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.width = embedding.embedding_dim
+        self.register_buffer("like", embedding.weight.detach().new_empty(0), persistent=False)
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Zeros in the dtype of the table, on the ids' device."""
+        return torch.zeros((), dtype=self.like.dtype, device=ids.device).expand(*ids.shape, self.width)
+
+
+class PassBy(nn.Module):
+    """In the place of a norm or a head: gives back its input."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The first argument."""
+        return hidden
+
+
+class NoBlocks(nn.Module):
+    """In the place of a stack of which no block is here. Iterates as one block, as a Stack does, which gives back its input."""
+
+    def __init__(self, rule: StackRule) -> None:
+        super().__init__()
+        self.others = len(rule.carry) - 1
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield self
+
+    def __getitem__(self, index: slice) -> NoBlocks:
+        return self
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states as they came, and nothing for the rest of the carry."""
+        return (hidden_states, *[None] * self.others) if self.others else hidden_states
+
+
+# ---------------------------------------------------------------- cutting
+
+
+def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last: bool) -> Ends:
+    """Reduce a whole model to one stage, in place, and leave the returned Ends on it as `model.petune_stage`.
+
+    Works on meta tensors and talks to nobody. Raises UsageError for blocks that the model lacks, and for a model with a part of which it
+    cannot be told on which stage it works.
+    """
+    stacks = own_stacks(model, family)
+    spans = {name: _span(stack, stage.blocks.get(name), name) for name, stack in stacks.items()}
+    _check_order(stacks, spans, first, last)
+    ends = _ends(stacks, spans, first, last)
+    paths = stack_paths(model, family)
+    around = {name: path.rpartition(".")[0] for name, path in paths.items()}
+    _take_out_the_rest(model, {path: (stacks[name], *spans[name]) for name, path in paths.items()}, first, last)
+    if ends.crossing is not None:
+        model.get_submodule(around["encoder"]).register_forward_hook(ends.crossing)
+    for name, stack in stacks.items():
+        _take_out_blocks(model, paths[name], stack, spans[name])
+        if name in ends.wires:
+            stack.wire = ends.wires[name]
+    setattr(model, ATTRIBUTE, ends)
+    return ends
+
+
+def ends_of(model: nn.Module) -> Ends:
+    """What `cut_stage` has left on a model."""
+    return cast("Ends", getattr(model, ATTRIBUTE))
+
+
+def _span(stack: Stack, span: tuple[int, int] | None, name: str) -> tuple[int, int]:
+    """The numbers [start, end) of the blocks on this stage; (0, 0) for none."""
+    start, end = span or (0, 0)
+    if span is not None and not 0 <= start < end <= len(stack):
+        raise UsageError(f"there are no such blocks in the {name}", expected=f"[0, {len(stack)})", found=f"[{start}, {end})")
+    for carried in stack.rule.carry:
+        if carried not in TRAVELS + MADE_ANEW:
+            raise UsageError(f"a pipeline does not know the shape of what blocks of the {name} hand on", found=carried)
+    return start, end
+
+
+def _check_order(stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool) -> None:
+    """Raise UsageError unless the first stage alone has the first block, the last alone the last, and a decoder waits for its encoder."""
+    here = [name for name, (start, end) in spans.items() if start < end]
+    begins = bool(here) and here[0] == next(iter(spans)) and spans[here[0]][0] == 0
+    ends = bool(here) and here[-1] == list(spans)[-1] and spans[here[-1]][1] == len(stacks[here[-1]])
+    waits = len(here) < 2 or (spans[here[0]][1] == len(stacks[here[0]]) and spans[here[1]][0] == 0)
+    if not here or begins != first or ends != last or not waits:
+        where = "first " * first + "last " * last + "stage" if first or last else "stage between"
+        raise UsageError("the blocks of a pipeline's stages do not follow one another", where=where, found=str(dict(spans)))
+
+
+def _ends(stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool) -> Ends:
+    """Which stacks begin, end or go on here, and the slots on either side."""
+    ends = Ends()
+    incoming: list[Slot] = []
+    outgoing: list[Slot] = []
+    for name, (start, end) in spans.items():
+        if start == end:
+            continue
+        stack = stacks[name]
+        wire = ends.wires[name] = End(start == 0, end == len(stack))
+        laddered = "side" in stack._modules
+        ends.splits &= not laddered and (first or not wire.begins)
+        carry = [carried for carried in stack.rule.carry if carried in TRAVELS]
+        slots = [Slot(name, carried, side) for side in (False, True)[: 1 + laddered] for carried in carry]
+        incoming += [] if wire.begins else slots
+        outgoing += [] if wire.ends else slots
+    if len(spans) > 1:
+        here = ends.wires.get("encoder")
+        ends.crossing = Crossing(arrives=here is None, leaves=not last and (here is None or here.ends))
+        incoming += [STATES] if ends.crossing.arrives else []
+        outgoing += [STATES] if ends.crossing.leaves else []
+    ends.incoming, ends.outgoing = tuple(incoming), tuple(outgoing)
+    return ends
+
+
+def _take_out_blocks(model: nn.Module, path: str, stack: Stack, span: tuple[int, int]) -> None:
+    """Keep the blocks of `span` and the ladder's levels beside them."""
+    start, end = span
+    ladder: Any = stack._modules.get("side")
+    if ladder is not None:
+        ladder.keep(start, end)
+    for index, _ in stack.numbered:
+        if not start <= index < end:
+            del stack._modules[str(index)]
+    if start == end:
+        stack._modules.pop("side", None)
+        model.set_submodule(path, NoBlocks(stack.rule))
+
+
+def _take_out_the_rest(model: nn.Module, stacks: dict[str, tuple[Stack, int, int]], first: bool, last: bool) -> None:
+    """Replace what lies outside the stacks and works on another stage.
+
+    Embeddings, and OPENERS, work before the stack they lie beside, or before the first if they lie further up; the tail after its stack;
+    everything else outside, the heads, after the last one.
+    """
+    spine = {""} | {path.rpartition(".")[0] for path in stacks}
+    while above := {path.rpartition(".")[0] for path in spine} - spine:
+        spine |= above
+    for path in sorted(spine):
+        owner = model.get_submodule(path)
+        if not last and (bias := owner._buffers.get(LOGITS_BIAS)) is not None:
+            owner._buffers[LOGITS_BIAS] = bias.new_zeros(())
+        if any(value is not None for value in owner._parameters.values()):
+            raise UsageError(f"it cannot be told on which stage {type(owner).__name__} uses its own tensors", where=path or "the model")
+        beside = next((stack for stack in stacks if stack.rpartition(".")[0] == path), None)
+        for name, child in list(owner.named_children()):
+            full = f"{path}.{name}" if path else name
+            if full in stacks or full in spine or next(child.parameters(), None) is None:
+                continue
+            further_up = first if _embeds(child) else last
+            if not (further_up if beside is None else _works_here(name, child, full, *stacks[beside])):
+                _replace(owner, name, child)
+
+
+def _works_here(name: str, child: nn.Module, where: str, stack: Stack, start: int, end: int) -> bool:
+    """Whether a module that lies beside a stack works on this stage."""
+    if name == stack.rule.tail:
+        return start < end == len(stack)
+    if _embeds(child) or name in OPENERS:
+        return start == 0 < end
+    raise UsageError("it cannot be told whether this module works before the blocks or after them", where=where, found=type(child).__name__)
+
+
+def _embeds(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Embedding) for part in module.modules())
+
+
+def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the topmost modules that hold parameters of their own."""
+    if any(value is not None for value in module._parameters.values()):
+        owner._modules[name] = Zeros(module) if isinstance(module, nn.Embedding) else PassBy()
+        return
+    for own, child in list(module.named_children()):
+        _replace(module, own, child)

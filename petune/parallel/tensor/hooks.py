@@ -1,0 +1,258 @@
+"""Transitions hooked on where regions are entered and left, so that a model that `slices.cut` has narrowed computes what the whole did.
+
+What is hooked follows from the layouts of neighbouring regions: no backend, no method and no family knows of it. A hook that does not find
+its input raises. All state lies on modules and hook objects, never in closures, so that copying a model copies it whole.
+
+        connection   region    enter                                leave
+        whole        heads     copy (backward: sum)                 reduce
+        sequence     heads     gather (backward: reduce-scatter)    reduce-scatter
+        sequence     sequence  nothing; attention exchanges keys and values
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.models.spec import Family, Region, Shape, child_of
+from petune.models.stack import Call, Stack
+from petune.models.tuned_linear import TunedLinear
+from petune.parallel.collectives import copy, gather_seq, gather_shared, reduce, reduce_scatter_seq, split_shared
+from petune.parallel.mesh import Mesh
+from petune.parallel.plan import Cut, apportion
+from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses
+from petune.parallel.tensor.overlap import Overlap, Row, make_overlap
+from petune.parallel.tensor.shard_params import features_of, module_at, stacks_of
+from petune.rng.context import Running, running
+
+
+def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
+    """Hook the communication of the plan's layouts on a model that `cut` has narrowed."""
+    plan = mesh.plan.cut
+    if plan is None or mesh.plan.tp == 1:
+        return
+    group, rank = mesh.groups["tp"], mesh.at.tp
+    shape, overlap = family.shape(cast("Any", model).config), make_overlap(plan, group, rank, mesh.device)
+    model.register_forward_pre_hook(RefuseRecording(plan), with_kwargs=True)
+    for _, stack in stacks_of(model, family):
+        stack.edges = StackEdges(plan, group, rank)
+        for index, block in stack.numbered:
+            for region in stack.rule.regions:
+                if child_of(block, region.enter) is not None:
+                    _cross_region(block, region, f"{stack.name}.{index}", StackEdges(plan, group, rank), shape, overlap)
+        ladder = stack._modules.get("side")
+        if ladder is not None and plan.connection == "sequence":  # one more region in the connection's layout
+            for block in cast("nn.ModuleList", ladder.blocks):
+                for region in stack.rule.regions:
+                    if region.kind == "attention" and child_of(block, region.enter) is not None:
+                        _attend_across(block, region, module_at(block, region.enter, "side")[1], plan, group, rank)
+
+
+def _attend_across(block: nn.Module, region: Region, enter: nn.Module, plan: Cut, group: dist.ProcessGroup, rank: int) -> None:
+    """Let attention on own tokens see the others'."""
+    kinds: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
+    cast("Any", enter).exchange = Cross(rank) if region.cross else kinds[plan.exchange](group, rank)
+    for role in ("k", "v") if region.cross else ():
+        if (found := child_of(block, region.sites[role])) is not None:
+            across = Across(rank)
+            found[1].register_forward_pre_hook(across.before)
+            found[1].register_forward_hook(across.after)
+
+
+def _cross_region(block: nn.Module, region: Region, where: str, edges: StackEdges, shape: Shape, overlap: Overlap | None) -> None:
+    plan, group, rank = edges.plan, edges.group, edges.rank
+    enter = module_at(block, region.enter, where)[1]
+    if plan.layout(region.kind) == "sequence":
+        if region.kind == "attention":
+            _attend_across(block, region, enter, plan, group, rank)
+        return
+    enter.register_forward_pre_hook(Enter(plan, group, f"{where}.{region.enter}", overlap), with_kwargs=True)
+    leave = module_at(block, region.leave, where)[1]
+    out: nn.Module = leave.after_sum() if isinstance(leave, TunedLinear) else leave
+    out.register_forward_hook(Leave(plan, group, rank, overlap.row(leave) if overlap is not None else None))
+    if region.kind == "attention":
+        cast("Any", enter).first_head = sum(plan.heads[:rank])
+    sizes = features_of(region, plan, shape)
+    for role, choices in region.sites.items():
+        found = child_of(block, choices)
+        if found is not None:
+            if overlap is not None and found[1] is not leave:
+                overlap.column(found[1])
+            features = Features(sum(sizes[role][:rank]), row=found[1] is leave)
+            found[1].register_forward_pre_hook(features.before)
+            if not features.row:
+                found[1].register_forward_hook(features.after)
+
+
+class Shared:
+    """A hook that knows nothing of the module it hangs on: a copy of the model has the same one, as a process group cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+
+@dataclass
+class Features:
+    """Hooks on a site of a region cut by heads, which tell dropout where features lie: whole before a column site, from `first` after it
+    and before a row site."""
+
+    first: int
+    row: bool
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Before the linear."""
+        running().feature = self.first if self.row else 0
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the linear."""
+        running().feature = self.first
+
+
+@dataclass
+class Across:
+    """Hooks on what reads a whole encoder from a decoder cut by sequence: its tokens are the encoder's, from the first on."""
+
+    rank: int
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Before the linear."""
+        running().token = 0
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the linear."""
+        running().token = sum(running().sizes[: self.rank])
+
+
+@dataclass
+class Enter(Shared):
+    """Hook before a region cut by heads: every rank needs the hidden states of the whole sequence."""
+
+    plan: Cut
+    group: dist.ProcessGroup
+    where: str
+    overlap: Overlap | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with its first input as the region needs it. Raises RuntimeError when there is none."""
+        if args:
+            return (self.widen(args[0]), *args[1:]), kwargs
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": self.widen(kwargs["hidden_states"])}
+        raise RuntimeError(f"{self.where} was called without hidden states, found {sorted(kwargs)}")
+
+    def widen(self, hidden: Tensor) -> Tensor:
+        """Hidden states of every token, or what stands in for them; their gradient is summed over the ranks."""
+        now = running()
+        now.token = now.feature = 0
+        if self.overlap is not None:
+            return self.overlap.enter(hidden)
+        if self.plan.connection == "whole":
+            return copy(hidden, self.group)
+        return gather_seq(hidden, now.sizes, self.group)
+
+
+@dataclass
+class Leave:
+    """Hook after the way out of a region cut by heads: partial sums become what the connection works on."""
+
+    plan: Cut
+    group: dist.ProcessGroup
+    rank: int
+    tiles: Row | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Leave:
+        return replace(self, tiles=deepcopy(self.tiles, memo))
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The sum over ranks, whole or this rank's tokens of it."""
+        now, whole = running(), self.plan.connection == "whole"
+        if self.tiles is not None:
+            output = self.tiles.summed(module, output)
+        elif whole:
+            output = reduce(output, self.group)
+        else:
+            output = reduce_scatter_seq(output, now.sizes, self.group)
+        now.token, now.feature = 0 if whole else sum(now.sizes[: self.rank]), 0
+        return output
+
+
+@dataclass
+class RefuseRecording(Shared):
+    """Hook before the model: recorded hidden states and attentions would be shards."""
+
+    plan: Cut
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raises UsageError when the call asks for them."""
+        config = getattr(model, "config", None)
+        for name in ("output_hidden_states", "output_attentions"):
+            given = kwargs.get(name)
+            if getattr(config, name, False) if given is None else given:
+                if name == "output_hidden_states" and self.plan.connection == "whole":
+                    continue
+                raise UsageError(f"{name} would give one rank's part of them", remedy="record them in a single process: parallel=none")
+
+
+@dataclass
+class StackEdges(Shared):
+    """How a call enters and leaves a stack: where the connection is cut by sequence, each rank takes its tokens and gives them back."""
+
+    plan: Cut
+    group: dist.ProcessGroup
+    rank: int
+
+    def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
+        """See petune.models.stack.Edges."""
+        call, here = dict(call), running()
+        across = call.get("encoder_hidden_states")
+        if across is not None and (self.plan.connection == "sequence" or stack.ladder is None):
+            # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and its backbone has no gradient
+            call["encoder_hidden_states"] = copy(across, self.group)
+        if self.plan.connection == "whole":
+            return call, here
+        length = call["hidden_states"].shape[1]
+        if length < len(self.plan.sequence):
+            found = f"{length} tokens for {len(self.plan.sequence)} ranks"
+            raise UsageError("a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch")
+        sizes = apportion(length, self.plan.sequence)
+        here = replace(here, sizes=sizes, token=sum(sizes[: self.rank]))
+        call["hidden_states"] = self.part(call["hidden_states"], here)
+        self._positions(call, here)
+        if self.plan.attention == "sequence":
+            self._bias(stack, stack.numbered[0][1], call, length)
+        return call, here
+
+    def _positions(self, call: Call, here: Running) -> None:
+        """Own positions for whoever works on own tokens: attention cut by sequence, and a ladder, which makes its rotary from the ids."""
+        own = slice(here.token, here.token + here.sizes[self.rank])
+        if call.get("position_ids") is not None:
+            call["position_ids"] = call["position_ids"][..., own]
+        if self.plan.attention == "sequence" and call.get("position_embeddings") is not None:
+            call["position_embeddings"] = tuple(one[:, own] for one in call["position_embeddings"])
+
+    def _bias(self, stack: Stack, first: nn.Module, call: Call, length: int) -> None:
+        """A learned position bias is made by the first block from the lengths it sees: give it that of the whole sequence instead."""
+        if stack.rule.bias is None or call.get("position_bias") is not None or stack.numbered[0][0] != 0:
+            return
+        makers = [module for module in first.modules() if getattr(module, "has_relative_attention_bias", False)]
+        call["position_bias"] = cast("Any", makers[0]).compute_bias(length, length, device=call["hidden_states"].device)
+
+    def enter_side(self, stack: Stack, call: Call, here: Running) -> Call:
+        """See petune.models.stack.Edges."""
+        if self.plan.connection == "sequence" and stack.numbered[0][0] == 0:
+            call = dict(call)
+            self._bias(stack, cast("Any", stack._modules["side"]).blocks[0], call, sum(here.sizes))
+        return call
+
+    def part(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return split_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden
+
+    def leave(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return gather_shared(hidden, here.sizes, self.group) if self.plan.connection == "sequence" else hidden

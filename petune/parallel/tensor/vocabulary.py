@@ -1,0 +1,267 @@
+"""Embedding, output head and cross-entropy cut by vocabulary over the tp axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+
+Each rank holds the rows [first, first + count) of the token table and of the head. An embedding looks up its own rows, gives zeros for the
+others, and the ranks' results are summed. The head's input is copied (its gradient summed), and its output is
+
+    with gradients      this rank's logits [..., count]: take the loss of them with `vocabulary_loss`, never with a plain cross-entropy
+    under no_grad       whole logits [..., vocabulary], gathered, so that scoring and generation need not know
+
+A table tied to several modules is cut once and stays tied. `cut_vocabulary` only narrows, so it runs on meta tensors; `hook_vocabulary`
+then hooks what is there, of a pipeline's stage too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from petune.errors import DistributedError, UsageError
+from petune.models.spec import Split
+from petune.models.tuned_linear import TunedLinear, TunedModule
+from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, applied, copy, gather_dim, reduce
+from petune.parallel.tensor.shard_params import Placed, Slice, splits_of
+
+FIRST = "first_row"  # attribute of a module that is cut by vocabulary: the number of its first row
+BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
+
+
+# ---------------------------------------------------------------- narrowing
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why this model's vocabulary cannot be cut, or None where it can. Works on meta tensors, on a tuned model too."""
+    tables = _tables(model)
+    if not tables:
+        return "the model has no table of tokens"
+    head = _head(model)
+    rows = {table.weight.shape[0] for table in tables} | ({cast("Tensor", head.weight).shape[0]} if head is not None else set())
+    if len(rows) > 1:
+        return f"its token tables and its head differ in rows: {', '.join(map(str, sorted(rows)))}"
+    for table in tables:
+        if isinstance(table, TunedModule):
+            return "an embedding is tuned beside its table, by factors that every rank needs whole"
+        if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+            return "an embedding with max_norm, scale_grad_by_freq or sparse gradients must see every token"
+    if head is not None and type(head) is not nn.Linear and not isinstance(head, TunedLinear):
+        return f"its head is a {type(head).__name__}, neither torch.nn.Linear itself nor a TunedLinear"
+    return None
+
+
+def has_cut_head(model: nn.Module) -> bool:
+    """Whether `model` holds a head that is cut by vocabulary: with gradients on, its logits are this rank's alone."""
+    return any(hasattr(module, FIRST) and not isinstance(module, nn.Embedding) for module in model.modules())
+
+
+def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
+    """Narrow every token table and the head of `model` to the rows of rank `index`, in place; `sizes` are the rows of each rank.
+
+    Raises UsageError where `refusal` has a reason, and for rows that do not add up or a rank without any.
+    """
+    if (reason := refusal(model)) is not None:
+        raise UsageError(f"the vocabulary of this {type(model).__name__} cannot be cut: {reason}", remedy="set vocabulary: false")
+    tables, head = _tables(model), _head(model)
+    rows = tables[0].weight.shape[0]
+    if sum(sizes) != rows or min(sizes) < 1:
+        raise UsageError("shares of the vocabulary must add up, with at least a row for each rank", expected=str(rows), found=str(sizes))
+    splits: dict[int, Split] = {id(table.weight): 0 for table in tables}
+    if head is not None:
+        declared = splits_of(head, "column", "the head")
+        splits |= {id(value): declared[name] for name, value in head.named_parameters()}
+    placed = Placed()
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if id(value) in splits:
+            if splits[id(value)] is None:  # whole, but seen through this rank's logits only
+                placed.partial.add(name)
+            else:
+                placed.slices[name] = Slice(0, sizes)
+    _narrow(model, {key for key, split in splits.items() if split == 0}, sizes, index)
+    for module in (*tables, *([head] if head is not None else [])):
+        _mark(module, sizes, index)
+    return placed
+
+
+def _tables(model: nn.Module) -> list[nn.Embedding]:
+    """Every embedding of tokens: the model's own, its encoder's and decoder's, and whatever is tied to one of them."""
+    owners = [model, *(part() for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None)))]
+    found = [owner.get_input_embeddings() for owner in owners if hasattr(owner, "get_input_embeddings")]
+    weights = {id(table.weight) for table in found if isinstance(table, nn.Embedding)}
+    return [module for module in model.modules() if isinstance(module, nn.Embedding) and id(module.weight) in weights]
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The linear that makes logits of the vocabulary; None for a classifier."""
+    ask = getattr(model, "get_output_embeddings", None)
+    found = ask() if callable(ask) else None
+    return found if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor) else None
+
+
+def _narrow(model: nn.Module, wanted: set[int], sizes: Sizes, index: int) -> None:
+    """Replace each parameter of `wanted` by its own rows, once, wherever it is held."""
+    parts: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for leaf, value in list(module._parameters.items()):
+            if value is not None and id(value) in wanted:
+                if id(value) not in parts:
+                    part = value.detach().narrow(0, sum(sizes[:index]), sizes[index]).clone()
+                    parts[id(value)] = nn.Parameter(part, requires_grad=value.requires_grad)
+                module._parameters[leaf] = parts[id(value)]
+
+
+def _mark(module: nn.Module, sizes: Sizes, index: int) -> None:
+    """Tell the module what it has become."""
+    first = sum(sizes[:index])
+    setattr(module, FIRST, first)
+    if not isinstance(module, nn.Embedding):
+        cast("nn.Linear", module).out_features = sizes[index]
+        return
+    module.num_embeddings = sizes[index]
+    if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
+        module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + sizes[index] else None
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | None, index: int) -> None:
+    """Hook the communication onto whatever `cut_vocabulary` has cut in `model`, or in a stage made from it."""
+    for module in model.modules():
+        if hasattr(module, FIRST):
+            hook: Rows | Logits = (Rows if isinstance(module, nn.Embedding) else Logits)(sizes, group, index)
+            module.register_forward_pre_hook(hook.before)
+            module.register_forward_hook(hook.after)
+    if BIAS in model._buffers and has_cut_head(model):
+        bias = Bias(sizes, group, index)
+        model.register_forward_pre_hook(bias.before)
+        model.register_forward_hook(bias.after, always_call=True)
+
+
+@dataclass
+class _Hook:
+    """A hook of rank `index`. Copies share the group; it does not survive pickling, and then a call raises."""
+
+    sizes: Sizes
+    group: Group
+    index: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = found = type(self)(self.sizes, self.group, self.index)  # before and after find the one copy
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"sizes": self.sizes, "group": None, "index": self.index}
+
+    @property
+    def first(self) -> int:
+        """The number of this rank's first row."""
+        return sum(self.sizes[: self.index])
+
+    def talk(self) -> Group:
+        """The group. Raises DistributedError where it is lost."""
+        if self.group is None and len(self.sizes) > 1:
+            raise DistributedError(
+                "this layer cannot reach the other parts of its vocabulary", expected=f"{len(self.sizes)} ranks", found="1"
+            )
+        return self.group
+
+
+class Rows(_Hook):
+    """Hooks on an embedding that holds some of the rows: any ids [...] -> vectors [..., width], the same on all ranks."""
+
+    others: Tensor | None = None  # between before and after
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Number ids from this rank's first row; the other ranks' ids look up any row. An id of no rank stays out of range, and fails."""
+        if not args:
+            raise RuntimeError("an embedding cut by vocabulary was called without ids")
+        ids = args[0]
+        known = (ids >= 0) & (ids < sum(self.sizes))
+        self.others = known & ((ids < self.first) | (ids >= self.first + self.sizes[self.index]))
+        return ((ids - self.first).masked_fill(self.others, 0), *args[1:])
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Zeros for the other ranks' ids, and the sum over ranks."""
+        assert self.others is not None
+        others, self.others = self.others, None
+        return reduce(output.masked_fill(others.unsqueeze(-1), 0), self.talk())
+
+
+class Logits(_Hook):
+    """Hooks on a head that holds some of the rows: hidden states, the same on all ranks -> logits, see the top of this file."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copy the hidden states: every rank's logits add to their gradient."""
+        if not args:
+            raise RuntimeError("a head cut by vocabulary was called without hidden states")
+        return (copy(args[0], self.talk()), *args[1:])
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Own logits in training, whole ones where nothing is differentiated."""
+        return output if torch.is_grad_enabled() else gather_dim(output, self.sizes, output.dim() - 1, self.talk())
+
+
+class Bias(_Hook):
+    """Hooks on a model that adds a bias to its head's logits itself: in training it finds this rank's part of it."""
+
+    whole: Tensor | None = None  # between before and after
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        """Narrow the bias for a pass with gradients."""
+        if torch.is_grad_enabled():
+            self.whole = model._buffers[BIAS]
+            assert self.whole is not None
+            model._buffers[BIAS] = self.whole.narrow(-1, self.first, self.sizes[self.index])
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Put the whole bias back, after an error too."""
+        if self.whole is not None:
+            model._buffers[BIAS], self.whole = self.whole, None
+
+
+# ---------------------------------------------------------------- loss
+
+
+def vocabulary_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+    """The summed cross-entropy in nats of logits that are cut by vocabulary: the same scalar, float32 or wider, on every rank.
+
+    logits: this rank's [n, count], for the rows of the vocabulary from `first` on. labels: [n] in the whole vocabulary, the same on all
+    ranks; negative ones count nothing. A label that no rank has makes the loss NaN, on all ranks alike. The gradient of `logits` is exact
+    for this rank's part and needs no sum.
+    """
+    return applied(_CrossEntropy, logits, labels, group, first)
+
+
+class _CrossEntropy(Function):
+    """sum_i (max_i + log sum_v exp(x_iv - max_i) - x_i,label_i), with max and both sums taken over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        highest = wide.amax(-1)
+        all_max_([highest], group)
+        shifted = wide - highest.unsqueeze(-1)
+        own = (labels >= first) & (labels < first + wide.shape[-1])
+        at = (labels - first).masked_fill(~own, 0).unsqueeze(-1)
+        target = shifted.gather(-1, at).squeeze(-1).masked_fill(~own, 0)
+        weights = shifted.exp_()
+        total, holders = weights.sum(-1), own.to(wide.dtype)
+        all_sum_([total, target, holders], group)
+        counts = labels >= 0
+        loss = (total.log() - target).masked_fill(holders != 1, torch.nan)
+        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), at, own, counts)
+        ctx.dtype = logits.dtype
+        return loss.masked_fill(~counts, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, at, own, counts = ctx.saved_tensors
+        scale = counts.to(softmax.dtype) * grad
+        found = softmax * scale.unsqueeze(-1)
+        found.scatter_add_(-1, at, (-scale * own).unsqueeze(-1))
+        return found.to(ctx.dtype), None, None, None

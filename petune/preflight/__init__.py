@@ -1,0 +1,1 @@
+"""What `petune init` and `petune check` do before anything is trained."""

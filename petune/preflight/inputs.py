@@ -1,0 +1,117 @@
+"""Everything a recipe names, looked at before anything is spent: files, config, tokenizer, first rows, plan. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from petune.errors import DataError, FileError, PetuneError, RecipeError
+from petune.estimate.forecast import sketch
+from petune.models.loading import kind_of, load_tokenizer, read_config
+from petune.models.source import Source, check_weights, resolve_model
+from petune.recipe import Recipe
+from petune.run.build import plan_of, positions_of, prepare
+from petune.tasks import check_first_rows, check_fit, detect_format, hub_specs, infer_task, make_coder, render
+
+_Found = TypeVar("_Found")
+
+
+class _Looking:
+    """Runs one look after another and keeps what each of them refuses."""
+
+    def __init__(self) -> None:
+        self.errors: list[PetuneError] = []
+
+    def at(self, look: Callable[[], _Found], where: str | None = None) -> _Found | None:
+        """What `look` finds; None, with its problems kept, where it refuses. `where`: the place of those that name none."""
+        try:
+            return look()
+        except PetuneError as error:
+            problems = [problem if problem.where else replace(problem, where=where) for problem in error.problems]
+            self.errors.append(type(error)(problems))
+            return None
+
+    def errors_of(self, kind: type[PetuneError]) -> bool:
+        return any(isinstance(error, kind) for error in self.errors)
+
+    def settle(self) -> None:
+        """Raise what was found: as it was where all is of one kind, else everything in one RecipeError."""
+        if not self.errors:
+            return
+        problems = list(dict.fromkeys(problem for error in self.errors for problem in error.problems))
+        kinds = {type(error) for error in self.errors}
+        raise (kinds.pop() if len(kinds) == 1 else RecipeError)(problems)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a recipe means: its task, None where the model and the data that show it are on the hub; the columns of its rows that play no
+    role; and what was left alone because it lies on the hub."""
+
+    task: str | None
+    unused: tuple[str, ...]
+    distant: tuple[str, ...]
+
+
+def check_inputs(recipe: Recipe) -> Inputs:
+    """Look at all that needs no weights. Raises a PetuneError with every problem found."""
+    looking = _Looking()
+    source = looking.at(lambda: resolve_model(recipe.model, recipe.folder), recipe.where("model"))
+    model = looking.at(lambda: _model(source)) if source is not None and source.kind != "hub" else None
+    kind = kind_of(model[0]) if model else None
+    if model:
+        looking.at(lambda: make_coder(model[1], recipe.data, max_positions=positions_of(model[0])))
+    distant = looking.at(lambda: hub_specs(recipe.data, recipe.folder), recipe.where("data")) or ()
+    local = not looking.errors_of(DataError) and recipe.data.path not in distant
+    task: str | None = recipe.task
+    format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local and not task else None
+    if format_ and kind:
+        task = looking.at(lambda: infer_task(format_, kind))
+    if task and kind:
+        looking.at(lambda: check_fit(task, kind, recipe.data.packing))
+    unused = looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
+    if recipe.init_adapter is not None:
+        looking.at(lambda: _adapter(recipe))
+    if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
+        looking.at(lambda: sketch(recipe), recipe.where("method"))
+    if not looking.errors and kind:
+        looking.at(lambda: plan_of(recipe))
+    looking.settle()
+    on_hub = source is not None and source.kind == "hub"
+    return Inputs(task, unused or (), (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant)))
+
+
+def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Config and tokenizer of a model on this machine. Raises FileError for what its folder lacks."""
+    looking = _Looking()
+    config = looking.at(lambda: read_config(source))
+    tokenizer = looking.at(lambda: load_tokenizer(source))
+    looking.at(lambda: check_weights(source))
+    looking.settle()
+    assert tokenizer is not None
+    return config, tokenizer
+
+
+def _adapter(recipe: Recipe) -> None:
+    assert recipe.init_adapter is not None
+    if recipe.resolve_path(recipe.init_adapter) is None:
+        raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run would learn from: facts about the rows, and the first of them with what is trained in [[...]]."""
+
+    facts: tuple[str, ...]
+    examples: tuple[str, ...]
+
+
+def preview(recipe: Recipe, number: int) -> Preview:
+    """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
+    prepared = prepare(recipe)
+    facts = (f"model {prepared.source.note}", f"task {prepared.task.name}", *prepared.rows.notes, *prepared.encoded.report.lines())
+    shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
+    return Preview(facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown))

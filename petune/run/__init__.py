@@ -1,0 +1,1 @@
+"""A run, from the recipe to the finished folder: build, train, evaluate, save, report."""

@@ -1,0 +1,290 @@
+"""The order of passes, in one place: data and tokenizer, then load -> tune, and by the Runner stack -> cut -> place.
+
+`prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and writes nothing. `build` makes
+the whole tuned model on the CPU; new tensors are drawn there from the recipe's seed, so every device and every plan starts from the same
+numbers. `run_on` hands it to a Runner, which cuts it and places it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from petune.errors import FileError, MachineError, UsageError
+from petune.files.hashes import FileHashes
+from petune.kernels.fuse import fuse, fuse_modules
+from petune.kernels.head.hooks import has_fused_head, head_loss
+from petune.log import phase, say, warn
+from petune.methods import tune, tuned_parameters, tuning, untouched
+from petune.methods.configs import method_of
+from petune.methods.targets import head_modules
+from petune.models import FAMILIES, family_of
+from petune.models.loading import (
+    Head,
+    Loaded,
+    adopt_model,
+    kind_of,
+    load_model,
+    load_tokenizer,
+    read_config,
+    with_padding,
+)
+from petune.models.source import Source, model_files, resolve_model
+from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
+from petune.recipe import Recipe
+from petune.run.evaluate import forward, real_rows
+from petune.run.objects import NO_OBJECTS, Objects
+from petune.run.streaming import refuse_unstreamable, stream, streams
+from petune.saving import export
+from petune.saving.tuning_record import Record
+from petune.tasks import (
+    TASKS,
+    Encoded,
+    Rows,
+    Task,
+    check_fit,
+    detect_format,
+    encode,
+    infer_task,
+    load_rows,
+    loss_sum,
+    trained_positions,
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe with its data read and tokenized; no weights yet."""
+
+    recipe: Recipe
+    source: Source
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    rows: Rows
+    encoded: Encoded
+    objects: Objects = NO_OBJECTS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs and in what: the device, the dtype of frozen weights, and autocast around every forward."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bf16 matmuls when frozen weights are bf16; nothing otherwise."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype is torch.bfloat16 else nullcontext()
+
+    def __str__(self) -> str:
+        return f"{'bf16' if self.dtype is torch.bfloat16 else 'fp32'} on {self.device.type}"
+
+
+def choose_place(recipe: Recipe) -> Place:
+    """The device and dtype a recipe means here. Raises MachineError for cuda without a CUDA device."""
+    available = torch.cuda.is_available()
+    if recipe.device == "cuda" and not available:
+        raise MachineError("device: cuda, but this machine shows no CUDA device", remedy="use device: auto or cpu")
+    cuda = recipe.device == "cuda" or (recipe.device == "auto" and available)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and device.type == "cuda")
+    return Place(device, torch.bfloat16 if bf16 else torch.float32)
+
+
+def prepare(recipe: Recipe, labels: tuple[str, ...] | None = None, objects: Objects = NO_OBJECTS) -> Prepared:
+    """Find the model, read and check the rows, tokenize them. Loads no weights and writes nothing.
+
+    `objects` are what was given from Python and the recipe names by fingerprint. `labels` are the classes of a model that is already
+    trained, in the order of their ids; the rows may have no others.
+    Raises UsageError when task, data and model do not go together, DataError for bad rows, FileError for a model that is not there.
+    """
+    source = resolve_model(recipe.model, recipe.folder)
+    config = read_config(source) if objects.model is None else objects.model.config
+    kind = kind_of(config)
+    name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
+    check_fit(name, kind, recipe.data.packing)
+    labels = labels or (objects.labels if name == "classify" else None)
+    rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels, objects=objects.data)
+    tokenizer = load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
+    encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
+    return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded, objects)
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence a model of this config takes, in tokens; None when its positions are relative and know no end."""
+    return None if config.model_type == "t5" else getattr(config, "max_position_embeddings", None)
+
+
+def load_base(
+    source: Source,
+    task: Task,
+    labels: Sequence[str] | None,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    given: PreTrainedModel | None = None,
+) -> Loaded:
+    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory."""
+    torch.manual_seed(recipe.seed)
+    whole = method_of(recipe.method).trains_base and not streams(recipe)
+    dtype = torch.float32 if whole else choose_place(recipe).dtype
+    head = cast("Head", task.head)
+    loaded = load_model(source, head, labels, dtype) if given is None else adopt_model(given, source, head, labels, dtype)
+    loaded.model.config.pad_token_id = tokenizer.pad_token_id
+    for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
+        loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
+    return loaded
+
+
+def build(prepared: Prepared) -> nn.Module:
+    """Load and tune the model of a recipe, whole, on the CPU, in eval mode.
+
+    Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32,
+    but for those of a streamed model. Raises UsageError for a recipe that cannot be streamed here.
+    """
+    recipe = prepared.recipe
+    place = choose_place(recipe)
+    refuse_unstreamable(recipe, place.dtype, place.device)
+    given = prepared.objects.model
+    with phase("reading the weights"):
+        loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer, given)
+    model: nn.Module = loaded.model
+    if loaded.note:
+        say(loaded.note)
+    torch.manual_seed(recipe.seed)
+    with phase(f"adding {recipe.method_name} to the model"):
+        if recipe.init_adapter is not None:
+            model = _start_from(model, recipe)
+        else:
+            tune(model, _with_new(recipe.method, model, loaded))
+    if (line := untouched(model)) is not None:
+        warn(line)
+    for name, parameter in tuned_parameters(model).items():
+        if not parameter.is_floating_point():
+            raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))
+        if not streams(recipe):
+            parameter.data = parameter.data.float()
+    return model
+
+
+def plan_of(recipe: Recipe, world: int | None = None) -> ParallelPlan:
+    """The parallel plan of a recipe, over `world` processes that exist, or over as many as it asks for. Loads no weights.
+
+    Raises UsageError for a plan that cannot be, with every reason.
+    """
+    if recipe.parallel == ParallelConfig():
+        return ALONE
+    config = read_config(resolve_model(recipe.model, recipe.folder))
+    family = FAMILIES.get(config.model_type)
+    if recipe.compile:
+        raise UsageError("compile does not go with a parallel plan", where=recipe.where("compile"), remedy="set compile: false")
+    task = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind_of(config))
+    available = torch.cuda.device_count() if choose_place(recipe).device.type == "cuda" else 2
+    return make_plan(recipe.parallel, family, config, world, recipe.batch_size, available, vocabulary_head=TASKS[task].over_vocabulary)
+
+
+def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | None) -> Runner:
+    """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the mesh's device."""
+    recipe, task, family = prepared.recipe, prepared.task.name, family_of(model)
+
+    def ask(model: nn.Module, batch: Batch) -> Tensor:
+        return forward(model, batch)
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        return loss_sum(*real_rows(logits, batch), task, weights)[0]
+
+    def select(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        kept, rows = real_rows(logits, batch)
+        return trained_positions(kept, rows["labels"], task)
+
+    def summed(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
+        if not prepared.task.over_vocabulary or not has_fused_head(model):
+            return None
+        return head_loss(model, batch, ask, shift=task in ("causal", "chat"), trained=trained)
+
+    work = Work(ask, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
+    with phase(f"moving the model to {mesh.device}"):
+        runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing, streams=streams(recipe))
+    with phase("fusing the blocks"):
+        _fuse(runner, recipe)
+    if streams(recipe):
+        stream(runner, recipe, choose_place(recipe).autocast())
+    if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
+        remedy = "set gradient_checkpointing: false, or parallel: none"
+        raise UsageError("replicas of this model cannot recompute: its blocks are not ours", where="gradient_checkpointing", remedy=remedy)
+    if recipe.gradient_checkpointing and not runner.owned:
+        _checkpoint_activations(runner.model)
+    if recipe.compile:
+        runner.model.compile()
+    return runner
+
+
+def _fuse(runner: Runner, recipe: Recipe) -> None:
+    """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single modules."""
+    if recipe.kernels == "off" or recipe.compile:
+        return
+    plan, device = runner.plan, runner.mesh.device
+    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:
+        fuse_modules(runner.modules, recipe.kernels, device, "the parallel plan cuts or shards them")
+    elif not runner.owned:
+        reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
+    else:
+        memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
+        fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, device)
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    """Recompute activations in the backward pass, in the form that does not need inputs to require gradients."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second is the older transformers'
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise UsageError("this model has no gradient checkpointing", where="gradient_checkpointing", found=type(model).__name__)
+    enable({"use_reentrant": False})
+
+
+def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the method must be the same."""
+    assert recipe.init_adapter is not None
+    folder = recipe.resolve_path(recipe.init_adapter)
+    if folder is None:
+        raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
+    model = export.load(model, folder)
+    say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
+    if tuning(model).method != recipe.method_name:
+        where = recipe.where("init_adapter")
+        raise UsageError(f"{folder} was tuned with {tuning(model).method}", where=where, expected=recipe.method_name)
+    return model
+
+
+def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
+    """The method's config with fresh modules added to what trains beside it."""
+    if method_of(method).trains_base or not loaded.new:
+        return method
+    named = head_modules(model, loaded.family, method.also_train)
+    return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
+
+
+def rebuild(
+    recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`) loaded strictly, in eval mode on
+    its device.
+
+    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
+    run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
+    """
+    source = resolve_model(recipe.model, recipe.folder)
+    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
+    files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
+    record.check_files(files, weights=False)  # before a config is read that could say anything
+    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
+        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
+        hashes.result()
+    model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
+    return model.to(choose_place(recipe).device).eval(), tokenizer

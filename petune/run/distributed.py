@@ -1,0 +1,183 @@
+"""A run in several processes: what starts them, how one of them joins, and what they must agree on before the first weight is cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from petune.errors import Stopped, UsageError
+from petune.log import say
+from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
+from petune.parallel.launch import orders, process_group
+from petune.parallel.launch.launcher import launch
+from petune.recipe import Recipe, load_recipe
+from petune.run.build import Prepared, choose_place, plan_of
+from petune.run.folder import RANK_LOGS, RunFolder
+from petune.run.signals import StopAsked
+from petune.saving.fingerprint import fingerprint
+
+MUST_AGREE = ("petune", "torch", "transformers")  # packages of one version on every rank
+
+
+def wanted(recipe: Recipe) -> ParallelPlan:
+    """The plan of a recipe for the processes that were started, or, where only this one was, for those it asks for.
+
+    Raises UsageError for a plan that cannot be, or one that needs another number of processes than a launcher has started.
+    """
+    started = process_group.started()[1]
+    plan = plan_of(recipe, started if started > 1 else None)
+    if started > 1 and plan.world != started:
+        remedy = "name a backend: parallel=dp" if plan.world == 1 else "start as many, or let petune train start them"
+        expected, found = f"{plan.world} processes", str(started)
+        raise UsageError("the plan is for another number of processes", where="parallel", expected=expected, found=found, remedy=remedy)
+    return plan
+
+
+def start(
+    plan: ParallelPlan,
+    recipe: Recipe,
+    folder: RunFolder,
+    *,
+    resume: bool | str | Path,
+    overwrite: bool,
+    allow_change: Collection[str],
+    restarts: int,
+) -> None:
+    """Start every rank of a run on this machine and wait for their end; up to `restarts` times one that was killed or froze is replaced.
+
+    Raises what the first of them to fail has raised.
+    """
+    for note in recipe.notes if recipe.source is None else ():  # the ranks read a file, which says no more that there was none
+        say(f"recipe   {note}")
+    with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
+        command = [sys.executable, "-m", "petune", *_written(recipe, folder, Path(scratch))]
+        command += ["--resume"] if resume is True else ["--from", str(resume)] if resume else []
+        command += ["--overwrite"] if overwrite else []
+        command += [word for key in allow_change for word in ("--allow-change", key)]
+        command += ["--since", str(time.time())]
+        launch(command, plan.world, restarts=restarts, log_folder=folder.path / RANK_LOGS, on_line=say)
+
+
+def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for what lives in this process alone beside a parallel plan, whose processes read everything from files."""
+    for name, value in given.items():
+        if value and recipe.parallel != ParallelConfig():
+            remedy = {
+                "model": "save it with save_pretrained, with its tokenizer, and give the folder",
+                "data": "write the rows to a .jsonl file and give its path",
+                "callbacks": "leave them out",
+            }[name]
+            what = f"{name} in memory cannot reach the processes of a parallel plan"
+            raise UsageError(what, where=recipe.where("parallel"), remedy=f"{remedy}; or set parallel: none")
+
+
+def going_on(folder: RunFolder, since: float) -> bool:
+    """Whether this rank was started anew for a run that has begun since the first ranks were: then it is taken up again.
+
+    A rank that replaces one always is: nobody waits for it before the run has begun. Where all ranks start anew, nobody is left to ask.
+    """
+    if orders.generation():
+        return True
+    begun = folder.path / "resolved.yaml"
+    return process_group.restarted() > 0 and folder.has_resolved() and not folder.is_being_replaced() and begun.stat().st_mtime >= since
+
+
+def _written(recipe: Recipe, folder: RunFolder, scratch: Path) -> list[str]:
+    """The words that make a rank read this very recipe: its file where it has one, and every key that differs from it."""
+    source = recipe.source
+    if source is None:
+        source = scratch / "recipe.yaml"  # which says the name
+        source.write_text(recipe.to_yaml(), encoding="utf-8")
+    in_file, meant = load_recipe(source).resolved(), recipe.resolved() | {"out": str(folder.path)}
+    changed = {key: value for key, value in meant.items() if in_file.get(key) != value}
+    return [str(source), "--settings", json.dumps(changed)]
+
+
+def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
+    """This process in the plan: alone, or in the group of those that were started with it, which is joined here.
+
+    Raises DistributedError when ranks are missing or cannot be reached, MachineError without a GPU for this one.
+    """
+    place = choose_place(recipe)
+    if plan.world == 1:
+        return alone(place.device)
+    process_group.join("cuda" if place.device.type == "cuda" else "cpu", recipe.timeout)
+    return make_mesh(plan, choose_place(recipe).device)  # asked again: joining has chosen the GPU
+
+
+def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) -> None:
+    """Join the group again after a rank was replaced, and agree with it as at a start. model: what `agree_on_model` gave there."""
+    process_group.rejoin()
+    renew(runner.mesh)
+    one_folder(folder)
+    agree(prepared)
+    process_group.agree({"model": model})
+    process_group.barrier()
+    runner.rejoin()
+
+
+def one_folder(folder: RunFolder) -> RunFolder:
+    """The run folder as the first rank names it: a name made of the time may differ."""
+    return replace(folder, path=Path(process_group.gather(str(folder.path))[0])) if process_group.inside() else folder
+
+
+def outlive(work: Callable[[], None], meet_again: Callable[[], None], whole: str | None) -> None:
+    """Do `work`; as often as another rank is lost and replaced meanwhile, `meet_again` it and go on.
+
+    whole: why all ranks start anew instead, if so. Raises what `work` does where nobody is replaced.
+    """
+    lost = False
+    while True:
+        try:
+            if lost:
+                meet_again()
+            process_group.settle(whole)
+            work()
+            return process_group.unsettle()
+        except StopAsked:
+            raise
+        except Exception as error:
+            if not process_group.survives(error):
+                raise
+        lost = True
+
+
+def agree(prepared: Prepared) -> None:
+    """Compare over all ranks what would make them compute different things. Raises DistributedError naming it, on every rank."""
+    recipe = prepared.recipe
+    settings = {key: value for key, value in recipe.resolved().items() if key not in ("name", "out", "device")}
+    facts = {f"version of {package}": version(package) for package in MUST_AGREE}
+    facts["recipe"] = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    facts["data"] = prepared.rows.sha256[:16]
+    process_group.agree(facts)
+
+
+def agree_on_model(model: nn.Module) -> str:
+    """The same for the base model, whole; what was compared. Raises as `agree`."""
+    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    process_group.agree({"model": found})
+    return found
+
+
+@contextmanager
+def among(plan: ParallelPlan) -> Iterator[None]:
+    """Leave the group when the block has ended well, or was stopped, as every rank then is; a group that broke is left as it is."""
+    try:
+        yield
+    except Stopped:
+        if plan.world > 1:
+            process_group.leave()
+        raise
+    if plan.world > 1:
+        process_group.leave()

@@ -1,0 +1,240 @@
+"""Asking a tuned model: one prompt, many, or a conversation, written to the model the way its training rows were.
+
+What is asked for is done or refused: an option of sampling samples, and one that is unknown, out of range or against another is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from petune.errors import Problem, UsageError, nearest
+from petune.methods import is_wrapped, without_tuning
+from petune.run.build import Place, positions_of
+from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, pad_token_id
+from petune.tasks.examples import Coder, cut_on
+from petune.tasks.tokens import encode_words
+
+_WHOLE = {"max_new_tokens": 1, "min_new_tokens": 0, "max_length": 1, "min_length": 0, "num_beams": 1, "top_k": 0, "no_repeat_ngram_size": 0}
+_NUMBERS = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}  # from 0 to
+_TRUTHS = ("do_sample", "use_cache")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")  # idle without do_sample
+_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "streamer")  # of generate itself
+_OTHER_ANSWERS = {"num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits", "output_attentions"}
+_NOT_OPTIONS = _OTHER_ANSWERS | {"output_hidden_states", "transformers_version"}
+
+
+def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' generation options, completed: an option of sampling turns sampling on, temperature 0 turns it off, 128 new tokens.
+
+    Raises UsageError naming the options that are unknown, of another type or out of range, or that contradict each other.
+    """
+    known = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _NOT_OPTIONS]
+    problems = [_unknown(name, (*known, *_CALLED)) for name in options if name not in (*known, *_CALLED)]
+    said = {name: value for name, value in options.items() if value is not None}
+    problems += [problem for name, value in said.items() if (problem := _misfit(name, value)) is not None]
+    if problems:
+        raise UsageError(problems)
+    sampling, greedy = [name for name in _SAMPLING if name in said], said.get("temperature") == 0
+    if greedy and (said.get("do_sample") or len(sampling) > 1):
+        other = "do_sample=True" if said.get("do_sample") else next(name for name in sampling if name != "temperature")
+        raise UsageError(f"temperature=0 is greedy and {other} samples", where="generate", remedy="give one of the two")
+    if said.get("do_sample") is False and sampling and not greedy:
+        raise UsageError(f"{sampling[0]} samples and do_sample=False does not", where="generate", remedy="give one of the two")
+    if "max_new_tokens" in said and "max_length" in said:
+        raise UsageError("max_new_tokens and max_length are two limits", where="generate", remedy="give max_new_tokens alone")
+    least, most = said.get("min_new_tokens", 0), said.get("max_new_tokens", math.inf)
+    if least > most:
+        raise UsageError("min_new_tokens is above max_new_tokens", where="generate", expected=f"at most {most}", found=str(least))
+    if greedy:
+        del said["temperature"]
+    said |= {name: float(said[name]) for name in _NUMBERS if name in said}  # transformers takes no whole number there
+    limit = {} if "max_length" in said else {"max_new_tokens": max(128, said.get("min_new_tokens", 0))}
+    return {**limit, "do_sample": bool(sampling) and not greedy, **said}
+
+
+def _unknown(name: str, known: Sequence[str]) -> Problem:
+    if name in _NOT_OPTIONS:
+        return Problem(
+            f"{name} asks for more than one text", "generate", remedy="use the model's own generate: run.speaker.model.generate(...)"
+        )
+    near = nearest(name, known, 1)
+    return Problem(f"{name!r} is no generation option", "generate", remedy=f"did you mean: {near[0]}" if near else None)
+
+
+def _misfit(name: str, value: Any) -> Problem | None:
+    """What is wrong with the value of one option, or None."""
+    truth = isinstance(value, bool)
+    if name in _TRUTHS:
+        wanted, fits = "true or false", truth
+    elif name in _WHOLE:
+        wanted, fits = f"a whole number, at least {_WHOLE[name]}", isinstance(value, Integral) and not truth and int(value) >= _WHOLE[name]
+    elif name in _NUMBERS:
+        most = _NUMBERS[name]
+        wanted = "a number, at least 0" + (f" and at most {most:g}" if most < math.inf else "")
+        fits = isinstance(value, Real) and not truth and 0 <= float(value) <= most and float(value) < math.inf
+    else:
+        return None
+    return None if fits else Problem(f"{name} does not fit", "generate", wanted, repr(value)[:80])
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with what is needed to talk to it. `format` is the format of the rows it was trained on."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    data: DataConfig
+    format: str
+    place: Place
+
+    def settle(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` as they are meant for this model. Raises UsageError as `settle_options`, and for any where nothing is generated."""
+        if self.task.name not in _ANSWERS:
+            return settle_options(options)
+        if options:
+            what = f"task {self.task.name} has no generation options"
+            raise UsageError(what, where="generate", found=", ".join(options), remedy="leave them out")
+        return {}
+
+    def ask(self, prompt: str | Sequence[Message], **options: Any) -> str:
+        """The model's answer to one prompt, a text or, for chat, a conversation; for classify the label, for tokens a line `word<tab>tag`
+        per word, for mlm the masks filled in.
+
+        `options` are transformers' generation options (max_new_tokens, temperature, top_p, num_beams, ...); greedy, 128 new tokens unless
+        said, and sampled where one of sampling is given. Raises UsageError for any other prompt, for options that are unknown or do not
+        fit, and for a prompt longer than the model's positions.
+        """
+        settings = self.settle(options)
+        if answer := _ANSWERS.get(self.task.name):
+            return answer(self, text_of(prompt))
+        talk = self.task.name == "chat" and isinstance(prompt, list | tuple) and all(isinstance(turn, Message) for turn in prompt)
+        prompt = prompt if talk and prompt else text_of(prompt)
+        ids = torch.tensor([encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)], device=self.place.device)
+        limit = positions_of(self.model.config)
+        if limit is not None and ids.shape[1] > limit:
+            raise UsageError("the prompt is longer than the model's positions", expected=f"at most {limit} tokens", found=str(ids.shape[1]))
+        settings = {"pad_token_id": pad_token_id(self.tokenizer)} | settings
+        if "stop_strings" in settings:
+            settings["tokenizer"] = self.tokenizer
+        with torch.no_grad(), self.place.autocast():
+            try:
+                found = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)[0]  # type: ignore[operator]
+            except ValueError as error:  # transformers' word for an option it cannot take
+                what = (str(error).splitlines() or ["no reason is given"])[0]
+                raise UsageError(f"transformers refuses: {what}", where="generate", found=", ".join(options)) from error
+        start = 0 if self.task.name == "seq2seq" else ids.shape[1]
+        return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
+
+    def classify(self, text: str) -> tuple[str, float]:
+        """The most probable label of `text`, cut as in training, and its probability. Raises UsageError for anything but a text."""
+        text, limit = text_of(text), self._coder().limit
+        with cut_on(self.tokenizer, self.data.truncation):
+            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(self.place.device)
+        with torch.no_grad(), self.place.autocast():
+            probabilities = self.model(**inputs).logits[0].float().softmax(-1)
+        best = int(probabilities.argmax())
+        return str(self.model.config.id2label[best]), float(probabilities[best])  # type: ignore[union-attr, index]
+
+    def tag(self, text: str) -> str:
+        """Each word of `text`, as blanks part them, with its tag: lines `word<tab>tag`. Raises UsageError for one that is too long."""
+        words = text.split()
+        if not words:
+            raise UsageError("the text has no words")
+        coded = encode_words(words, self._coder())
+        self._refuse_long(coded.length)
+        best = self._logits(coded.input_ids).argmax(-1).tolist()
+        names: dict[int, str] = self.model.config.id2label  # type: ignore[union-attr, assignment]
+        tags = ["-" if place is None else names[best[place]] for place in coded.firsts]
+        return "\n".join(f"{word}\t{tag}" for word, tag in zip(words, tags, strict=True))
+
+    def fill_masks(self, text: str) -> str:
+        """`text` with the most probable token for each [MASK]. Raises UsageError for a text without one, and for one that is too long."""
+        mask = str(self.tokenizer.mask_token)
+        text = text.replace("[MASK]", mask)
+        if mask not in text:
+            raise UsageError("the text has no mask to fill in", expected=mask, found=text)
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        self._refuse_long(len(ids))
+        best = self._logits(ids).argmax(-1).tolist()
+        filled = [guess if token == self.tokenizer.mask_token_id else token for token, guess in zip(ids, best, strict=True)]
+        return str(self.tokenizer.decode(filled, skip_special_tokens=True)).strip()
+
+    def _coder(self) -> Coder:
+        return make_coder(self.tokenizer, self.data, max_positions=positions_of(self.model.config))
+
+    def _refuse_long(self, length: int) -> None:
+        if length > (limit := self._coder().limit):
+            raise UsageError("the text is longer than what the model was trained on", expected=f"at most {limit} tokens", found=str(length))
+
+    def _logits(self, ids: list[int]) -> Tensor:
+        """What the model says of each token, [tokens, labels or vocabulary]."""
+        inputs = torch.tensor([ids], device=self.place.device)
+        with torch.no_grad(), self.place.autocast():
+            logits: Tensor = self.model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits[0]
+        return logits
+
+
+_ANSWERS: dict[str, Callable[[Speaker, str], str]] = {  # of tasks that generate nothing
+    "classify": lambda speaker, text: speaker.classify(text)[0],
+    "tokens": Speaker.tag,
+    "mlm": Speaker.fill_masks,
+}
+
+
+def text_of(prompt: object) -> str:
+    """`prompt` itself. Raises UsageError for one that is no text."""
+    if isinstance(prompt, str):
+        return prompt
+    remedy = "Run.generate takes a text or a list of texts, Run.chat() keeps a conversation"
+    raise UsageError(
+        "a prompt is a text", where="generate", expected="str", found=f"{type(prompt).__name__}: {prompt!r}"[:100], remedy=remedy
+    )
+
+
+@dataclass
+class Chat:
+    """A conversation with a tuned model, and with its untouched base in between when asked for."""
+
+    speaker: Speaker
+    base: Speaker | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    turns: list[Message] = field(default_factory=list)
+    on_base: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError now for options that no answer could be made with."""
+        self.speaker.settle(self.options)
+
+    def use_base(self, wanted: bool) -> None:
+        """Answer with the untouched base model from now on, or with the tuned one again."""
+        self.on_base = wanted
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.turns.clear()
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Say `text` and yield the answer, in one piece. Tasks other than chat see each prompt by itself."""
+        conversation = self.speaker.task.name == "chat"
+        turn = Message("user", text_of(text))
+        answer = self._answer([*self.turns, turn] if conversation else text)
+        self.turns += [turn, Message("assistant", answer)]  # an answer that failed leaves no half turn
+        yield answer
+
+    def _answer(self, prompt: str | list[Message]) -> str:
+        if not self.on_base:
+            return self.speaker.ask(prompt, **self.options)
+        if self.base is not None:
+            return self.base.ask(prompt, **self.options)
+        assert is_wrapped(self.speaker.model)
+        with without_tuning(self.speaker.model):
+            return self.speaker.ask(prompt, **self.options)

@@ -1,0 +1,63 @@
+"""The README.md that a finished run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from petune.methods.configs import method_of
+from petune.models.loading import AUTO, Head
+from petune.models.source import resolve_model
+from petune.recipe import Recipe
+from petune.run.build import choose_place
+from petune.tasks import TASKS
+
+_LOADING = {  # by the layout of the method's files, or by what the base is
+    "peft": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel reads it too',
+    "transformers": 'model = {auto}.from_pretrained("{out}/tuned")',
+    "petune": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
+    "object": '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")',
+    "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
+}
+_LAYOUTS = {"peft": "peft's layout", "transformers": "a Hugging Face folder", "petune": "petune's layout"}
+
+
+def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
+    """The README.md of a finished run: its scores, the lines that load what was tuned, and what lies where."""
+    method, source = recipe.method_name, resolve_model(recipe.model, recipe.folder)
+    options = {"revision": source.revision, "dtype": str(choose_place(recipe).dtype).removeprefix("torch.")}
+    options |= {"num_labels": summary.get("num_labels")}
+    base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
+    auto = auto_class(str(summary["task"]))
+    files = method_of(recipe.method).files
+    form = files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
+    code = _LOADING[form].format(auto=auto, out=out, base=base)
+    metric = summary["metric"]
+    before, after = summary["before"].get(metric), summary["after"].get(metric)
+    warned = "".join(f"\n**Note:** {line}.\n" for line in summary.get("notes", ()))
+    warned += "".join(f"\n**Warning:** {line}.\n" for line in summary["warnings"])
+    return f"""# {recipe.name}: {recipe.model} tuned with {method}
+
+{metric}: {before:.4f} on the untouched base, {after:.4f} tuned ({summary["steps"]} steps, {summary["seconds"]} s).
+{warned}
+```python
+import petune, transformers
+{code}
+```
+
+| file | what it is |
+|---|---|
+| tuned/ | the tuned weights with tokenizer, chat template and head ({_LAYOUTS[files]}); the best evaluated state |
+| recipe.yaml, resolved.yaml | the recipe as it was written; every setting it meant |
+| metrics.jsonl, loss.png | one line per step and per evaluation; the curve |
+| run.log, env.json | everything the run said; versions and machine |
+| checkpoints/step-N/, best | resumable states, whole or absent; which is the best |
+| summary.json | scores before and after, warnings, time, tokens, memory |
+"""
+
+
+def auto_class(task: str) -> str:
+    """The class of transformers that reads a model of this task, as it is written in a line of Python."""
+    return f"transformers.{AUTO[cast(Head, TASKS[task].head)].__name__}"

@@ -1,0 +1,311 @@
+"""Snapshots: what a step changes, copied to host memory beside the next step's compute and written to disk by a thread.
+
+    device   update N | forward and backward N + 1 ........... | update N + 1, which waits for the copy of N
+    copies              | N to the host |                      |                | N + 1 to the host |
+    disk     N - 3, committed as every checkpoint is, then the newest whole copy; those between are skipped
+
+What the host does for a copy, it does while the device computes: `take` notes what is to be copied, and `begin`, called when the next step
+is on its way, sends it off on another stream. Of two copies in host memory one is written while the other takes the newest step: nothing is
+allocated per step, a step never waits for the disk, and what is written cannot change. The file is a little over 300 lines long, as the
+layout of a copy, the copy and the thread that writes it are read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from threading import Condition, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from petune.errors import FileError, MachineError, PetuneError
+from petune.files.safetensors import writing
+from petune.kernels.memory.offload import pin
+from petune.log import human
+from petune.saving import checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Write = Callable[["Path", Mapping[str, Tensor], Mapping[str, Any]], None]
+KEPT = 2
+_ALIGN = 64  # bytes: where a tensor begins in a buffer
+_SMALL = 1 << 20  # bytes of a tensor that is gathered with others first
+
+
+def age(manifest: checkpoint.Manifest, path: Path) -> str:
+    """What to say of the age of the checkpoint at `path`; nothing where it is no snapshot. Raises FileError for a fact that is no step."""
+    said = manifest.facts.get("snapshot")
+    if said is None:
+        return ""
+    step = said.get("run_step") if isinstance(said, dict) else None
+    if type(step) is not int:
+        where = f"{path / checkpoint.MANIFEST}  facts.snapshot.run_step"
+        raise FileError("is not a step", where=where, expected="a whole number", found=repr(said)[:80], remedy="use another checkpoint")
+    return f", a snapshot that was committed at step {step}"
+
+
+class Layout:
+    """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all others.
+
+    The small ones are gathered on the GPU, in `packed`, and leave it in one copy: a thousand copies of their own would take the host longer
+    to begin than the device to make.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.seen = dict(tensors)
+        self.kinds = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+        self.small = [name for name, value in tensors.items() if value.is_cuda and value.nbytes <= _SMALL]
+        self.large = [name for name, value in tensors.items() if not value.is_cuda or value.nbytes > _SMALL]
+        self.begins, self.end = {}, 0
+        sizes = {name: -(-value.nbytes // _ALIGN) * _ALIGN for name, value in tensors.items()}
+        for name in (*self.small, *self.large):
+            self.begins[name] = self.end
+            self.end += sizes[name]
+        self.small_end = sum(sizes[name] for name in self.small)
+        self.packed = torch.empty(self.small_end, dtype=torch.uint8, device=device)
+        inside = self.views(self.packed, self.small)
+        kinds = {value.dtype for value in inside.values()}  # one launch takes tensors of one dtype
+        self.gathers = [{name: value for name, value in inside.items() if value.dtype is kind} for kind in kinds]
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are tensors of the same names, shapes and dtypes."""
+        return tensors.keys() == self.kinds.keys() and all(
+            value is self.seen[name] or (value.shape, value.dtype) == self.kinds[name] for name, value in tensors.items()
+        )
+
+    def views(self, buffer: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """Each of `names` as a tensor inside a buffer of bytes."""
+        found = {}
+        for name in names:
+            (shape, dtype), begin = self.kinds[name], self.begins[name]
+            found[name] = buffer[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return found
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the small ones to `packed`."""
+        for inside in self.gathers:
+            torch._foreach_copy_(list(inside.values()), [tensors[name] for name in inside])
+
+
+class HostCopy:
+    """One state in host memory, pinned where it comes from a GPU. step, state, facts, run_id: what it is of, as `Snapshots.take` says."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.stream = stream
+        self.layout: Layout | None = None
+        self.copied: torch.cuda.Event | None = None
+        self.tensors: Mapping[str, Tensor] = {}
+        self.step, self.run_id = -1, ""
+        self.state: Mapping[str, Any] = {}
+        self.facts: Mapping[str, Any] = {}
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor], layout: Layout, ready: torch.cuda.Event | None) -> None:
+        """Begin to copy; on a GPU this returns at once, and `tensors`, which are `ready` then, stay until `copied` has happened."""
+        if layout is not self.layout:
+            self._make_room(layout)
+        large = [self.room[name] for name in layout.large], [tensors[name] for name in layout.large]
+        self.tensors = self.room
+        if self.stream is None:
+            torch._foreach_copy_(*large)
+            return
+        assert ready is not None
+        self.stream.wait_event(ready)
+        with torch.cuda.stream(self.stream):
+            layout.gather(tensors)
+            self.buffer[: layout.small_end].copy_(layout.packed, non_blocking=True)
+            if layout.large:
+                torch._foreach_copy_(*large, non_blocking=True)
+        self.copied = self.stream.record_event()
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors that are on the CPU and nobody else's."""
+        self.tensors, self.copied = tensors, None
+
+    def _make_room(self, layout: Layout) -> None:
+        """One buffer for all: torch pins memory in powers of two."""
+        self.buffer = torch.empty(layout.end, dtype=torch.uint8)
+        if self.stream is not None:
+            try:
+                pin(self.buffer)
+            except MachineError as error:
+                what, remedy = f"snapshots need {human(layout.end)} of host memory twice", "set snapshot_every: null, or free some memory"
+                raise MachineError(what, found=error.problems[0].what, remedy=remedy) from None
+        self.room = layout.views(self.buffer, layout.kinds)
+        self.layout = layout
+
+
+class Snapshots:
+    """Takes copies of a run's state and commits the newest whole one again and again beside `checkpoints`; the last two are kept.
+
+    device: where the state lives. write: puts tensors and JSON into an empty folder. run_step: says, when a snapshot is committed, which
+    step the run has reached; lost: whether the folder is no longer that run's, where nothing is written then.
+    Use it as a context: an end by an error still writes what was taken last, an interrupt only ends what is
+    being written.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        device: torch.device,
+        write: Write,
+        run_step: Callable[[], int],
+        lost: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self.checkpoints, self.root = checkpoints, checkpoints / checkpoint.SNAPSHOTS
+        self.device, self.write, self.run_step, self.lost = device, write, run_step, lost
+        self.taken, self.written, self.oldest = 0, 0, 0  # `oldest`: the most steps that a snapshot was behind when it was committed
+        self._layout: Layout | None = None
+        self._noted: tuple[HostCopy, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
+        self._turns: tuple[HostCopy, ...] = ()
+        self._waiting: HostCopy | None = None
+        self._writing: HostCopy | None = None
+        self._ending = False
+        self._fault: BaseException | None = None
+        self._changed = Condition()
+        self._thread: Thread | None = None
+
+    # ------------------------------------------------------------ the training thread
+
+    def take(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        run_id: str,
+        facts: Mapping[str, Any],
+        own: bool = False,
+    ) -> None:
+        """Note `tensors`, which must not change before `settle`, to be copied by `begin` and written with `state` (JSON) in their turn.
+
+        facts: of the manifest. own: the tensors are on the CPU and nobody else's, so they need no copy.
+        """
+        self.begin()
+        if not self._turns:
+            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+            self._turns = HostCopy(stream), HostCopy(stream)
+            with writing(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+            self._thread = Thread(target=self._work, name="petune-snapshot", daemon=True)
+            self._thread.start()
+        with self._changed:
+            turn = next((turn for turn in self._turns if turn not in (self._writing, self._waiting)), None)
+            if turn is None:  # one is being written, and the other has waited in vain
+                assert self._waiting is not None
+                turn, self._waiting = self._waiting, None
+        turn.step, turn.state, turn.facts, turn.run_id = step, state, facts, run_id
+        self.taken += 1
+        if own:
+            turn.adopt(tensors)
+            self._hand_over(turn)
+        else:
+            ready = None if turn.stream is None else torch.cuda.current_stream(self.device).record_event()
+            self._noted = turn, tensors, ready
+
+    def begin(self) -> None:
+        """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some milliseconds."""
+        if self._noted is not None:
+            (turn, tensors, ready), self._noted = self._noted, None
+            if self._layout is None or not self._layout.fits(tensors):
+                self._layout = Layout(tensors, self.device)
+            turn.fill(tensors, self._layout, ready)
+            self._hand_over(turn)
+
+    def _hand_over(self, turn: HostCopy) -> None:
+        """Let the writing thread have a copy; it waits until that is whole."""
+        with self._changed:
+            self._waiting = turn
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Let the device wait, before it changes the state, until that is copied."""
+        self.begin()
+        for turn in self._turns:
+            if turn.copied is not None:
+                torch.cuda.current_stream(self.device).wait_event(turn.copied)
+
+    def check(self) -> None:
+        """Raise what the writing thread has met: a PetuneError as it is, any other error as MachineError."""
+        if self._fault is None:
+            return
+        if isinstance(self._fault, PetuneError):
+            raise self._fault
+        raise MachineError(f"a snapshot could not be written: {self._fault!r}"[:300], where=str(self.root)) from self._fault
+
+    def drain(self) -> None:
+        """Wait until the newest copy is on disk. Raises what the writing thread has met."""
+        self.begin()
+        with self._changed:
+            self._changed.wait_for(lambda: self._fault is not None or (self._waiting is None and self._writing is None))
+        self.check()
+
+    def distrust(self, after: int) -> None:
+        """Set aside the snapshots of steps beyond `after`: a run that goes on must not take them up."""
+        self._end(write=False)
+        checkpoint.set_aside(self.checkpoints, after)
+
+    def summary(self) -> str | None:
+        """How many were taken and written, for a person; None where none was."""
+        if not self.taken:
+            return None
+        return f"snapshots: {self.taken:,} taken, {self.written:,} of them written, at most {self.oldest} steps old when committed"
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(write=kind is None or issubclass(kind, Exception))
+        if kind is None:
+            self.check()
+
+    def _end(self, *, write: bool) -> None:
+        if write:
+            self.begin()
+        self._noted = None
+        with self._changed:
+            self._ending = True
+            self._waiting = self._waiting if write else None
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------ the writing thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._ending)
+                if self._waiting is None:
+                    return
+                turn, self._waiting = self._waiting, None
+                self._writing = turn
+            try:
+                self._commit(turn)
+            except BaseException as error:  # told by the training thread at its next step
+                self._fault = error
+            with self._changed:
+                self._writing = None
+                self._changed.notify_all()
+            if self._fault is not None:
+                return
+
+    def _commit(self, turn: HostCopy) -> None:
+        if turn.copied is not None:
+            turn.copied.synchronize()
+        if self.lost(turn.run_id):
+            return
+
+        def facts() -> dict[str, Any]:
+            reached = self.run_step()
+            self.oldest = max(self.oldest, reached - turn.step)
+            return {**turn.facts, "snapshot": {"step": turn.step, "run_step": reached}}
+
+        checkpoint.commit(
+            self.root, turn.step, lambda folder: self.write(folder, turn.tensors, turn.state), run_id=turn.run_id, facts=facts
+        )
+        checkpoint.rotate(self.root, KEPT)
+        self.written += 1

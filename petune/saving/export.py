@@ -1,0 +1,454 @@
+"""What a tuning leaves behind: a folder others can read, and the way back into a base model, strict in both directions.
+
+lora is laid out as peft does, a full tuning as a Hugging Face folder, adapter and side as tuned.safetensors; petune.json beside them says
+what was tuned and on which base. Nothing is filled before everything fits. The file is long
+as saving, loading and merging share the folder's layout and are read together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from petune import methods
+from petune.errors import FileError, MachineError, PetuneError, TrainingFault, UsageError
+from petune.files.atomic import commit_folder
+from petune.files.hashes import FileHashes
+from petune.files.manifest import MANIFEST, RECORD, check_folder
+from petune.files.safetensors import check_dtypes, is_finite, read_json, read_tensors, write_json, write_tensors
+from petune.log import warn
+from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
+from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
+from petune.methods.saving import TUNED as TUNED_FOLDER
+from petune.methods.saving import plain_class, remember
+from petune.models.loading import quiet
+from petune.models.tuned_linear import TunedLinear, tuned_layers
+from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
+from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
+from petune.saving.tuning_record import Record, facts_of, family_name, origin, origin_files, read_record, write_record
+
+__all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
+
+TUNED = "tuned.safetensors"
+_OURS = (RECORD, CONFIG, MANIFEST, "config.json")  # a folder with one of them may be overwritten
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_name: str | None = None,
+    base_sha256: str | None = None,
+    base_files: Mapping[str, Mapping[str, Any]] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all. Returns its path.
+
+        >>> folder = petune.save(model, "tuned", overwrite=True)
+
+    `base_name` (default: where the model was loaded from) is stored, and for `load` to compare `base_files`, {name: {"size", "sha256"}} of
+    the base's files, or `base_sha256`, the SHA-256 of its tensors from `full_hash`, for `verify_base` alone.
+    Raises UsageError for a model that is not wrapped, is inside merged_weights, or an occupied folder without `overwrite`; TrainingFault
+    for a NaN or infinity; MachineError.
+    """
+    model = bare(model)
+    record = tuning(model)
+    refuse_merged(model)
+    name = base_name or origin(model)
+    facts = facts_of(model, record, name, base_sha256, base_files)
+
+    def fill(work: Path) -> None:
+        write_record(work / RECORD, facts, _write_model(model, record.config, name, work))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+
+    return commit_folder(Path(folder), fill, overwrite, _OURS)
+
+
+def write_peft(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    base_name: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a lora tuning as peft's two files, and the manifest of the folder beside them, which peft ignores.
+
+    Raises as `save`, and UsageError for another method.
+    """
+    model = bare(model)
+    record = tuning(model)
+    refuse_merged(model)
+    if method_of(record.config).files != "peft":
+        known = ", ".join(name for name, method in METHODS.items() if method.files == "peft")
+        raise UsageError(f"peft has no file for {record.method}", expected=known, remedy="use petune.save, and petune.load to read it")
+
+    def fill(work: Path) -> None:
+        _write_model(model, record.config, base_name or origin(model), work)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+
+    return commit_folder(Path(folder), fill, overwrite, _OURS)
+
+
+def _write_model(model: nn.Module, config: MethodConfig, name: str | None, work: Path) -> Mapping[str, Tensor]:
+    """Write the method's own files; returns the tensors in them by base-model name."""
+    method = method_of(config)
+    if method.files == "transformers" and isinstance(model, PreTrainedModel):
+        _write_hugging_face(model, model.state_dict(), work)
+        return _read_whole(work)
+    tensors = _whole(model) if method.trains_base else tuned_state(model)
+    tensors = {plain_name(name): value for name, value in tensors.items()}
+    if method.files == "peft":
+        fields, keyed = to_peft(model, tensors, name)
+        write_tensors(work / TENSORS, keyed, {"format": "pt"})
+        write_json(work / CONFIG, fields)
+    else:
+        write_tensors(work / TUNED, tensors)
+    return tensors
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, a tied one once."""
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(value), (name, value.detach()))
+    return dict(seen.values())
+
+
+def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
+    for name, value in state.items():
+        if not is_finite(value):
+            raise TrainingFault("holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses")
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with quiet():
+            plain_class(model).save_pretrained(model, work, state_dict=dict(state))
+    except SafetensorError as error:
+        raise MachineError(f"cannot write: {error}", where=str(work), remedy="check the disk's free space") from error
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, base_files: Mapping[str, Path] | None = None) -> Model:
+    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA wrote.
+
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.load(base, "tuned")
+
+    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is
+    rounded on a bf16 base, with a warning, unless it is float32 there.
+
+    Every file of the folder is compared with its hash, and so are `base_files`, those the base was loaded from (default: of the folder it
+    names), with the hashes a run stored; of large ones that have not changed the hash is remembered. `verify_base` reads them all, or
+    compares the SHA-256 of the base's tensors with the one given to `save`. Raises FileError for a file that differs, a tensor that is
+    missing, unexpected, mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a wrapped
+    model.
+    """
+    folder, model = _tuned_folder(Path(folder)), bare(base_model)
+    _refuse_wrapped(model)
+    if not (folder / RECORD).is_file():
+        _explain(folder)
+        check_folder(folder)
+        if verify_base:
+            raise FileError("stores no hash of its base: peft's files do not", where=str(folder), remedy="load without verify_base")
+        _load_peft(model, folder, None)
+        return base_model
+    return _load_recorded(base_model, read_record(folder), verify_base, base_files)
+
+
+def load_recorded(base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+    """`load` of the folder whose `record` was read already; its files are compared with their hashes once more. Raises as `load`."""
+    _refuse_wrapped(bare(base_model))
+    record.check_again()
+    return _load_recorded(base_model, record, verify_base, base_files)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if is_wrapped(model):
+        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+
+
+def _load_recorded(base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+    folder, model = record.file.parent, bare(base_model)
+    record.check_base(model, origin_files(model, verify_base) if base_files is None else base_files, verify_base)
+    fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[METHODS[record.method].files]
+    fill(model, folder, record)
+    labels = record.facts["id2label"]
+    if labels and record.also_train and hasattr(model, "config"):
+        config = cast("Any", model.config)
+        config.id2label = {int(index): label for index, label in labels.items()}
+        config.label2id = {label: int(index) for index, label in labels.items()}
+    return base_model
+
+
+def _tuned_folder(folder: Path) -> Path:
+    """`folder`, or the `tuned/` in it: a run and a checkpoint of the Trainer keep what was tuned there."""
+    inside = folder / TUNED_FOLDER
+    return inside if (inside / RECORD).is_file() and not (folder / RECORD).exists() else folder
+
+
+def _explain(folder: Path) -> None:
+    """Return for a folder with peft's two files; say what any other is and what to do with it."""
+    where = str(folder)
+    if not folder.is_dir():
+        raise FileError("is not a folder", where=where, expected="a folder that petune.save or peft wrote", remedy="check the path")
+    if (folder / CONFIG).is_file():
+        check_config(read_json(folder / CONFIG, links=True), folder / CONFIG)
+        if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
+            remedy = "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
+            raise FileError("holds a .bin file, a pickle, which can run code", where=where, expected=TENSORS, remedy=remedy)
+        return
+    inside = sorted(path.parent.name for name in (RECORD, CONFIG) for path in folder.glob(f"*/{name}"))
+    if inside:
+        raise FileError("holds no adapter itself, but its sub-folders do", where=where, remedy=f"give {folder / inside[0]}")
+    if (folder / "config.json").is_file():
+        remedy = "load it with AutoModel...from_pretrained, or as the recipe's `model`"
+        raise FileError("is a whole model, not a tuning of one", where=where, remedy=remedy)
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise FileError("holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path")
+
+
+def identity(folder: Path) -> str:
+    """The SHA-256 of the manifest of a tuned folder, which holds those of its files: what a run notes of the folder it wrote."""
+    with FileHashes({MANIFEST: folder / MANIFEST}) as hashes:
+        return hashes.result()[MANIFEST]
+
+
+def verify(folder: Path) -> str:
+    """Compare the files of a folder that `save`, a merge or an export wrote with its manifest; in words, what was compared.
+
+    Raises FileError for a file that is missing, changed or damaged.
+    """
+    if not (folder / MANIFEST).exists() and not (folder / RECORD).exists():
+        return "not verified: it has no manifest"
+    check_folder(folder)
+    return "whole, its files compared with their hashes"
+
+
+def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
+    """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
+    fields = read_json(folder / CONFIG, links=True)
+    check_config(fields, folder / CONFIG)
+    adapter = from_peft(model, fields, read_tensors(folder / TENSORS, links=True), folder)
+    state = adapter.state
+    if record is not None:
+        check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TENSORS, record.also_train)
+    plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    forms = {name: adapter.forms[type(plain[name][1])] for name in adapter.layers}
+    own_names = {name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()}
+    wanted = {f"{name}.{leaf}": lora.factor_dtype(plain[name][1]) for name, leaves in own_names.items() for leaf in leaves}
+    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
+    heads = {name: value for head in also_train for name, value in _named(model, head).items()}
+    _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
+    if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
+        warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
+    for name, own in adapter.layers.items():
+        full, layer = plain[name]
+        model.set_submodule(full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]}))
+    config = record.config if record else adapter.config
+    remember(model, Tuning(name_of(config), config, family_name(model), also_train))
+    _fill(heads, state)
+
+
+def _check_dtypes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], file: Path) -> None:
+    """Raise FileError for tensors that cannot be weights; say which are rounded."""
+    if rounded := check_dtypes(state, wanted, str(file)):
+        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        warn(f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; to keep it, load the base in the dtype it was tuned in")
+
+
+def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
+    return {plain_name(f"{head}.{own}"): value for own, value in model.get_submodule(head).named_parameters()}
+
+
+def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
+    """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned tensor."""
+    state = read_tensors(folder / TUNED)
+    check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
+    check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))  # before the model is changed
+    devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
+    wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
+    shapes = {name: tuple(value.shape) for name, value in wanted.items()}
+    check_tensors(shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
+    _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
+    remember(model, replace(tuning(model), config=record.config))
+    _fill(wanted, state)
+
+
+def _read_whole(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a Hugging Face folder, from one file or several."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise FileError("holds no model.safetensors", where=str(folder), remedy="use another copy")
+    return {name: value for file in files for name, value in read_tensors(file, links=True).items()}
+
+
+def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
+    alone = (folder / TUNED).is_file()
+    state = read_tensors(folder / TUNED) if alone else _read_whole(folder)
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    check_tensors(record.shapes, found, folder)
+    own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    given = {id(own[name]) for name in state if name in own}
+    tied = {name for name, value in own.items() if name not in state and id(value) in given}  # written once, under its other name
+    check_tensors({name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder)
+    _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
+    _fill({name: own[name] for name in state}, state)
+    remember(model, Tuning(record.method, record.config, family_name(model), ()))
+
+
+# ---------------------------------------------------------------- merging
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which has nothing to merge.
+
+    `update`: norm of the updates. `ulps`: root mean square of an update's entry over the spacing of numbers at the weights' own root mean
+    square: below 1, most entries move to a neighbour or not at all. `lost`: share of the update that rounding to the base's dtype changed.
+    `logits`: greatest absolute difference of logits before and after on the batch that was given, else None.
+    """
+
+    folder: Path
+    dtype: str
+    layers: int
+    update: float
+    ulps: float
+    lost: float
+    logits: float | None
+
+    def __str__(self) -> str:
+        text = f"merged {self.layers} layers into {self.dtype}: ||update|| {self.update:.4g}, {self.ulps:.3g} ulp"
+        text += f", {100 * self.lost:.3g} % rounded away"
+        return text if self.logits is None else f"{text}, logits within {self.logits:.3g}"
+
+
+def save_merged(
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
+) -> MergeReport:
+    """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it was.
+
+    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and for a tied weight the model
+    class would tie again on loading; otherwise as `save`.
+    """
+    model = bare(model)
+    record = tuning(model)
+    refuse_merged(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"{type(model).__name__} is not a transformers model", remedy="use petune.merge and save it your own way")
+    layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
+    update, ulps, lost = _rounding(layers)
+    before = _logits(model, batch) if batch is not None else None
+    config, unties = model.config, _unties(model, layers)
+    tied = getattr(config, "tie_word_embeddings", None)
+    with merged_weights(model):
+        after = _logits(model, batch) if batch is not None else None
+        factors = {id(value) for layer in layers for value in layer.tuned().values()}
+        state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in factors}
+
+        def fill(work: Path) -> None:
+            # a config that ties nothing is read without tying anything: whatever is still shared is then written under each of its names
+            own = {name: value.detach().clone() if unties else value.detach() for name, value in state.items()}
+            _write_hugging_face(model, own, work)
+            _check_complete(own, work)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(work)
+
+        try:
+            if unties:
+                config.tie_word_embeddings = False
+            place = commit_folder(Path(folder), fill, overwrite, _OURS)
+        finally:
+            if unties:
+                config.tie_word_embeddings = tied
+    logits = float((before.double() - after.double()).abs().max()) if before is not None and after is not None else None
+    report = MergeReport(place, str(model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits)
+    if lost > 0.05:
+        warn(f"{report.dtype} is too coarse for this update: {100 * lost:.0f} % of it is rounded away; a float32 base keeps it")
+    return report
+
+
+def _rounding(layers: list[TunedLinear]) -> tuple[float, float, float]:
+    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all layers."""
+    update = missed = weights = spacing = 0.0
+    with torch.no_grad():
+        for layer in layers:
+            wide = torch.promote_types(layer.weight.dtype, torch.float32)
+            weight, delta = layer.weight.to(wide), layer.delta().to(wide)
+            update += float(delta.norm()) ** 2
+            missed += float((layer.merged_weight().to(wide) - weight - delta).norm()) ** 2
+            weights += float(weight.norm()) ** 2
+            spacing = torch.finfo(layer.weight.dtype).eps
+    ulps = math.sqrt(update / weights) / spacing if weights else 0.0
+    return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return cast("Tensor", model(**batch).logits)
+    finally:
+        model.train(training)
+
+
+def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
+    """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as T5's does."""
+    tuned = {id(layer.weight) for layer in layers}
+    names: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if id(value) in tuned:
+            names.setdefault(id(value), []).append(name)
+    shared = next((group for group in names.values() if len(group) > 1), None)
+    if shared is None:
+        return False
+    fields = model.config.to_dict() | {"tie_word_embeddings": False}
+    if type(model.config).from_dict(fields).tie_word_embeddings:
+        what = f"merging parts {' and '.join(shared)}, which {type(model).__name__} ties again when it is loaded"
+        raise UsageError(what, remedy="keep the base model and load the adapter with petune.load")
+    return True
+
+
+def _check_complete(state: Mapping[str, Tensor], work: Path) -> None:
+    """Every tensor must be in the file, or share its memory with one that is: the model class decides what it leaves out."""
+    written = _read_whole(work)
+    kept = {value.data_ptr() for name, value in state.items() if name in written}
+    lost = [name for name, value in state.items() if name not in written and value.data_ptr() not in kept]
+    if lost:
+        raise PetuneError("the model class left out tensors that are its own", where=", ".join(lost[:10]))

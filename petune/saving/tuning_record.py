@@ -1,0 +1,238 @@
+"""petune.json, the record beside tuned weights: what was tuned, how, on which base; written, read strictly, compared with a base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from petune.errors import FileError, Problem, UsageError
+from petune.files.hashes import differing
+from petune.files.json_fields import (
+    Anything,
+    Digest,
+    Fields,
+    Kind,
+    ListOf,
+    MapOf,
+    Number,
+    OneOf,
+    Row,
+    Text,
+    Whole,
+    check_fields,
+    check_version,
+)
+from petune.files.manifest import RECORD, check_folder
+from petune.files.safetensors import read_json, reading, write_file
+from petune.log import say, warn
+from petune.methods import Tuning
+from petune.methods.configs import METHODS, MethodConfig, make_config
+from petune.models import family_of
+from petune.models.source import is_weights, model_files
+from petune.saving.fingerprint import compare, fingerprint, full_hash, plain_name
+
+FORMAT = 2  # format 1 had hashes of the tensor files alone, in itself, and no sizes of the base's
+
+_FILES: Mapping[int, Kind] = {1: Digest(), 2: Fields({"size": Whole(), "sha256": Digest()})}
+
+
+def _table(form: int) -> Mapping[str, Kind]:
+    samples = ListOf(OneOf(Number(), Text()))
+    row = Row(Text(), ListOf(Whole()), OneOf(samples, None))
+    base: dict[str, Kind] = {
+        "name": OneOf(Text(), None),
+        "fingerprint": Fields({"version": Whole(), "tensors": MapOf(row)}),
+        "sha256": OneOf(Digest(), None),
+        "files": OneOf(MapOf(_FILES[form], least=1), None),
+    }
+    fields: dict[str, Kind] = {
+        "format": Whole(1),
+        "petune": Text(),
+        "method": Text(tuple(METHODS)),
+        "config": MapOf(Anything()),  # make_config knows each method's settings
+        "family": OneOf(Text(), None),
+        "also_train": ListOf(Text()),
+        "model": Fields({"class": Text(), "type": OneOf(Text(), None)}),
+        "id2label": OneOf(MapOf(OneOf(Text(), Whole()), numbered=True), None),
+        "vocabulary": OneOf(Whole(), None),
+        "base": Fields(base),
+        "tensors": MapOf(Row(ListOf(Whole()), Text()), least=1),
+    }
+    return fields | ({"sha256": MapOf(Digest(), least=1)} if form == 1 else {})
+
+
+@dataclass(frozen=True)
+class Record:
+    """A petune.json: `shapes` by tensor name, `facts` all of it."""
+
+    file: Path
+    method: str
+    config: MethodConfig
+    also_train: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    facts: Mapping[str, Any]
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the classes in the order of their ids; None for a model without."""
+        labels = self.facts["id2label"]
+        return None if labels is None else tuple(labels[str(index)] for index in range(len(labels)))
+
+    def check_again(self) -> None:
+        """Raise FileError where the folder is not what it was when this was read: call it right before its tensors are."""
+        if read_json(self.file, links=True) != self.facts:
+            raise FileError("has been changed since it was read", where=str(self.file), remedy="start again")
+        _check_folder(self.file, self.facts)
+
+    def check_base(self, model: nn.Module, files: Mapping[str, Path], verify: bool) -> None:
+        """Raise FileError unless `model` is the base this was tuned on: its build, sampled values, and the `files` it was loaded from.
+
+        `verify` demands hashes, of the files read afresh or else of every tensor.
+        """
+        self._check_build(model)
+        base = self.facts["base"]
+        compare(base["fingerprint"], model, str(self.file), self.also_train)
+        if METHODS[self.method].trains_base:
+            return  # every value of the base is replaced
+        if base["files"] and (files or verify):
+            self.check_files(files, afresh=verify)
+        elif verify and base["sha256"] is None:
+            raise FileError(
+                "stores no hash of its base", where=str(self.file), remedy="save with base_sha256=petune.saving.export.full_hash(model)"
+            )
+        elif verify and (digest := full_hash(model, self.also_train)) != base["sha256"]:
+            sides = {"expected": f"{base['sha256'][:16]}…", "found": f"{digest[:16]}…"}
+            remedy = "load the base it was made on, in the dtype it was hashed in"
+            raise FileError("the base's SHA-256 differs", where=str(self.file), remedy=remedy, **sides)
+
+    def _check_build(self, model: nn.Module) -> None:
+        made_on, family = self.facts["model"], family_name(model)
+        if (expected := made_on["class"]) != (found := type(model).__name__) or self.facts["family"] != family:
+            sides = {"expected": f"{expected} (family {self.facts['family']})", "found": f"{found} (family {family})"}
+            raise FileError(f"this {self.method} tuning is of another kind of model", where=str(self.file), **sides)
+        names = {name for name, _ in model.named_modules()}
+        if lost := [head for head in self.also_train if head not in names]:
+            remedy = "load the base with the head of the same task"
+            raise FileError(f"the model has no {lost[0]}, which was trained", where=str(self.file), remedy=remedy)
+
+    def check_files(self, files: Mapping[str, Path], *, weights: bool = True, afresh: bool = False) -> None:
+        """Raise FileError naming those of the base's `files` that are not what they were when this was tuned; `weights`: all of them.
+
+        Weights in files of other names or sizes are the base saved anew, in other shards or another dtype: that is said, and, unless
+        `afresh`, left to the fingerprint.
+        """
+        stored = self.facts["base"]["files"] or {}
+        if self.facts["format"] == 1 and not afresh:
+            return  # hashes without sizes cannot tell a damaged file from another
+        expected = {name: entry if isinstance(entry, str) else entry["sha256"] for name, entry in stored.items()}
+        sizes = {name: entry["size"] for name, entry in stored.items() if not isinstance(entry, str) and is_weights(name)}
+        if not afresh and sizes != {name: _size(path) for name, path in files.items() if is_weights(name)}:
+            if weights:
+                say(f"{self.file}: the base was saved anew since, in other files: compared by sampled values alone")
+            return
+        names = [name for name in expected if name in files and (weights or not is_weights(name))]
+        found: dict[str, str | None] = dict(differing({name: files[name] for name in names}, expected, afresh=afresh))
+        found |= dict.fromkeys(name for name in expected if name not in files)
+        surplus = [name for name in files if name not in expected and is_weights(name)]
+        if found or surplus:
+            remedy = "load the base with from_pretrained from the files it was made on: another copy, or the same revision"
+            problems = [Problem("the files of the base differ", where=str(self.file), remedy=remedy)]
+            for name in sorted((*found, *surplus)):
+                one, other = expected.get(name), found.get(name)
+                sides = ["no such file" if value is None else f"sha256 {value[:16]}…" for value in (one, other)]
+                problems.append(Problem("has another content", where=str(files.get(name, name)), expected=sides[0], found=sides[1]))
+            raise FileError(problems[:11])
+
+
+def _size(path: Path) -> int:
+    with reading(path):
+        return path.stat().st_size
+
+
+def family_name(model: nn.Module) -> str | None:
+    """The name of a model's family, None without a table."""
+    family = family_of(model)
+    return family.name if family else None
+
+
+def origin(model: nn.Module) -> str | None:
+    """Where transformers loaded the model from, if it did."""
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
+
+
+def origin_files(model: nn.Module, verify: bool) -> dict[str, Path]:
+    """The files a model in memory was loaded from: of a folder, and, where they must be known, of the newest copy of a hub id."""
+    place = origin(model)
+    if not place or not (verify or Path(place).is_dir()):
+        return {}  # which revision of a hub id it was cannot be seen
+    return model_files(place, getattr(getattr(model, "config", None), "_commit_hash", None))
+
+
+def facts_of(
+    model: nn.Module, record: Tuning, base_name: str | None, sha256: str | None, files: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What petune.json says of a wrapped model, but for its tensors."""
+    config = getattr(model, "config", None)
+    embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    labels = getattr(config, "id2label", None)
+    return {
+        "format": FORMAT,
+        "petune": _version(),
+        "method": record.method,
+        "config": asdict(record.config),
+        "family": record.family,
+        "also_train": [plain_name(name) for name in record.also_train],
+        "model": {"class": type(model).__name__, "type": getattr(config, "model_type", None)},
+        "id2label": {str(index): label for index, label in labels.items()} if labels else None,
+        "vocabulary": getattr(embeddings, "num_embeddings", None),
+        "base": {"name": base_name, "fingerprint": fingerprint(model), "sha256": sha256, "files": dict(files or {}) or None},
+    }
+
+
+def _version() -> str:
+    try:
+        return version("petune")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def write_record(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """One line per fact: indenting the thousands of numbers of a fingerprint would take longer than saving the tensors."""
+    rows = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
+    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in {**facts, "tensors": rows}.items())
+    write_file(path, [b"{\n", ",\n".join(lines).encode(), b"\n}\n"])
+
+
+def read_record(folder: Path) -> Record:
+    """The petune.json of a folder whose every file was compared with its hash first. Raises FileError."""
+    file = folder / RECORD
+    facts = read_json(file, links=True)
+    form = check_version(facts, "format", FORMAT, file)
+    _check_folder(file, facts)
+    check_fields(facts, _table(form), file)
+    try:
+        config = make_config(facts["method"], facts["config"])
+    except UsageError as error:
+        raise FileError(f"petune.json is damaged: {error}", where=f"{file}  config", remedy="use another copy") from error
+    shapes = {name: tuple(shape) for name, (shape, _) in facts["tensors"].items()}
+    if form == 1:
+        warn(f"{folder}: written by an older petune: its tokenizer and configs are under no hash; load it and save it again")
+    return Record(file, facts["method"], config, tuple(facts["also_train"]), shapes, facts)
+
+
+def _check_folder(file: Path, facts: Mapping[str, Any]) -> None:
+    """Compare every file of the folder that has a hash with it: in format 1 the tensor files, whose hashes are in `facts`."""
+    if facts["format"] != 1:
+        check_folder(file.parent)
+        return
+    check_fields(facts.get("sha256"), MapOf(Digest(), least=1), file, "sha256")
+    tensors = {path.name: path for path in file.parent.glob("*.safetensors")}
+    if wrong := sorted({*facts["sha256"]} ^ {*tensors}) or sorted(differing(tensors, facts["sha256"], afresh=True)):
+        raise FileError("has been changed or damaged, or is missing", where=str(file.parent / wrong[0]), remedy="use another copy")
