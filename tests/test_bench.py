@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import bert_peers, ceiling, peers
 from petune.errors import UsageError
 from petune.estimate.forecast import sketch
+from petune.kernels.block.program import of_shape, remade
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory.shape import BlockShape
-from petune.kernels.program import of_shape, remade
 from petune.profiling.throughput import ALL, CHECKPOINT, Again, Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.recipe import Recipe
 from petune.tasks import Example

@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from petune.kernels import fold
 from petune.kernels.block import attention as attending
-from petune.kernels.block import linear
+from petune.kernels.block import fold, linear
 from petune.kernels.block.linear import Dense
 from petune.kernels.block.packed_linear import Group
+from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.steps import Run
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
-from petune.kernels.program import Program, needs_of, of_shape
-from petune.kernels.steps import Run
 from petune.models.spec import Role
 from petune.models.tuned_linear import LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY

@@ -12,8 +12,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from petune.kernels.block.call import Spec
+from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
-from petune.kernels.program import Sizes, compiled
 from petune.kernels.reference import Act
 from petune.kernels.single_modules import is_rms_norm
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, SubLayer, child_of

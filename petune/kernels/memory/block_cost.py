@@ -3,7 +3,8 @@ device sustains.
 
 An operation is as slow as its arithmetic, its traffic or its launch (Williams et al. 2009, the roofline). The
 operations of a pass are those of the steps of its schedule; stages have the names of the values that they
-make (petune/kernels/program.py)."""
+make (petune/kernels/block/program.py).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 
+from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.schedule import Action, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.op_cost import Cost, Operation, Work, adamw, costing, cross_entropy_, matmul
 from petune.kernels.memory.shape import BlockShape
-from petune.kernels.program import Program, needs_of, of_shape
-from petune.kernels.schedule import Action, Section
 
 Keep = Level
 Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length

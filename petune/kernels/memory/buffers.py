@@ -1,19 +1,20 @@
 """The bytes of a fused block: what it keeps, what is alive in each phase of its passes, and so its peak of
 memory.
 
-A phase is one action of the schedule (petune/kernels/schedule.py), so that the values alive in it, and for
-how many rows, are those of the engine itself; what each takes is said by its step."""
+A phase is one action of the schedule (petune/kernels/block/schedule.py), so that the values alive in it, and for
+how many rows, are those of the engine itself; what each takes is said by its step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.schedule import Pass, Section
 from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.shape import BlockShape
-from petune.kernels.program import Program, needs_of, of_shape
-from petune.kernels.schedule import Pass, Section
 
 STREAMED_BLOCKS = 3  # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
 ADAMW_STATES = 2  # numbers AdamW keeps for each one that trains

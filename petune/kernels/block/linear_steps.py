@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from petune.kernels.block.packed_linear import Rows
+from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import (
     Cost,
@@ -23,7 +24,6 @@ from petune.kernels.memory.op_cost import (
 )
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.kernels.reference import Act
-from petune.kernels.steps import Charge, Normalize, Run, Step, Values
 
 
 @dataclass(eq=False)

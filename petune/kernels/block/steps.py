@@ -3,7 +3,8 @@
 A step takes values and gives others, by name. Tensors are [m, width], m all the tokens of the call or those
 of one tile. What its backward pass looks up are its `reads`; a value that is gone by then is made again by
 the forward pass of the step that gave it. `keeps` says from which rung of the memory ladder on a value is
-kept instead. A step of `rows` treats every row for itself, so that it may run in tiles."""
+kept instead. A step of `rows` treats every row for itself, so that it may run in tiles.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Run:
     norms: weight, or weight and bias, of each norm. drops: of each dropout of the block, None where nothing
     drops out. hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m.
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
-    rows: those of the tile in work, None for all."""
+    rows: those of the tile in work, None for all.
+    """
 
     ops: Ops
     groups: Sequence[Group]

@@ -2,7 +2,8 @@
 
 Values are named after their sub-layer: h = norm(x), qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d
 = m W_down, r = x + o or x + d; raw is q | k | v before positions and heads' norms, s the low-rank input of a
-group's update (petune/kernels/block/linear.py)."""
+group's update (petune/kernels/block/linear.py).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
+from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
+from petune.kernels.block.linear_steps import Activated, Low, Product
+from petune.kernels.block.schedule import Schedules
+from petune.kernels.block.steps import Add, Drop, Normalize, Step
 from petune.kernels.configs import Level
-from petune.kernels.heads import Attend, NormHeads, Rotate
-from petune.kernels.linears import Activated, Low, Product
 from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
-from petune.kernels.schedule import Schedules
-from petune.kernels.steps import Add, Drop, Normalize, Step
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
 
 

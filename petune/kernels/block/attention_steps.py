@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
+from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.memory.op_cost import Cost, attention, attention_backward, rms_norm, rms_norm_backward, rope_, rope_backward
 from petune.kernels.memory.shape import BlockShape
-from petune.kernels.steps import Charge, Run, Step, Values
 
 
 @dataclass(eq=False)
