@@ -4,12 +4,13 @@ itself."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
+from petune.kernels.block.attention import How
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.memory.op_cost import Cost, attention, attention_backward, rms_norm, rms_norm_backward, rope_, rope_backward
 from petune.kernels.memory.shape import BlockShape
@@ -151,12 +152,13 @@ class Attend(Step):
     how: int
     turned: bool = False
     drop: int | None = None  # which of the block's dropouts is that of its probabilities
+    bias: str | None = None  # what is added to the scores
     rows = False
 
     def __post_init__(self) -> None:
         self.lse = f"{self.a}.lse"
-        self.takes, self.gives = self.sources, (self.a, self.lse)
-        self.reads = (self.a, self.lse, *self.sources)
+        self.takes = self.sources if self.bias is None else (*self.sources, self.bias)
+        self.gives, self.reads = (self.a, self.lse), (self.a, self.lse, *self.takes)
         self.keeps = dict.fromkeys(self.gives, "attention")
 
     def split(self, v: Values) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,9 +169,13 @@ class Attend(Step):
         found: tuple[Tensor, Tensor, Tensor] = q.split([self.heads, self.kv_heads, self.kv_heads], 1)
         return found
 
+    def _how(self, run: Run, v: Values) -> How:
+        how = run.hows[self.how]
+        return how if self.bias is None else replace(how, bias=v[self.bias])
+
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        out, v[self.lse] = attending.forward(*self.split(v), run.hows[self.how])
+        out, v[self.lse] = attending.forward(*self.split(v), self._how(run, v))
         v[self.a] = out.flatten(1)
 
     def backward(self, run: Run, v: Values) -> None:
@@ -177,7 +183,12 @@ class Attend(Step):
         a = v[self.a]
         out = a.view(len(a), self.heads, self.head_dim)
         da = run.grads.pop(self.a).reshape(out.shape)
-        grads = attending.backward(da, *self.split(v), out, v[self.lse], run.hows[self.how])
+        dbias = None
+        if self.bias is not None and self.bias in run.wants:
+            dbias = torch.zeros_like(v[self.bias], dtype=torch.promote_types(v[self.bias].dtype, torch.float32))
+            run.give(self.bias, dbias)
+        given = (da, *self.split(v), out, v[self.lse], self._how(run, v))
+        grads = attending.backward(*given) if dbias is None else attending.backward(*given, dbias)
         if self.turned:
             run.grads[self.sources[0]] = grads  # type: ignore[assignment]
             return

@@ -195,7 +195,10 @@ class _Build:
         shape = sizes.heads, sizes.kv_heads, sizes.head_dim
         how = sum(isinstance(step, Attend) for step in self.steps)
         assert core.scale is not None, "the scale of the scores is read off the block before"
-        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop))
+        if core.bias is not None:
+            self.inputs.append("bias")
+        bias = None if core.bias is None else "bias"
+        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias))
         return self.linears(self.group("out", LinearGroup((("o", core.out),))), a, f"{name}.s_o", f"{name}.o", keep, "input")
 
     def mlp(self, name: str, h: str, core: Mlp, keep: Level | None) -> str:
