@@ -34,12 +34,12 @@ from petune.errors import UsageError
 from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.module import FusedBlock, angles_of, places_of
+from petune.kernels.block.steps import Values
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import Rung
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import rounded, shape_of
-from petune.kernels.steps import Values
 from petune.log import say
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
