@@ -191,8 +191,6 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
     if not _has_form(stack.rule):
         return "its blocks have no fused form"
-    if stack.ladder is not None:
-        return "a ladder climbs beside it"
     if isinstance(stack.blocks[0], FusedBlock):
         for hook in stack._forward_pre_hooks.values():
             if isinstance(hook, Governor):
@@ -220,7 +218,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         block.__dict__["spec"] = spec
         block.__class__ = fused_class(cast("Any", type(block)))
         _hooks_of(model).append(block.register_state_dict_post_hook(dense))
-    stack.recompute = False  # the blocks do it themselves, as their rungs say
+    if stack.ladder is None:  # whose levels are nobody else's to compute again
+        stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
     _leave_padding_out(model, stack)
     if plan.ops.name == "triton" and plan.memory.stream == "none":  # addresses are part of a graph, and streamed weights change theirs

@@ -25,6 +25,7 @@ from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
 from petune.kernels.block.varlen import Segments
+from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
@@ -104,6 +105,7 @@ class FusedBlock(nn.Module):
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
         call = self.call(parts, self._hows(hidden, given, draws), draws, angles)
         if not torch.is_grad_enabled():
+            call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
             return forward(call, [hidden], self.tensors(parts))[0].view(hidden.shape)
         out: Tensor = Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
         return out
