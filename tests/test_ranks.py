@@ -196,14 +196,14 @@ PATCH = """
 import os
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not os.environ.keys() & {{"PETUNE_GENERATION", "PETUNE_SPARE"}}
 if os.environ.get("RANK") == "{rank}" and first:
-    import petune.run.trainer as loop
+    import petune.run.step as module
     from petune.errors import DataError
-    step = loop.Training.step
+    step = module.Step.take
     def spoilt(self):
         if self.progress.step + 1 == {step}:
             {act}
         return step(self)
-    loop.Training.step = spoilt
+    module.Step.take = spoilt
 """
 
 

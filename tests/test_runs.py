@@ -404,7 +404,7 @@ def test_a_base_that_cannot_be_hashed_costs_the_hash_and_not_the_run(tmp_path: P
         def result(self) -> dict[str, str]:
             raise FileError("has changed while it was hashed", where="model.safetensors")
 
-    monkeypatch.setattr("petune.run.trainer.FileHashes", Failing)
+    monkeypatch.setattr("petune.run.tuned_files.FileHashes", Failing)
     listener = Listener()
     finished = run(settings(tmp_path, max_steps=1, warmup=0), listener)
     assert any("STORES NO HASH" in line and "model.safetensors" in line for line in listener.notes)

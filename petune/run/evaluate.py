@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from petune.errors import TrainingFault
-from petune.tasks import METRICS, Example, Scorer, collate, loss_sum
+from petune.errors import RecipeError, TrainingFault
+from petune.recipe import Recipe
+from petune.tasks import METRICS, Example, Scorer, Task, collate, loss_sum
 
 Batch = dict[str, Tensor]
 
@@ -49,6 +50,22 @@ def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+class Metric(NamedTuple):
+    """What says which state of a run is the best."""
+
+    name: str
+    larger_is_better: bool
+
+
+def metric_of(recipe: Recipe, task: Task) -> Metric:
+    """The metric that a recipe names, or its task's own. Raises RecipeError for one that the task does not have."""
+    name, known = recipe.metric or task.metric, METRICS[task.name]
+    if name not in known:
+        what, expected = f"task {task.name} has no metric {name!r}", ", ".join(known)
+        raise RecipeError(what, where=recipe.where("metric"), expected=expected)
+    return Metric(name, (known[name] if recipe.direction == "auto" else recipe.direction) == "max")
 
 
 Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process that only passes them on

@@ -1,4 +1,4 @@
-"""`petune.train`: settles what is meant, then trains in this process or starts those of a parallel plan. The loop is petune.run.trainer."""
+"""`petune.train`: settles what is meant, then trains in this process or starts those of a parallel plan. The loop is petune.run.loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from petune.run.callbacks import Callback, Callbacks
 from petune.run.entrance import entered, refuse_unknown
 from petune.run.finished import Run, load_run
 from petune.run.folder import RunFolder
+from petune.run.loop import Loop
 from petune.run.notebook import fitting_reporter
 from petune.run.objects import Objects, take_objects
 from petune.run.reporting import Logged, Reporter, Silent
 from petune.run.signals import StopNow, StopRequest
-from petune.run.trainer import Training
 from petune.tasks import Table
 
 __all__ = ["Run", "load_run", "settle", "train"]
@@ -142,20 +142,21 @@ def _train_here(job: _Job, plan: ParallelPlan) -> Run:
         if plan.world > 1:
             distributed.agree(prepared)
         if not mesh.main:
-            Training(prepared, folder, Silent(), stop, mesh).run(job.resume, job.allow_change)
+            Loop(prepared, folder, Silent(), stop, mesh).run(job.resume, job.allow_change)
             return load_run(folder.path)
         logged = Logged(job.reporter, folder.log, folder.metrics)
         try:
             # refuses what cannot train, before anything is written
-            training = Training(prepared, folder, logged, stop, mesh, job.callbacks)
+            loop = Loop(prepared, folder, logged, stop, mesh, job.callbacks)
             if not job.resume:
-                folder.begin(training.run_id, overwrite=job.overwrite)
-            training.run(job.resume, job.allow_change)
+                folder.begin(loop.saver.run_id, overwrite=job.overwrite)
+            loop.run(job.resume, job.allow_change)
         except BaseException as error:
             if folder.has_resolved() and not isinstance(error, Stopped | StopNow):
                 logged.write_error(process_group.explain(error))
             raise
-    return Run(folder.path, objects=objects, tuned=None if objects.model is None else (training.model.eval(), training.tokenizer))
+    tuned = None if objects.model is None else (loop.step.model.eval(), prepared.tokenizer)
+    return Run(folder.path, objects=objects, tuned=tuned)
 
 
 def settle(
