@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from petune.log import printable
         from petune.parallel.launch import orders, process_group
         from petune.run import distributed
+        from petune.run.build import Base
         from petune.run.folder import RunFolder
         from petune.run.job import Job, going_on
         from petune.run.notebook import fitting_reporter
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.job is not None:
             job = Job.read(given.job).again()
-            run_rank(job, distributed.wanted(job.recipe), Here(fitting_reporter()))
+            base = Base(job.recipe)
+            run_rank(job, base, distributed.wanted(job.recipe, base), Here(fitting_reporter()))
             return 0
         again = process_group.restarted() > 0 and going_on(RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since)
         train(

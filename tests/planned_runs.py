@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import petune.run.build
+import petune.run.objective
 import petune.run.step
 import petune.run.train
 from petune.parallel.launch import process_group
@@ -74,13 +74,13 @@ def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[st
 
 
 def infinite_loss() -> None:
-    loss_sum = petune.run.build.loss_sum
+    loss_sum = petune.run.objective.loss_sum
 
     def spoil(*args: Any) -> tuple[torch.Tensor, int]:
         total, number = loss_sum(*args)
         return total * math.nan, number
 
-    petune.run.build.loss_sum = spoil  # type: ignore[assignment]
+    petune.run.objective.loss_sum = spoil  # type: ignore[assignment]
 
 
 def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> list[End]:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import petune.run.build
+import petune.run.objective
 import petune.run.step
 from petune.errors import FileError, TrainingFault
 from petune.files.safetensors import is_finite
+from petune.parallel import Outputs
 from petune.run.audit import Audit, _weighted_sum, _weights, checksum, checksums
 from petune.run.build import Prepared, build
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.run.loop import Loop
 from tests.small_runs import METHODS, TASK, Listener, loop, newest, run, settings
 
@@ -266,13 +267,13 @@ def test_labels_never_reach_the_models_own_loss(tmp_path: Path, monkeypatch: pyt
     models = caught_model(monkeypatch)
     seen: list[set[str]] = []
 
-    def watch(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def watch(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
         handle = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
         try:
-            return forward(model, batch)
+            return outputs_of(model, batch)
         finally:
             handle.remove()
 
-    monkeypatch.setattr(petune.run.build, "forward", watch)
+    monkeypatch.setattr(petune.run.objective, "outputs_of", watch)
     run(settings(tmp_path, "t5", max_steps=1, warmup=0))
     assert models and seen and all("labels" not in names for names in seen)

@@ -223,7 +223,7 @@ def test_a_sealed_progress_that_contradicts_itself_is_refused(
     manifest["facts"]["progress"] |= change
     seal_checkpoint(path, manifest)
     with pytest.raises(FileError, match=says):
-        resumed._restore(path, ())
+        resumed.saver.restore(path, ())
 
 
 def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, resumed: Loop, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, r
     seal_checkpoint(path, manifest)
     checkpoint.verify(path)
     with pytest.raises(FileError, match=r"is beyond the end of the run[\s\S]*at most 2, found 99"):
-        resumed._restore(path, ())
+        resumed.saver.restore(path, ())
 
 
 @EVERY

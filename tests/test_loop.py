@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import petune.run.build
 import petune.run.loop
+import petune.run.objective
 import petune.run.step
 from petune.errors import FileError, MachineError, RecipeError, TrainingFault, UsageError
+from petune.parallel import Outputs
 from petune.run.audit import Audit
-from petune.run.evaluate import forward
+from petune.run.evaluate import forward, outputs_of
 from petune.run.step import Step
 from petune.saving import checkpoint
 from petune.tasks import Example, count, loss_sum
@@ -238,11 +239,13 @@ def spoil_call(monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[to
     """Let `spoil` change the logits of the training pass `number` (from 1)."""
     calls = iter(range(1, 10_000))
 
-    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = forward(model, batch)
-        return spoil(logits) if model.training and next(calls) == number else logits
+    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
+        outputs = outputs_of(model, batch)
+        if model.training and next(calls) == number:
+            outputs.logits = spoil(outputs.logits)
+        return outputs
 
-    monkeypatch.setattr(petune.run.build, "forward", spoiled)
+    monkeypatch.setattr(petune.run.objective, "outputs_of", spoiled)
 
 
 def infinite_gradient(logits: torch.Tensor) -> torch.Tensor:
@@ -282,13 +285,13 @@ def test_a_non_finite_value_ends_the_run_before_the_update_and_names_step_and_ro
 def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     passes = iter(range(1, 10_000))
 
-    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = forward(model, batch)
-        return (
-            logits * math.nan if not model.training and next(passes) > 3 * 5 else logits
-        )  # five passes an evaluation: the base, step 1, step 2, then NaN
+    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
+        outputs = outputs_of(model, batch)
+        if not model.training and next(passes) > 3 * 5:  # five an evaluation: the base, step 1, step 2, then NaN
+            outputs.logits = outputs.logits * math.nan
+        return outputs
 
-    monkeypatch.setattr(petune.run.build, "forward", spoiled)
+    monkeypatch.setattr(petune.run.objective, "outputs_of", spoiled)
     with pytest.raises(TrainingFault, match="not finite") as caught:
         run(settings(tmp_path, eval_every=1))
     assert caught.value.code == 7

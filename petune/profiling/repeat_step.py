@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from petune.parallel import Mesh
+from petune.parallel import Batch, Mesh
 from petune.run.build import Prepared
-from petune.run.evaluate import Batch
 from petune.run.step import Step
 
 

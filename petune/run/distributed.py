@@ -22,7 +22,7 @@ from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, m
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
 from petune.recipe import Recipe
-from petune.run.build import Prepared, choose_place, plan_of
+from petune.run.build import Base, Prepared, choose_place, plan_of
 from petune.run.folder import RANK_LOGS, RunFolder
 from petune.run.job import Job
 from petune.run.signals import StopAsked
@@ -31,13 +31,14 @@ from petune.saving.fingerprint import fingerprint
 MUST_AGREE = ("petune", "torch", "transformers")  # packages of one version on every rank
 
 
-def wanted(recipe: Recipe) -> ParallelPlan:
+def wanted(recipe: Recipe, base: Base | None = None) -> ParallelPlan:
     """The plan of a recipe for the processes that were started, or, where only this one was, for those it asks for.
 
+    base: its model, where that was found already.
     Raises UsageError for a plan that cannot be, or one that needs another number of processes than a launcher has started.
     """
     started = process_group.started()[1]
-    plan = plan_of(recipe, started if started > 1 else None)
+    plan = plan_of(recipe, started if started > 1 else None, base)
     if started > 1 and plan.world != started:
         remedy = "name a backend: parallel=dp" if plan.world == 1 else "start as many, or let petune train start them"
         expected, found = f"{plan.world} processes", str(started)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import RecipeError, TrainingFault
+from petune.models import family_of
+from petune.parallel import Batch, Outputs
 from petune.recipe import Recipe
 from petune.tasks import METRICS, Example, Scorer, Task, collate, loss_sum
-
-Batch = dict[str, Tensor]
 
 
 def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int, shortest: int = 1) -> Iterator[Batch]:
@@ -25,17 +25,25 @@ def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int
         yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
 
 
-def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits in the model's output dtype: [batch, seq, vocab], or [batch, classes]. Labels never reach the model's own loss."""
+def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
+    """What the model answers, its logits in its output dtype: [batch, seq, vocab], or [batch, classes].
+
+    Labels never reach the model's own loss.
+    """
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "rows")}
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
-    if getattr(config, "model_type", "") != "bert":  # a cache would let packed samples see one another
+    family = family_of(model)
+    if family is None or family.caches:  # a cache would let packed samples see one another
         inputs["use_cache"] = False
-    logits = model(**inputs).logits
-    assert isinstance(logits, Tensor)
-    return logits
+    outputs: Outputs = model(**inputs)
+    return outputs
+
+
+def forward(model: nn.Module, batch: Batch) -> Tensor:
+    """The logits of `outputs_of`."""
+    return outputs_of(model, batch).logits
 
 
 def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:

@@ -178,7 +178,7 @@ class Loop:
         control = None
         with untouched_base(self.runner.modules, self.recipe.method):
             before = self.evaluate()
-            if self.task.name == "classify" and self.recipe.head_only:
+            if self.task.names_classes and self.recipe.head_only:
                 with self.step.explain_memory("evaluation"):
                     control = head_only_control(self.runner, self.prepared, self.check_stop, self.step.weights)
         self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither

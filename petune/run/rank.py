@@ -10,7 +10,7 @@ from petune.log import phase
 from petune.parallel import ParallelPlan
 from petune.parallel.launch import process_group
 from petune.run import distributed
-from petune.run.build import prepare
+from petune.run.build import Base, prepare
 from petune.run.callbacks import Callbacks
 from petune.run.finished import Run, load_run
 from petune.run.job import Job
@@ -38,20 +38,20 @@ def finished(job: Job, here: Here) -> Run:
     return Run(path, objects=here.objects)
 
 
-def run_rank(job: Job, plan: ParallelPlan, here: Here) -> Run:
+def run_rank(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
     """Train in this process, alone or as one rank of `plan`; the run when it has ended. The first rank holds the lock of the run folder."""
     first = process_group.started()[0] == 0
     with job.entered() if first else nullcontext():  # the lock comes before anything is read that another run may change
-        return finished(job, here) if job.is_done() else _train(job, plan, here)
+        return finished(job, here) if job.is_done() else _train(job, base, plan, here)
 
 
-def _train(job: Job, plan: ParallelPlan, here: Here) -> Run:
+def _train(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
     stop, objects = StopRequest(), here.objects
     with stop.listening(), distributed.among(plan):
         mesh = distributed.join(job.recipe, plan)
         folder = distributed.one_folder(job.folder)
         with phase("reading config, data and tokenizer"):
-            prepared = prepare(job.recipe, objects=objects)
+            prepared = prepare(job.recipe, objects=objects, base=base)
         if plan.world > 1:
             distributed.agree(prepared)
         if not mesh.main:

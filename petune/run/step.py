@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from petune.errors import TrainingFault, UsageError
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors
-from petune.parallel import Mesh, alone, local
+from petune.parallel import Batch, Mesh, alone, local
 from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
 from petune.run.audit import Audit, digest, frozen_checksums
-from petune.run.build import Prepared, build, choose_place, run_on
-from petune.run.evaluate import Batch
+from petune.run.build import Prepared, build, run_on
 from petune.run.progress import Progress
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
 from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
@@ -79,7 +78,7 @@ class Step:
 
     def __init__(self, prepared: Prepared, mesh: Mesh | None = None) -> None:
         self.prepared, self.recipe = prepared, prepared.recipe
-        recipe, self.place = self.recipe, choose_place(prepared.recipe)
+        recipe, self.place = self.recipe, prepared.place
         mesh = mesh or alone(self.place.device)
         self.keeper: Keeper = KeepsNothing()
         self.progress, self.audit = Progress(), Audit({}, {})

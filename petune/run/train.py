@@ -13,6 +13,7 @@ from petune.errors import UsageError
 from petune.parallel.launch import process_group
 from petune.recipe import Recipe, load_recipe, settings_text
 from petune.run import distributed
+from petune.run.build import Base
 from petune.run.callbacks import Callback, Callbacks
 from petune.run.entrance import refuse_unknown
 from petune.run.finished import Run, load_run
@@ -87,12 +88,13 @@ def train(
     refuse_unknown(allow_change)
     job = Job(settled, RunFolder.of(settled), resume, overwrite, allow_change)
     here = Here(reporter or fitting_reporter(), objects, Callbacks(callbacks))
-    plan = distributed.wanted(settled)
+    base = Base(settled, objects)
+    plan = distributed.wanted(settled, base)
     if plan.world == 1 or process_group.joined():
         if restarts:
             what, remedy = "there are no processes here that petune could start anew", "leave it out, or name a parallel backend"
             raise UsageError(what, where="--restarts", remedy=remedy)
-        return run_rank(job, plan, here)
+        return run_rank(job, base, plan, here)
     with job.entered():
         if job.is_done():
             return finished(job, here)
