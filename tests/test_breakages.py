@@ -114,7 +114,7 @@ def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_leng
     assert_same(run(2, both)[0], oracle(this).gradients, 1e-6, "gradients", relative=1e-5)
 
 
-def _runner(model: nn.Module, this: Case, forward: Callable[[nn.Module, Batch], Tensor]) -> Runner:
+def _runner(model: nn.Module, this: Case, forward: Callable[[nn.Module, Batch], Tensor] = logits_of) -> Runner:
     from petune.models import family_of
     from petune.parallel.mesh import make_mesh
 

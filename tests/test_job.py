@@ -10,6 +10,7 @@ import pytest
 
 from petune.recipe import Recipe, load_recipe
 from petune.recipe.handing import hand_over, take_over
+from petune.run.build import Base, build, prepare
 from petune.run.folder import RunFolder
 from petune.run.job import Job
 from tests.small_runs import as_yaml, settings
@@ -79,3 +80,24 @@ def test_a_recipe_is_read_once_in_the_launcher_and_once_in_a_rank(tmp_path: Path
     assert len(files) == 1
     assert take_over(jobs[0]).resolved() == recipe.resolved()
     assert len(files) == 2
+
+
+def test_a_models_config_is_read_once_for_plan_rows_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import petune.models.loading
+
+    read, seen = petune.models.loading.read_config, list[Any]()
+
+    def noted(source: Any) -> Any:
+        seen.append(source)
+        return read(source)
+
+    monkeypatch.setattr("petune.models.loading.read_config", noted)
+    monkeypatch.setattr("petune.run.build.read_config", noted)
+    recipe = load_recipe(settings(tmp_path, "bert", parallel={"tp": {"columns": [32, 16]}}))
+    base = Base(recipe)
+    assert petune.run.distributed.wanted(recipe, base).tp == 2
+    prepared = prepare(recipe, base=base)
+    models = [build(prepared) for _ in range(2)]  # as at the end of a run whose model is cut
+    assert len(seen) == 1
+    assert models[0].config.num_labels == models[1].config.num_labels == 3
+    assert base.config.num_labels == 2, "the config was changed by a model that was made of it"

@@ -303,7 +303,7 @@ def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(t
             with torch.no_grad():
                 next(iter(self.audit.frozen.values())).add_(1)
         if self.progress.step == 3:
-            self.snapshots.begin()
+            self.keeper.begin()
             wait_for(lambda: "step-3" in snapshots_of(tmp_path / "run"))
         return step(self)
 

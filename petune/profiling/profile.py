@@ -20,7 +20,7 @@ from petune.profiling.operations import Operation, grouped, traced
 from petune.profiling.repeat_step import Rehearsal
 from petune.recipe import Recipe
 from petune.run import distributed
-from petune.run.build import prepare
+from petune.run.build import Base, prepare
 from petune.run.streaming import streams
 
 
@@ -95,14 +95,15 @@ def profile(recipe: Recipe, steps: int = 3, trace: Path | None = None) -> Profil
     if streams(recipe):
         what, where = "the phases of a step whose updates are inside its backward pass cannot be told apart", recipe.where("memory.stream")
         raise UsageError(what, where=where, remedy="set memory.stream=none clip=1.0, or measure whole steps with petune bench")
-    plan = distributed.wanted(recipe)
+    base = Base(recipe)
+    plan = distributed.wanted(recipe, base)
     if plan.world > 1 and not process_group.joined():
         command = f"torchrun --nproc-per-node {plan.world} --no-python petune profile ..."
         remedy = f"{command}, or the whole model in this process: parallel=none"
         raise UsageError(f"this plan is for {plan.world} processes, and here is one", where=recipe.where("parallel"), remedy=remedy)
     with distributed.among(plan):
         mesh = distributed.join(recipe, plan)
-        prepared = prepare(recipe)
+        prepared = prepare(recipe, base=base)
         if plan.world > 1:
             distributed.agree(prepared)
         return take_apart(Rehearsal(prepared, mesh), steps, trace if mesh.main else None)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, MachineError, UsageError
-from petune.files.hashes import FileHashes
 from petune.kernels.fuse import fuse, fuse_modules
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
@@ -36,14 +35,13 @@ from petune.models.loading import (
     read_config,
     with_padding,
 )
-from petune.models.source import Source, model_files, resolve_model
+from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.recipe import Recipe
 from petune.run.objective import objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving import export
-from petune.saving.tuning_record import Record
 from petune.tasks import (
     TASKS,
     Encoded,
@@ -291,23 +289,3 @@ def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
         return method
     named = head_modules(model, loaded.family, method.also_train)
     return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
-
-
-def rebuild(
-    recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`) loaded strictly, in eval mode on
-    its device.
-
-    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
-    run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
-    """
-    source = resolve_model(recipe.model, recipe.folder)
-    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
-    files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
-    record.check_files(files, weights=False)  # before a config is read that could say anything
-    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
-        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
-        hashes.result()
-    model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
-    return model.to(choose_place(recipe).device).eval(), tokenizer
