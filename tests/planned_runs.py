@@ -40,7 +40,7 @@ def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, An
 
 def trained(recipe: dict[str, Any], **options: Any) -> Path:
     """The run folder of a recipe, in as many forked ranks as its plan asks for."""
-    wanted = petune.run.train.ranks.wanted(petune.run.train.settle(recipe))
+    wanted = petune.run.train.distributed.wanted(petune.run.train.settle(recipe))
     if wanted.world == 1:
         return run(recipe, **options).folder
     ranks(wanted.world, train_as_a_rank, recipe, options, timeout=40)
