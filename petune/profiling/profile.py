@@ -121,7 +121,7 @@ def take_apart(rehearsal: Rehearsal, steps: int = 3, trace: Path | None = None) 
     memory = measure(rehearsal)
     seen = traced(rehearsal, Attribution(runner.modules), trace)
     tree = _Tree(paths_of(runner.modules), counts, forward, seen.backward)
-    trained, total = rehearsal.described[1]
+    trained, total = rehearsal.step.described[1]
     return Profile(
         facts=_facts(rehearsal),
         rank=runner.mesh.rank,
@@ -140,12 +140,12 @@ def take_apart(rehearsal: Rehearsal, steps: int = 3, trace: Path | None = None) 
 
 
 def _facts(rehearsal: Rehearsal) -> tuple[str, ...]:
-    plan = rehearsal.runner.plan
-    method, (trained, total) = rehearsal.described
+    plan, step = rehearsal.runner.plan, rehearsal.step
+    method, (trained, total) = step.described
     return (
-        f"model    {rehearsal.prepared.source.note}",
+        f"model    {step.prepared.source.note}",
         f"method   {method}",
-        f"numbers  {rehearsal.place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
+        f"numbers  {step.place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
         *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
     )
 
