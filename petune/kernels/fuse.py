@@ -223,12 +223,12 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
 
 def _leave_padding_out(model: nn.Module, stack: Stack) -> None:
     """Compute on real tokens alone, unless something in the stack must see where padding was."""
-    if getattr(cast("Any", model).config, "sliding_window", None) or stack.edges is not None:
+    if getattr(cast("Any", model).config, "sliding_window", None):
         return
     owner = _owner(model)
     path = next(name for name, module in owner.named_modules() if module is stack)
     _hooks_of(model).extend(FindSegments(model, owner, stack.rule.causal, Ready(path)).register(model, owner))
-    stack.edges = Unpadded()
+    stack.edges.insert(0, Unpadded())
 
 
 def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:
@@ -272,8 +272,8 @@ def unfuse(model: nn.Module) -> None:
                 _out_of(bank, layers)
             module.__class__ = type(module).__mro__[2]
             del module.__dict__["spec"]
-        elif isinstance(module, Stack) and isinstance(module.edges, Unpadded):
-            module.edges = None
+        elif isinstance(module, Stack):
+            module.edges = [edges for edges in module.edges if not isinstance(edges, Unpadded)]
     disown_stacks(model, lambda stack: stack.for_fusing)
     unfuse_sites(model)
     unfuse_head(model)
