@@ -22,13 +22,19 @@ from typing import Any
 
 import pytest
 
+from tests.marks import marks_of
+
 PETUNE = str(Path(__file__).parent.parent / "petune")
 COMPILERS = ("/torch/_inductor/", "/torch/_dynamo/", "/torch/_functorch/")  # they read caches of their own
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 _unpickled: list[str] = []
+_started: list[str] = []
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note what is unpickled by petune or by a library that it has called."""
+    """Note which processes are started, and what is unpickled by petune or by a library that it has called."""
+    if event in STARTS:
+        _started.append(f"{event} {arguments}")
     frame: FrameType | None = sys._getframe(1) if event == "pickle.find_class" else None
     while frame is not None and not any(place in frame.f_code.co_filename for place in COMPILERS):
         if frame.f_code.co_filename.startswith(PETUNE):
@@ -46,6 +52,25 @@ def unpickled() -> Iterator[list[str]]:
     _unpickled.clear()
     yield _unpickled
     assert _unpickled == []
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start processes or run kernels in Triton's interpreter, for `make quick`."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            fixtures = [one[-1].func for name, one in item._fixtureinfo.name2fixturedefs.items()]
+            settings = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+            for mark in marks_of([item.function, *fixtures], settings):
+                item.add_marker(mark)
+
+
+@pytest.fixture(autouse=True)
+def _processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts a process is marked so, by tests/marks.py or by hand, or fails."""
+    _started.clear()
+    yield
+    assert request.node.get_closest_marker("forks") or not _started, f"mark this test with forks: it starts {_started[0]}"
 
 
 @pytest.fixture(autouse=True)

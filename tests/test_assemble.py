@@ -48,6 +48,7 @@ def test_what_cannot_be_prepared_is_refused_without_loading_a_weight(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize(("family", "task"), [("bert", "classify"), ("bart", "seq2seq"), ("llama", "causal"), ("llama", "chat")])
 def test_the_task_is_inferred_from_rows_and_model(family: str, task: str, tmp_path: Path):
     recipe = settings(tmp_path, family, task=task)

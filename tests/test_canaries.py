@@ -135,7 +135,7 @@ def test_unpickling_beneath_petune_is_noticed_in_every_test(unpickled: list[str]
     ForkingPickler.loads(pickled)
     assert unpickled == []
     commit_folder(tmp_path / "new", lambda work: ForkingPickler.loads(pickled), False, ())
-    assert len(unpickled) == 1 and "pathlib" in unpickled[0] and "folders.py" in unpickled[0]
+    assert len(unpickled) == 1 and "pathlib" in unpickled[0] and "atomic.py" in unpickled[0]
     unpickled.clear()
 
 
@@ -269,6 +269,7 @@ def verbs_on_model(model: Path, place: Path) -> list[tuple[str, ...]]:
     ]
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("verbs", [("check", "train"), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_no_verb_runs_anything_of_a_models_folder(name: str, verbs: tuple[str, ...], place: Path, tmp_path: Path) -> None:
@@ -300,6 +301,7 @@ def nothing_fires(commands: list[tuple[str, ...]], foreign: Path, place: Path) -
 # ---------------------------------------------------------------- adapters, runs, recipes, data
 
 
+@pytest.mark.forks
 def test_no_verb_runs_anything_of_an_adapter(place: Path, tmp_path: Path) -> None:
     shot = Shot(tmp_path / "fired")
     for name in ("bin", "renamed", "code"):
@@ -318,6 +320,7 @@ def test_no_verb_runs_anything_of_an_adapter(place: Path, tmp_path: Path) -> Non
     assert [status for status, _ in nothing_fires(commands, tmp_path, place)] == [4, 4, 0]
 
 
+@pytest.mark.forks
 def test_no_verb_runs_anything_of_a_run_folder(place: Path, tmp_path: Path) -> None:
     shot = Shot(tmp_path / "fired")
     folder = tmp_path / "run"
@@ -355,6 +358,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.forks
 def test_a_recipe_that_names_a_class_is_refused(place: Path, tmp_path: Path) -> None:
     commands = []
     for number, line in enumerate(RECIPES.values()):
@@ -365,6 +369,7 @@ def test_a_recipe_that_names_a_class_is_refused(place: Path, tmp_path: Path) -> 
     assert {status for status, _ in nothing_fires(commands, tmp_path, place)} == {2}
 
 
+@pytest.mark.forks
 def test_no_data_runs(place: Path, tmp_path: Path) -> None:
     shot = Shot(tmp_path / "fired")
     (tmp_path / "scripted").mkdir()
@@ -379,6 +384,7 @@ def test_no_data_runs(place: Path, tmp_path: Path) -> None:
     assert {status for status, _ in nothing_fires(commands, tmp_path, place)} == {3}
 
 
+@pytest.mark.forks
 def test_a_chat_template_cannot_reach_out_of_its_sandbox(place: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "talk.jsonl", "chat")
     templates = (

@@ -289,6 +289,7 @@ def save_until_killed(root: Path, report: int) -> None:
         rotate(root, 2, protect=[root / "step-1"])
 
 
+@pytest.mark.forks
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [60, pytest.param(2000, marks=pytest.mark.long)])
 def test_kills_at_random_moments_of_save_and_rotation_lose_nothing(kills: int, fast: Path) -> None:

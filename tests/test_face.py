@@ -45,6 +45,7 @@ def test_help_of_train_names_every_setting_with_its_default():
     assert "    epochs: float = 1.0" in text and "    memory: str | Mapping[str, Any] = 'auto'" in text
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_face_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_picture: None):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "my-model", "llama")

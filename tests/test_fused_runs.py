@@ -56,6 +56,7 @@ def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, 
     return fused, plain, told, other
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_fused_blocks_ends_as_one_without(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]

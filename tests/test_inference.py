@@ -151,6 +151,7 @@ def test_relative_positions_know_no_end(tmp_path: Path):
     assert isinstance(trained(tmp_path, "t5").generate("sun " * 300, max_new_tokens=2), str)
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("method", METHODS)
 def test_a_conversation_turns_to_the_base_and_back(method: str, tmp_path: Path):
     loaded = trained(tmp_path, "llama", method, task="chat", lr=0.3, max_steps=6)
@@ -171,6 +172,7 @@ def test_a_conversation_turns_to_the_base_and_back(method: str, tmp_path: Path):
     assert base == loaded.speaker.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
+@pytest.mark.forks
 def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded = trained(tmp_path, task="chat")
     asked: list[Any] = []
@@ -184,6 +186,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(tmp_path: 
     assert said == [[("user", "one")], [("user", "one"), ("assistant", "answer 1"), ("user", "two")], [("user", "three")]]
 
 
+@pytest.mark.forks
 def test_a_turn_that_failed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded = trained(tmp_path, task="chat")
     chat = loaded.chat()

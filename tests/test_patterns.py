@@ -80,6 +80,7 @@ def test_a_pattern_that_python_never_ends_with_is_answered_in_bounded_steps(patt
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_ten_thousand_names_are_matched_by_whatever_is_accepted():
     began = time.monotonic()
     for pattern in (EVIL[0], next(iter(THEIRS))):

@@ -238,7 +238,7 @@ def test_the_json_schema_names_every_setting() -> None:
     assert set(schema["properties"]) == set(Recipe.model_fields)
     assert schema["required"] == ["model", "data", "method"]
     short, *methods = schema["properties"]["method"]["anyOf"]
-    assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "adapter", "side"]
+    assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "dora", "adapter", "side"]
     assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
     keeps, memory = schema["properties"]["memory"]["anyOf"]
     assert keeps["enum"] == [*KEEPS, None] and set(memory["properties"]) == {entry.name for entry in dataclasses.fields(MemoryConfig)}

@@ -160,6 +160,7 @@ def test_nothing_in_the_folder_is_a_pickle(method: str, tmp_path: Path):
         assert not start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")), path
 
 
+@pytest.mark.forks
 @pictureless
 def test_tuned_has_the_tokenizer_and_the_chat_template(tmp_path: Path):
     folder = run(settings(tmp_path, task="chat")).folder / "tuned"

@@ -57,6 +57,7 @@ def long(what: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[float]
     return called
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PREPARING), ("tokenizing", signal.SIGINT)])
 def test_a_signal_before_training_ends_the_run_at_once_and_leaves_nothing(
     phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

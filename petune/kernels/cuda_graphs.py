@@ -33,14 +33,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from petune.errors import UsageError
 from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
-from petune.kernels.block.fp8 import Eight
 from petune.kernels.block.module import FusedBlock, angles_of, places_of
+from petune.kernels.block.steps import Values
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import Rung
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import rounded, shape_of
-from petune.kernels.steps import Values
 from petune.log import say
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
@@ -446,11 +445,26 @@ class Graphs:
         self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
         self.rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
+    def takes(self, stack: Stack, call: Arguments) -> bool:
+        """See petune.models.stack.Whole: a call that is whole, unmasked, for training."""
+        hidden = call["hidden_states"]
+        return (
+            torch.is_grad_enabled()
+            and stack.training
+            and type(hidden) is Tensor
+            and hidden.numel() > 0
+            and call.get("attention_mask") is None
+            and stack.wire is None
+            and all(type(edges) is Unpadded for edges in stack.edges)
+            and all(isinstance(block, FusedBlock) for block in stack.blocks)
+            and not torch.compiler.is_compiling()
+            and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
+            and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+        )
+
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
-        """See petune.models.stack.Whole."""
+        """See petune.models.stack.Whole; `call` is one that `takes` took."""
         blocks = cast("list[FusedBlock]", stack.blocks)
-        if not _plain(stack, blocks, call):
-            return None
         arrival = Arrival.of(call, here.segments, blocks[0])
         if not self._worthwhile(arrival, blocks[0].spec) or any(block.declines(arrival.hidden, call) for block in blocks):
             return None  # a block that declines says so itself
@@ -565,31 +579,13 @@ class Graphs:
         return pieces
 
 
-def _plain(stack: Stack, blocks: Sequence[nn.Module], call: Arguments) -> bool:
-    """Whether this is a call of the kind that is recorded: whole, unmasked, for training."""
-    hidden = call["hidden_states"]
-    return (
-        torch.is_grad_enabled()
-        and stack.training
-        and type(hidden) is Tensor
-        and hidden.numel() > 0
-        and call.get("attention_mask") is None
-        and stack.wire is None
-        and (stack.edges is None or type(stack.edges) is Unpadded)
-        and all(isinstance(block, FusedBlock) for block in blocks)
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
-        and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
-    )
-
-
 def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
     """Why these blocks have to run one by one, though launches bound them; or None."""
     if not weights.trained and not arrival.hidden.requires_grad:
         return "nothing of it trains"
     if arrival.segments is not None and arrival.backend == "sdpa" and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if any(bank is not None and isinstance(bank.base, Eight) for block in blocks for bank in block.spec.banks):
+    if any(bank is not None and not bank.base.recordable for block in blocks for bank in block.spec.banks):
         return "weights in eight bits are made again when they have changed"
     if any(map(_hooked, blocks)):
         return "there are hooks on its blocks"

@@ -41,6 +41,11 @@ class LoraConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
+class DoraConfig(LoraConfig):
+    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + (alpha / r) B A, m a trained length of each row."""
+
+
+@dataclass(frozen=True)
 class AdapterConfig(MethodConfig):
     """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention and MLP."""
 
@@ -90,6 +95,7 @@ class Method:
 METHODS: dict[str, Method] = {
     "full": Method(FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True),
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
+    "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True),
     "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True),
 }

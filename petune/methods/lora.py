@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 class LoraLayer(TunedLinear):
     """What the three LoRA layers share."""
 
-    additions = ("lora_A", "lora_B", "scale", "dropout")
+    additions: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "scale", "dropout")
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float

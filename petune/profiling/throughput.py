@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from petune.errors import MachineError, UsageError
 from petune.estimate.footprint import first_trained
 from petune.estimate.forecast import Sketch, sketch
 from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.program import remade
 from petune.kernels.configs import KEEPS, OFFLOADS
 from petune.methods.configs import METHODS
 from petune.models.spec import Role, Site, StackName, find_sites
@@ -44,16 +45,18 @@ from petune.tasks import Example
 WARM_UP = 3.0  # seconds of steps before those that count, on a GPU: its clock falls while it warms
 PROBE = 1.0  # seconds
 
-Kept = Mapping[tuple[StackName, int], str]  # by stack and number of a block: a key of RERUN
 
-# What a block keeps -> the roles whose products it makes again, and whether attention too. A block of the model's own keeps all.
-RERUN: Mapping[str, tuple[frozenset[Role], bool]] = {
-    "all": (frozenset(), False),
-    "projections": (frozenset({"gate", "up"}), False),
-    "attention": (frozenset({"q", "k", "v", "o", "gate", "up"}), False),
-    "input": (frozenset({"q", "k", "v", "o", "gate", "up"}), True),
-    "checkpoint": (frozenset({"q", "k", "v", "o", "gate", "up", "down"}), True),
-}
+class Again(NamedTuple):
+    """What a block keeps, in a word, and so the roles whose products its backward pass makes again, and whether attention too."""
+
+    name: str
+    roles: frozenset[Role] = frozenset()
+    attends: bool = False
+
+
+Kept = Mapping[tuple[StackName, int], Again]  # by stack and number of a block
+ALL = Again("all")  # a block of the model's own
+CHECKPOINT = Again("checkpoint", frozenset(get_args(Role)), True)  # the same, run again as a whole
 
 
 # ---------------------------------------------------------------- what a step computes
@@ -99,10 +102,10 @@ class Flops:
         lengths = _lengths(example, {one.stack for one in self.linears})
         total = self.model(example)
         for one in self.linears:
-            roles, attends = RERUN[kept[one.stack, one.block]]
-            tokens, again = sum(lengths[one.source]), one.reached and one.role in roles
-            total += 6 * one.added * tokens + 2 * (one.weights + one.added) * tokens * again
-            total += _attention(one, lengths) * one.reached * (0.5 + attends)
+            again = kept[one.stack, one.block]
+            tokens, twice = sum(lengths[one.source]), one.reached and one.role in again.roles
+            total += 6 * one.added * tokens + 2 * (one.weights + one.added) * tokens * twice
+            total += _attention(one, lengths) * one.reached * (0.5 + again.attends)
         return total
 
 
@@ -267,7 +270,7 @@ def _measure(case: Case, step: Step, steps: int, warm: float) -> Measured:
         seconds=seconds,
         flops=tuple(sum(map(counted.model, row)) for row in rows) if counted else (),
         executed=tuple(sum(counted.executed(example, kept) for example in row) for row in rows) if counted else (),
-        kept=", ".join(f"{name} {count}" for name, count in Counter(kept.values()).items()),
+        kept=", ".join(f"{name} {count}" for name, count in Counter(one.name for one in kept.values()).items()),
         peak=peak_memory(device) if device.type == "cuda" else None,
         host=_on_host(device),
         loss=step.progress.last_loss or 0.0,
@@ -289,13 +292,14 @@ def _wait(device: torch.device) -> None:
 
 def _kept(step: Step, linears: Sequence[Linear]) -> Kept:
     """What each block kept in the last step."""
-    found = dict.fromkeys(((one.stack, one.block) for one in linears), "checkpoint" if step.recipe.gradient_checkpointing else "all")
+    found = dict.fromkeys(((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL)
     if step.recipe.gradient_checkpointing:
         return found
     for stack in (module for module in step.model.modules() if isinstance(module, Stack)):
         for number, block in stack.numbered:
             if isinstance(block, FusedBlock) and not block.spec.said:
-                found[stack.name, number] = block.spec.rung.keep
+                keep = block.spec.rung.keep
+                found[stack.name, number] = Again(keep, *remade(block.spec.program, keep))
     return found
 
 

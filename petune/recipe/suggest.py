@@ -100,7 +100,7 @@ _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("bfloat16", "float16", "fp16", "half"), "bf16"),
     **dict.fromkeys(("float32", "float", "fp64"), "fp32"),
     **dict.fromkeys(("gpu", "cuda:0"), "cuda"),
-    **dict.fromkeys(("qlora", "dora", "peft"), "lora"),
+    **dict.fromkeys(("qlora", "peft"), "lora"),
     **dict.fromkeys(("houlsby", "bottleneck"), "adapter"),
     **dict.fromkeys(("lst", "ladder"), "side"),
     **dict.fromkeys(("finetune", "full-finetuning", "none"), "full"),

@@ -64,7 +64,7 @@ def train(
     model: a folder, a hub id, or a transformers model that has the head of the task, which comes with its `tokenizer`.
     data: a file, folder or hub id; a list of mappings, a datasets.Dataset or a pandas.DataFrame; a mapping of splits to these
         (DatasetDict); or a mapping of the settings under `data` (path, eval, columns, ...), whose path and eval may be any of these.
-    method: full, lora, adapter or side, or a mapping of its name and settings.
+    method: the name of a method (full, lora, ...), or a mapping of its name and settings.
     callbacks: objects of subclasses of petune.Callback, called after steps and evaluations; they may end the run.
     resume: True goes on from the newest checkpoint in the run folder `out` that verifies, a path from exactly that one. Objects are given
         again: their fingerprints must agree with those the run began with.

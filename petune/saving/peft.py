@@ -23,9 +23,9 @@ from petune.errors import FileError, Problem, UsageError, nearest
 from petune.files.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Text, Truth, Whole, check_fields
 from petune.files.patterns import Pattern, compile_pattern
 from petune.log import say
-from petune.methods import tuning
-from petune.methods.configs import LoraConfig
-from petune.methods.lora import LAYERS, Layers, LoraEmbedding, LoraLayer
+from petune.methods import dora, lora, tuning
+from petune.methods.configs import DoraConfig, LoraConfig
+from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.targets import within
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
@@ -60,7 +60,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "target_parameters": None,
     "trainable_token_indices": None,
     "use_bdlora": None,
-    "use_dora": False,
     "use_qalora": False,
     "velora_config": None,
 }
@@ -87,6 +86,7 @@ _READ: Mapping[str, Any] = {
     "revision": None,
     "target_modules": None,
     "task_type": None,
+    "use_dora": False,
     "use_rslora": False,
 }
 _WORDS, _MAYBE_TEXT = ListOf(Text()), OneOf(Text(), None)
@@ -108,14 +108,18 @@ _KINDS: Mapping[str, Kind] = {
     "revision": _MAYBE_TEXT,
     "target_modules": OneOf(Text(), _WORDS, None),
     "task_type": _MAYBE_TEXT,
+    "use_dora": OneOf(Truth(), None),
     "use_rslora": OneOf(Truth(), None),
 }
 # A peft that states its version writes every field: what decides the numbers is not left to a default.
 _WHOLE_FILE = (
-    *("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save"),
+    *("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save"),
     *("exclude_modules", "layers_to_transform", "layers_pattern"),
 )
-_ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
+# By peft's `use_dora`: the method's settings and the classes of its layers.
+_METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {False: (LoraConfig, lora.LAYERS), True: (DoraConfig, dora.LAYERS)}
+_MAGNITUDE = "lora_magnitude_vector"
+_ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", _MAGNITUDE: _MAGNITUDE}
 _ENDS_OF_EMBEDDING = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 _INERT = {"runtime_config"}  # how it is run, not what it computes
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base's weights alone
@@ -138,7 +142,7 @@ class Adapter:
 
 
 def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config of a model wrapped with lora, and its tuned state, as peft names them.
+    """The config of a model wrapped with lora or dora, and its tuned state, as peft names them.
 
     Raises UsageError for a module trained whole whose tensor is tied to one that is not: peft would load it untied.
     """
@@ -164,6 +168,7 @@ def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | Non
             "lora_dropout": record.config.dropout,
             "modules_to_save": _shortest(heads, map(plain_name, names)) or None,
             "r": r,
+            "use_dora": type(record.config) is _METHODS[True][0],
             "rank_pattern": {name: rank for name, (rank, _) in sizes.items() if rank != r},
             "alpha_pattern": {name: _number(own) for name, (_, own) in sizes.items() if own != alpha},
             "target_modules": _shortest(tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))),
@@ -232,7 +237,7 @@ def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, 
     Raises FileError for a setting petune lacks, and for tensors that are missing, unexpected, mis-shaped or given twice (first ten).
     """
     check_config(config, folder / CONFIG)
-    forms = LAYERS
+    _, forms = _METHODS[bool(config.get("use_dora"))]
     modules = {plain_name(name): module for name, module in base.named_modules() if name}
     given = _strip(tensors, modules, folder)
     heads = tuple(name for name in modules if _is_saved_whole(name, config))
@@ -363,7 +368,8 @@ def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
     r = _by_pattern(name, config.get("rank_pattern") or {}, config.get("r", 8))
     alpha = _by_pattern(name, config.get("alpha_pattern") or {}, config.get("lora_alpha", 8))
     scale = math.sqrt(r) if config.get("use_rslora") else 1
-    return LoraConfig(r=r, alpha=alpha * scale, dropout=float(config.get("lora_dropout") or 0.0))
+    kind, _ = _METHODS[bool(config.get("use_dora"))]
+    return kind(r=r, alpha=alpha * scale, dropout=float(config.get("lora_dropout") or 0.0))
 
 
 def _by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from petune.demo import pretrain
-from petune.demo.pretrain import LENGTH, Document, cut_out, general_rows, packed, rows_of, spans
+from benchmarks import demo_pretrain as pretrain
+from benchmarks.demo_pretrain import LENGTH, Document, cut_out, general_rows, packed, rows_of, spans
 from petune.demo.tokenizer import BOS, EOS, MASK, SENTINELS
 
 
@@ -58,6 +58,7 @@ def test_pretraining_sees_neither_eval_nor_the_domain() -> None:
         assert not modules & {row["module"] for row in rows}
 
 
+@pytest.mark.slow
 def test_two_steps_write_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 

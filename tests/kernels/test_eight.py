@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import petune
 from petune.errors import UsageError
 from petune.kernels.block.fp8 import Eight, refuse_eight
+from petune.kernels.block.linear import Dense, FrozenWeight
 from petune.kernels.dispatch import Ops, reference_ops, triton_ops
 from petune.kernels.fuse import fuse
 from petune.models import family_of
@@ -79,6 +80,23 @@ def test_rows_of_zeros_stay_zero(ops: Ops) -> None:
     weight[5], x[2] = 0, 0
     y = Eight(weight, None, ops, ()).linear(x)
     assert torch.equal(y[2], torch.zeros(16)) and torch.equal(y[:, 5], torch.zeros(4))
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8"])
+def test_a_slice_of_a_weight_multiplies_as_that_slice_of_the_whole(kind: str) -> None:
+    weight, offset, x, dy = torch.randn(48, 64), torch.randn(48), torch.randn(9, 64), torch.randn(9, 48)
+    weight[3], weight[:, 5] = weight[3] * 1000, weight[:, 5] * 100  # scales belong to their own rows
+    whole: FrozenWeight = Dense(weight, offset) if kind == "dense" else Eight(weight, offset, reference_ops(), ())
+    assert whole.shape == (48, 64)
+    assert whole.nbytes == (0 if kind == "dense" else 2 * 48 * 64 + 4 * (48 + 64))
+    torch.testing.assert_close(whole.dense(), weight, rtol=2**-4, atol=weight.abs().max().item() * 2**-9)
+    outputs, inputs = whole.narrow(0, 16, 32), whole.narrow(1, 32, 16)
+    assert outputs.shape == (32, 64) and inputs.shape == (48, 16)
+    torch.testing.assert_close(outputs.linear(x), whole.linear(x)[:, 16:], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(inputs.dlinear(dy), whole.dlinear(dy)[:, 32:48], rtol=1e-5, atol=1e-3)
+    own = torch.zeros_like(x)
+    own[:, 32:48] = x[:, 32:48]
+    torch.testing.assert_close(inputs.linear(x[:, 32:48].contiguous()), whole.linear(own) - offset, rtol=1e-5, atol=1e-3)
 
 
 def test_no_rows_are_no_rows(ops: Ops) -> None:

@@ -732,6 +732,7 @@ def test_frozen_float32_weights_are_left_to_their_own_forward_under_autocast() -
     assert any("autocast computes in bfloat16" in line for line in blocks(fused)[0].spec.said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.dtype) -> None:
     torch.set_default_dtype(torch.float32)

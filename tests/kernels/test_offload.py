@@ -126,6 +126,7 @@ def test_unequal_batches_share_their_buffers() -> None:
     assert store.pinned <= 2 * 3 * 16 * 8 * 4
 
 
+@pytest.mark.slow
 def test_what_is_never_fetched_gives_its_buffers_back() -> None:
     store = Store(CPU)
     for _ in range(5):
@@ -135,6 +136,7 @@ def test_what_is_never_fetched_gives_its_buffers_back() -> None:
     assert store.pinned == 3 * sum(value.nbytes for value in tensors(0).values())
 
 
+@pytest.mark.slow
 def test_what_is_never_fetched_leaves_the_queue() -> None:
     store = Store(CPU)
     for _ in range(5):

@@ -8,7 +8,7 @@ import torch
 from benchmarks import exact
 from petune.kernels.block.fp8 import Eight
 from petune.kernels.dispatch import reference_ops
-from petune.kernels.head import linear_cross_entropy
+from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
 from petune.kernels.reference import wide
 
 RANKS = (16, 40, 72)  # gate | up in the activation and in the product, s of down by the activation and by itself
@@ -53,7 +53,7 @@ def layer(columns: int = 512) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 def test_products_in_eight_bits_meet_their_update_before_they_are_rounded() -> None:
     x, weight, s, b, change = layer()
     ops = reference_ops()
-    base, zero = Eight(weight, None, ops, (0,)), torch.zeros_like(b)
+    base, zero = Eight(weight, None, ops, ()), torch.zeros_like(b)
     assert 0.95 < exact.share(lambda b: base.linear_low(x, (s, zero if b is None else b), ops, None), b, change) < 1.05
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from petune.errors import UsageError
-from petune.kernels import fold
+from petune.kernels.block import fold
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.fuse import fuse
 from petune.kernels.memory import offloaded_adamw

@@ -65,7 +65,7 @@ def test_an_unknown_method_is_named_with_the_valid_ones() -> None:
         wrap(tiny("bert-classify"), "laro")
     text = str(caught.value)
     assert "no method named 'laro'" in text
-    assert "full, lora, adapter, side" in text
+    assert "full, lora, dora, adapter, side" in text
     assert "did you mean lora?" in text
 
 
@@ -78,7 +78,7 @@ def test_every_problem_comes_in_one_error() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("again", ["lora", "full"])
 def test_wrapping_twice_is_an_error(method: str, again: str) -> None:
-    model = wrap(tiny("bert-classify"), method, **SETTINGS[method])
+    model = wrap(tiny("bert-classify"), method, **SETTINGS.get(method, {}))
     with pytest.raises(UsageError, match=f"wrapped already, with {method}"):
         wrap(model, again)
 

@@ -34,6 +34,7 @@ def wrapped(name: str, method: str, **changes: Any) -> Any:
     return model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "method"), COMPILED)
 def test_compiled_forward_and_gradients_are_the_eager_ones(name: str, method: str) -> None:
     model = wrapped(name, method, **SHORT[name])

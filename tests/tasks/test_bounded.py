@@ -48,6 +48,7 @@ def test_a_template_that_takes_too_much_is_refused_with_its_name(name: str, chat
             encode_prompt("hello", "chat", chat_tokenizer, DataConfig("d.jsonl"))
 
 
+@pytest.mark.forks
 def test_what_a_good_template_renders_is_transformers_own_text(chat_tokenizer: Any):
     coder = make_coder(chat_tokenizer, DataConfig("d.jsonl"))
     turns = [{"role": message.role, "content": message.content} for message in TALK.messages]

@@ -35,6 +35,7 @@ def test_a_demo_model_takes_the_demo_corpus_with_no_setting(model: str, kind: st
             assert ended, "the end token is trained"
 
 
+@pytest.mark.forks
 def test_the_demo_llama_chats_by_its_own_template(jsonl, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny-llama"))
     turns = [{"role": "user", "content": "What is a tuple?"}, {"role": "assistant", "content": "A sequence."}]

@@ -86,29 +86,34 @@ def test_a_tokenizer_without_pad_token_gets_its_end_token_and_says_so(make_token
 # --- chat ---
 
 
+@pytest.mark.forks
 def test_only_the_assistant_is_trained_with_its_end_of_turn(chat_tokenizer) -> None:
     (example,) = coded(chat_tokenizer, "chat", DIALOGUE)
     assert [text for text, marked in spans(example, chat_tokenizer) if marked] == ["two<|im_end|>\n", "four<|im_end|>\n"]
 
 
+@pytest.mark.forks
 def test_words_of_the_user_that_the_assistant_repeats_stay_untrained(chat_tokenizer) -> None:
     echo = Conversation("d:1", (Message("user", "two"), Message("assistant", "two")))
     (example,) = coded(chat_tokenizer, "chat", echo)
     assert trained(example, chat_tokenizer) == "two<|im_end|>\n"
 
 
+@pytest.mark.forks
 def test_a_template_that_ends_no_turn_gets_an_end_token(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     (example,) = coded(chat_tokenizer, "chat", DIALOGUE)
     assert example.labels[-1] == chat_tokenizer.eos_token_id
 
 
+@pytest.mark.forks
 def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}<|im_end|>{% endfor %}"
     with pytest.raises(DataError, match=r"d:1 .*turn 3 differently"):
         coded(chat_tokenizer, "chat", DIALOGUE)
 
 
+@pytest.mark.forks
 def test_a_template_that_refuses_a_conversation_is_blamed_with_the_row(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{{ raise_exception('no system turn, please') }}"
     with pytest.raises(DataError, match=r"d:1 .*no system turn, please"):
@@ -218,6 +223,7 @@ def test_a_task_or_packing_that_does_not_fit_the_model_is_a_usage_error(task: st
 # --- generation ---
 
 
+@pytest.mark.forks
 def test_a_prompt_is_written_as_the_trained_rows_were(tokenizer, chat_tokenizer) -> None:
     (pair,) = coded(tokenizer, "causal", Pair("d:1", "ask", "reply"))
     prompt = encode_prompt("ask", "causal", tokenizer, CONFIG, format="pairs")

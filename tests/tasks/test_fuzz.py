@@ -55,6 +55,7 @@ def test_any_bytes(suffix: str, count: int, tmp_path: Path) -> None:
     fuzz(count, check, raw=st.binary(max_size=200), task=TASKS, skip=st.booleans())
 
 
+@pytest.mark.slow
 @COUNTS
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_any_rows_whole_or_cut(suffix: str, count: int, tmp_path: Path) -> None:

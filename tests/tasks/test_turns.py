@@ -67,6 +67,7 @@ def theirs(turns: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None)
     return out["input_ids"], [token if kept else MASKED for token, kept in zip(out["input_ids"], out["assistant_masks"], strict=True)]
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("tools", [None, [WEATHER]], ids=["no tools", "tools"])
 def test_tokens_and_labels_are_those_of_transformers(tools: list[Any] | None, tool_tokenizer, tmp_path: Path) -> None:
     example = coded(read({"messages": TURNS, "tools": tools}, tmp_path), tool_tokenizer)
@@ -84,6 +85,7 @@ def test_openais_arguments_as_json_text_and_tools_as_json_text_are_the_same_row(
     assert read({"messages": text, "tools": json.dumps([WEATHER])}, tmp_path) == read({"messages": TURNS, "tools": [WEATHER]}, tmp_path)
 
 
+@pytest.mark.forks
 def test_a_turn_of_weight_zero_is_read_and_not_trained(tool_tokenizer, tmp_path: Path) -> None:
     turns = [
         {"role": "user", "content": "1"},
@@ -96,6 +98,7 @@ def test_a_turn_of_weight_zero_is_read_and_not_trained(tool_tokenizer, tmp_path:
     assert tool_tokenizer.decode([label for label in example.labels if label != MASKED]) == "right<|im_end|>\n"
 
 
+@pytest.mark.forks
 def test_a_last_turn_of_weight_zero_gets_no_end_token(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     turns = (Message("user", "1"), Message("assistant", "yes"), Message("assistant", "no", trained=False))
@@ -169,6 +172,7 @@ LOST = [
 ]
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize(("turns", "tools", "what"), LOST, ids=[what for *_, what in LOST])
 def test_what_a_template_leaves_out_is_refused_by_name(turns: Any, tools: Any, what: str, chat_tokenizer) -> None:
     chat_tokenizer.chat_template = (
@@ -179,6 +183,7 @@ def test_what_a_template_leaves_out_is_refused_by_name(turns: Any, tools: Any, w
         coded(Conversation("d:1", turns, tools), chat_tokenizer)
 
 
+@pytest.mark.forks
 def test_reasoning_that_the_template_drops_from_earlier_turns_needs_weight_zero(tool_tokenizer) -> None:
     dropping = "{%- if m.reasoning_content and loop.last %}"
     tool_tokenizer.chat_template = TOOLS.replace("{%- if m.reasoning_content %}", dropping)

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.kernels import fold
+from petune.kernels.block import fold
 from petune.kernels.block.attention import How
-from petune.kernels.block.fp8 import Eight
-from petune.kernels.block.linear import Bank, Base
+from petune.kernels.block.linear import Bank, FrozenWeight
 from petune.kernels.block.packed_linear import Dropping, Group, Sink
+from petune.kernels.block.program import Program
+from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
-from petune.kernels.program import Program
-from petune.kernels.steps import Run, Values
 from petune.models.tuned_linear import LowRank
 from petune.rng.dropout import Drop
 
@@ -32,7 +31,8 @@ class Spec:
     """What a block is made of, and what it is to keep.
 
     layers: of each group of the program. norms: (module, name) of each norm tensor. dropouts: where each
-    probability is, which counts while training. rung and tile may be changed between steps."""
+    probability is, which counts while training. rung and tile may be changed between steps.
+    """
 
     program: Program
     layers: Sequence[Sequence[nn.Module]]
@@ -192,16 +192,15 @@ class Call:
         return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
 
 
-def _base(bank: Bank | None, parts: Sequence[LowRank]) -> Base | None:
+def _base(bank: Bank | None, parts: Sequence[LowRank]) -> FrozenWeight | None:
     """The frozen weights of `parts` as one product, where they still lie in their bank."""
     if bank is None:
         return None
-    eight = bank.base if isinstance(bank.base, Eight) else None
     if not bank.intact(parts):
-        if eight is not None:
+        if not bank.base.repacks:
             remedy = "move the model before petune.wrap(..., base_dtype='fp8')"
             raise UsageError("weights were moved or replaced after they were quantised", where="base_dtype", remedy=remedy)
         return None
-    if eight is not None:
-        eight.refresh(tuple(part.weight._version for part in parts))
+    if bank.base.stale(parts):
+        bank.base.refresh(parts)
     return bank.base

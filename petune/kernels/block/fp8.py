@@ -2,10 +2,15 @@
 
 Each row of a matrix has a scale of its own. The forward product sums over the columns of W and the backward one over its rows, so W is
 held twice, quantised along each; activations and gradients are quantised as they come. Products are summed in float32, low-rank updates
-among them, and rounded to bf16. LoRA's own factors, norms, attention, the head and the weights that a merge reads stay as they are.
+among them, and rounded to bf16. LoRA's own factors, norms, attention and the head stay as they are, and so do the weights in bf16: state,
+`unfuse` and a merge promise them to the bit, and neither matrix of fp8 has them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,46 +18,86 @@ from torch import Tensor
 from petune.errors import UsageError
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Low
+from petune.models.tuned_linear import LowRank
 
 
 class Eight:
     """A frozen weight [n, k] and its bias [n] or None, in the place of petune.kernels.block.linear.Dense."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops, versions: tuple[int, ...]) -> None:
+    rate: ClassVar[Literal["matmul_fp8"]] = "matmul_fp8"
+    repacks: ClassVar[bool] = False
+    recordable: ClassVar[bool] = False  # it is made again when the weight has changed
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops, parts: Sequence[LowRank]) -> None:
         self.weight, self.ops, self.bias = weight, ops, bias
-        self.seen: tuple[int, ...] | None = None
-        self.refresh(versions)
+        self.refresh(parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See FrozenWeight."""
+        return self.by_output.shape[0], self.by_output.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """See FrozenWeight: both matrices and their scales."""
+        return sum(one.nbytes for one in (self.by_output, self.output_scale, self.by_input, self.input_scale))
+
+    def dense(self) -> Tensor:
+        """See FrozenWeight: as the forward product sees it; the backward one, quantised by inputs, sees another."""
+        found: Tensor = (self.by_output.float() * self.output_scale).to(self.weight.dtype)
+        return found
+
+    def narrow(self, dim: int, start: int, length: int) -> Eight:
+        """See FrozenWeight. Nothing is quantised again: a scale of rows is the whole row's."""
+        found = copy(self)
+        found.weight = self.weight.narrow(dim, start, length)
+        found.by_output = self.by_output.narrow(dim, start, length).contiguous()
+        found.by_input = self.by_input.narrow(1 - dim, start, length).contiguous()
+        if dim == 0:
+            found.output_scale = self.output_scale.narrow(0, start, length).contiguous()
+            found.bias = None if self.bias is None else self.bias.narrow(0, start, length)
+        else:
+            found.input_scale, found.bias = self.input_scale.narrow(0, start, length).contiguous(), None
+        return found
+
+    def stale(self, parts: Sequence[LowRank]) -> bool:
+        """See FrozenWeight."""
+        return self.seen != _versions(parts)
 
     @torch.no_grad()
-    def refresh(self, versions: tuple[int, ...]) -> None:
-        """Quantise the weight again if it was written since: `versions` are those of the parameters that lie in it."""
-        if self.seen != versions:
-            self.by_output, self.output_scale = self.ops.quantise(self.weight)
-            self.by_input, self.input_scale = self.ops.quantise(self.weight.T.contiguous())
-            self.seen = versions
+    def refresh(self, parts: Sequence[LowRank]) -> None:
+        """See FrozenWeight: quantise the weight."""
+        self.by_output, self.output_scale = self.ops.quantise(self.weight)
+        self.by_input, self.input_scale = self.ops.quantise(self.weight.T.contiguous())
+        self.seen = _versions(parts)
 
     def linear(self, x: Tensor) -> Tensor:
-        """See petune.kernels.block.linear.Base."""
+        """See petune.kernels.block.linear.FrozenWeight."""
         y = _product(self.ops.quantise(x), self.by_output, self.output_scale, x.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See petune.kernels.block.linear.Base."""
+        """See petune.kernels.block.linear.FrozenWeight."""
         return None
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See petune.kernels.block.linear.Base."""
+        """See petune.kernels.block.linear.FrozenWeight."""
         product = _product(self.ops.quantise(x), self.by_output, self.output_scale, torch.float32)
         y: Tensor = ops.add_low(None if self.bias is None else self.bias.expand_as(product), product, low)
         return y
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See petune.kernels.block.linear.Base."""
+        """See petune.kernels.block.linear.FrozenWeight."""
         return _product(self.ops.quantise(dy), self.by_input, self.input_scale, dy.dtype)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See petune.kernels.block.linear.Base."""
+        """See petune.kernels.block.linear.FrozenWeight."""
         return self.dlinear(dy), dy @ b
+
+
+def _versions(parts: Sequence[LowRank]) -> tuple[int, ...]:
+    """How often each weight was written; writes through a view of it count."""
+    return tuple(part.weight._version for part in parts)
 
 
 def _product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torch.dtype) -> Tensor:

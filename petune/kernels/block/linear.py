@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import ClassVar, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,49 @@ def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
 WIDE = 2  # times as many outputs as inputs, from which on one product gives dy W and dy b sooner than two
 
 
-class Base(Protocol):
-    """The frozen part of a group as one product."""
+class FrozenWeight(Protocol):
+    """The frozen weight of linears that share an input, [sum of outputs, k] with its bias, in whatever form it is held."""
+
+    @property
+    def rate(self) -> Literal["matmul", "matmul_fp8"]:
+        """Which rate of a device its products run at."""
+        ...
+
+    @property
+    def repacks(self) -> bool:
+        """Whether parameters that were moved or replaced are packed anew. False: that is an error, as another form was made of them."""
+        ...
+
+    @property
+    def recordable(self) -> bool:
+        """Whether its memory stays where it is, so that CUDA graphs may read it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(sum of outputs, k)."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its form takes beside the layers' own parameters."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The weight [sum of outputs, k] as its products see it."""
+        ...
+
+    def narrow(self, dim: int, start: int, length: int) -> FrozenWeight:
+        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them; by inputs without the bias."""
+        ...
+
+    def stale(self, parts: Sequence[LowRank]) -> bool:
+        """Whether one of the parameters that lie in it was written since its form was made."""
+        ...
+
+    def refresh(self, parts: Sequence[LowRank]) -> None:
+        """Make its form again of the parameters."""
+        ...
 
     def linear(self, x: Tensor) -> Tensor:
         """x W^T + bias, [m, k] -> [m, sum of outputs]."""
@@ -67,13 +108,42 @@ class Dense:
     weight: Tensor
     bias: Tensor | None
     room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
+    rate: ClassVar[Literal["matmul"]] = "matmul"
+    repacks: ClassVar[bool] = True
+    recordable: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See FrozenWeight."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """See FrozenWeight: the room, as the weight is the parameters themselves."""
+        return 0 if self.room is None else self.room.nbytes - self.weight.numel() * self.weight.itemsize
+
+    def dense(self) -> Tensor:
+        """See FrozenWeight."""
+        return self.weight
+
+    def narrow(self, dim: int, start: int, length: int) -> Dense:
+        """See FrozenWeight."""
+        bias = None if dim or self.bias is None else self.bias.narrow(0, start, length)
+        return Dense(self.weight.narrow(dim, start, length), bias)
+
+    def stale(self, parts: Sequence[LowRank]) -> bool:
+        """See FrozenWeight: never, as it is the parameters themselves."""
+        return False
+
+    def refresh(self, parts: Sequence[LowRank]) -> None:
+        """See FrozenWeight."""
 
     def linear(self, x: Tensor) -> Tensor:
-        """See Base."""
+        """See FrozenWeight."""
         return F.linear(x, self.weight, self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See Base."""
+        """See FrozenWeight."""
         if not self._has_room(rank):
             return None
         columns = self.weight.shape[1] + rank
@@ -83,7 +153,7 @@ class Dense:
         return whole[:, :columns]
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See Base."""
+        """See FrozenWeight."""
         s, b = low
         if not self._has_room(s.shape[1]):
             product: Tensor = ops.linear_low(x, self.weight, self.bias, low)
@@ -105,11 +175,11 @@ class Dense:
         return self.room[:, : k + b.shape[1]]
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See Base."""
+        """See FrozenWeight."""
         return dy @ self.weight
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See Base."""
+        """See FrozenWeight."""
         outputs, k = self.weight.shape
         if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
             return dy @ self.weight, dy @ b
@@ -136,7 +206,7 @@ class Bank:
         biases = [value for layer in layers if (value := cast("nn.Parameter | None", layer.bias)) is not None]
         self.weight, whole = _moved_together(weights, room)
         self.bias = _moved_together(biases, 0)[0] if len(biases) == len(layers) else None
-        self.base: Base = Dense(self.weight, self.bias, whole if room else None)
+        self.base: FrozenWeight = Dense(self.weight, self.bias, whole if room else None)
 
     def intact(self, parts: Sequence[LowRank]) -> bool:
         """Whether these parts' weights and biases are still the views of the bank."""

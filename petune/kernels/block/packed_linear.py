@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petune.kernels.block.linear import Base, Dense, matmul32
+from petune.kernels.block.linear import Dense, FrozenWeight, matmul32
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Added, Low
 from petune.models.tuned_linear import LowRank
@@ -86,7 +86,7 @@ class Group:
         dtype: torch.dtype,
         first: int,
         ops: Ops,
-        base: Base | None = None,
+        base: FrozenWeight | None = None,
         drops: Sequence[Dropping | None] = (),
         factors: tuple[Tensor, Tensor] | None = None,
         gates: bool = False,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.kernels.block.call import Spec
-from petune.kernels.block.fp8 import Eight
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import rates_of
@@ -170,6 +169,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         trained=down.weight.requires_grad,
         itemsize=(dtype or spec.dtype).itemsize,
         norm=program.norms[0].kind,
+        described=program.sublayers,
         causal=program.attends[0].causal,
-        fp8=any(bank is not None and isinstance(bank.base, Eight) for bank in spec.banks),
+        fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
     )

@@ -1,0 +1,97 @@
+"""DoRA (Liu et al. 2024, arXiv:2402.09353): LoRA turns the rows of a weight, and a trained vector gives them their length.
+
+        V = W + (alpha / r) B A;    y = (m / ||V||) * (V x) + b          m [out] = ||W|| at the start, norms of rows [in]
+
+The norm is a constant to autograd, as in the paper's section 4.3, and the bias is not scaled. With dropout, x' = dropout(x), as peft
+has it: y = W x + b + (m / ||V|| - 1) W x' + (m / ||V||) (alpha / r) B A x'. At the start B A = 0 and m = ||V||, so a wrapped model
+computes exactly what the base did. A norm is of a whole row, so a cut by rows, which leaves no rank a whole row, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.methods import lora
+from petune.methods.configs import DoraConfig, LoraConfig
+from petune.models.spec import CutKind, Family, Split
+from petune.models.tuned_linear import KeptFeatures
+
+
+class DoraLinear(lora.LoraLayer, nn.Linear):
+    """nn.Linear with a DoRA update. x [..., in] -> [..., out], dtype of the base layer's output. It has no fused form."""
+
+    base = nn.Linear
+    additions = (*lora.LoraLayer.additions, "lora_magnitude_vector")
+    lora_magnitude_vector: nn.Parameter
+
+    @classmethod
+    def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
+        """Those of LoRA's factors and of the vector m [out]."""
+        factors = super().shapes(layer, r)
+        return factors | {"lora_magnitude_vector": factors["lora_B"][:1]}
+
+    @classmethod
+    def around(cls, layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> Self:
+        """As LoRA's, and m: the norms of the rows as they are where nothing was saved."""
+        tuned = super().around(layer, config, saved)
+        if saved is None:
+            tuned.lora_magnitude_vector = nn.Parameter(tuned.row_norms())
+        return tuned
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """The two factors and the vector of lengths."""
+        return super().tuned() | {"lora_magnitude_vector": self.lora_magnitude_vector}
+
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """By columns m follows the outputs. Raises UsageError by rows, where no rank sees the whole of a row."""
+        if cut == "row":
+            remedy = "use dp, sp or pp, name other targets (q, k, v, gate, up), or use lora"
+            raise UsageError("dora cannot cut a linear by its inputs: it needs the norms of whole rows of the weight", remedy=remedy)
+        return super().splits(cut) | {"lora_magnitude_vector": 0}
+
+    def kept_features(self) -> KeptFeatures:
+        """The input, r features of it, and every output before it is scaled."""
+        return KeptFeatures(input=True, inner=self.lora_A.shape[0] + self.out_features)
+
+    def delta(self) -> Tensor:
+        """(m / ||V||) V - W, which merging adds to the weight."""
+        weight = self.weight.to(self.lora_A.dtype)
+        return self._lengths()[:, None] * (weight + super().delta()) - weight
+
+    def row_norms(self) -> Tensor:
+        """||V|| [out], a constant to autograd, in the factors' dtype."""
+        with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
+            turned = self.weight.to(self.lora_A.dtype) + super().delta()
+            norms: Tensor = torch.linalg.vector_norm(turned, dim=1)
+            return norms
+
+    def _lengths(self) -> Tensor:
+        """m / ||V|| [out]; a row of zeros, whose norm is 0, stays one."""
+        norms = self.row_norms()
+        return self.lora_magnitude_vector / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map, plus what its turned and scaled rows add."""
+        y = F.linear(x, self.weight, self.bias)
+        if self.passes_by():
+            return y
+        dropped = F.dropout(x.to(self.lora_A.dtype), self.dropout, self.training)
+        base = y if self.bias is None else y - self.bias
+        if self.dropout and self.training:
+            base = F.linear(dropped.to(x.dtype), self.weight)
+        update = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.scale
+        return (y + update + (self._lengths() - 1) * (base + update)).to(y.dtype)
+
+
+LAYERS: lora.Layers = {nn.Linear: DoraLinear}
+
+
+def apply(model: nn.Module, family: Family | None, config: DoraConfig, also_train: tuple[str, ...]) -> None:
+    """Replace every target by its DoRA form. Raises UsageError for a target that is not nn.Linear."""
+    lora.apply(model, family, config, also_train, LAYERS)
