@@ -6,9 +6,9 @@ tokens 2WT forward, 2WT more where the gradient passes, and 2WT more where the w
 token for LoRA on a frozen base and 6N for full fine-tuning. A head of V words adds 4hV for each token that is trained on, 6hV where it
 trains itself. Attention forward, over heads of width d together, is A = 4dT for each of T tokens, half of it if causal; backward 2A.
 
-What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted in the executed ones (HFU),
-where attention's backward is 2.5A and what is recomputed follows from what each block kept. The file is over 300 lines long as counting,
-measuring and drawing are about one figure.
+What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted
+in the executed ones (HFU), where attention's backward is 2.5A and what is recomputed follows from what each
+block kept.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ Embedding, last norm and head keep their weights on the device; their states res
 Between the passes a parameter's data is exchanged for another tensor. Autograd keeps a leaf as itself, so a node that takes the parameters
 themselves finds in its backward pass what they are then, but a view of a weight, as an unfused linear keeps it, would read a slot that has
 another block in it. A block has to be such a node, and is looked at each time.
-
-Slots, the hooks that fill them and the arithmetic they are for have no use apart, so they share a file of over 300 lines.
 """
 
 from __future__ import annotations
