@@ -1,4 +1,6 @@
-"""The head and its cross-entropy in one step against autograd of the plain formula, and Hugging Face's models with it against themselves."""
+"""The head and its cross-entropy in one step against autograd of the plain formula, and Hugging Face's models with it against
+themselves.
+"""
 
 from __future__ import annotations
 
