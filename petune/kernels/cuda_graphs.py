@@ -211,7 +211,8 @@ class Weights:
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
-        self.scaled = [(part.scale, part.dropout) for own in parts for group in own for part in group]
+        self.scaled: list[tuple[object, float]] = [(part.scale, part.dropout) for own in parts for group in own.groups for part in group]
+        self.scaled += [(part.activation, part.dropout) for own in parts for part in own.bottlenecks]
         self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by

@@ -33,7 +33,7 @@ from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
-from petune.models.tuned_linear import LowRank, low_rank_of
+from petune.models.tuned_linear import LowRank, linear_of
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
 
     alone: of a single linear, a rank that the activation adds needs no room.
     """
-    parts = [cast("LowRank", low_rank_of(layer)) for layer in layers]
+    parts = [cast("LowRank", linear_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
     single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
     if single or not bankable(layers):

@@ -142,7 +142,8 @@ class SubLayer:
 
         y = norm_after_sum(x + drop(norm_out(core(norm_in(x)))))
 
-    where a norm or a dropout that is None does nothing.
+    where a norm or a dropout that is None does nothing. bottleneck: features of the bottleneck that a method
+    has put behind the core's last linear, 0 without one; no table says so.
     """
 
     core: Attention | Mlp
@@ -150,6 +151,7 @@ class SubLayer:
     norm_out: Norm | None = None
     norm_after_sum: Norm | None = None
     drop: str | None = None
+    bottleneck: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
 from petune.kernels.block.varlen import Segments
 from petune.log import say
-from petune.models.tuned_linear import LowRank, TunedLinear
+from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drawing, places
 
@@ -109,7 +109,7 @@ class FusedBlock(nn.Module):
         return out
 
     def linears(self) -> Parts:
-        """The linears as they are at this moment.
+        """The layers as they are at this moment.
 
         Raises UsageError where a layer has been exchanged for another: which of the two was to be computed
         would be a guess.
@@ -119,26 +119,28 @@ class FusedBlock(nn.Module):
                 raise UsageError(
                     f"a layer of a fused block was exchanged: {name}", found=type(parent._modules.get(name)).__name__, remedy=_FIRST
                 )
-        return tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        groups = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        return Parts(groups, tuple(_behind(layer) for layer in self.spec.behind))
 
     def parts(self) -> Parts:
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
-        for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
+        for at, (bank, parts) in enumerate(zip(self.spec.banks, found.groups, strict=True) if torch.is_grad_enabled() else ()):
             if bank is not None and bank.base.repacks and not bank.intact(parts):
                 layers = self.spec.layers[at]
                 self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
         return found
 
     def tensors(self, parts: Parts) -> list[Tensor | None]:
-        """What autograd must know of: the tensors of `parts`, then the norms'."""
+        """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
+        behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         norms = [getattr(*norm) for norm in self.spec.norms]
-        return [tensor for group in parts for part in group for tensor in part.tensors] + norms
+        return [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
 
     def call(self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
         """A call of these parts."""
         spec = self.spec
-        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts[0][0].weight.device.type))
+        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts.groups[0][0].weight.device.type))
 
     def hows(self, batch: int, segments: Segments | None, mask: Tensor | None, backend: Backend, draws: Draws) -> tuple[How, ...]:
         """How each attention of a call of `batch` rows, or of `segments`, is computed."""
@@ -172,13 +174,16 @@ class FusedBlock(nn.Module):
         def one(p: float) -> Drop | None:
             return draw(places(), p) if p and self.training else None
 
-        chances, groups, drops = self.spec.probabilities, [], []
+        chances, groups, drops, behind = self.spec.probabilities, [], [], []
         for kind, at in self.spec.program.order:
             if kind == "group":
-                groups.append(tuple(one(part.dropout) for part in parts[at]))
+                groups.append(tuple(one(part.dropout) for part in parts.groups[at]))
+            elif kind == "bottleneck":
+                part = parts.bottlenecks[at]
+                behind.append(None if part.tensors is None else one(part.dropout))
             else:
                 drops.append(one(chances[at]))
-        return Draws(tuple(groups), tuple(drops))
+        return Draws(tuple(groups), tuple(drops), tuple(behind))
 
 
 def places_of(hidden: Tensor) -> Tensor:
@@ -209,6 +214,14 @@ def _part(layer: nn.Module) -> LowRank:
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None
+    if part is None:
+        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
+    return part
+
+
+def _behind(layer: nn.Module) -> BottleneckPart:
+    """The bottleneck of a layer that has been seen to have one."""
+    part = layer.bottleneck() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
     return part
