@@ -114,13 +114,20 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
-def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
+def load_model(
+    source: Source,
+    head: Head,
+    labels: Sequence[str] | None,
+    dtype: torch.dtype,
+    config: Any = None,
+) -> Loaded:
     """The model of `source` with the task's head, in `dtype`, on the CPU, in eval mode.
 
-    `labels` become id2label. Raises UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
+    `labels` become id2label. `config`: the model's, which becomes this model's own; None: read here.
+    Raises UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
     fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory runs out.
     """
-    config = read_config(source)
+    config = read_config(source) if config is None else config
     _refuse_headless(config, head)
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)
@@ -159,6 +166,12 @@ def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreT
 
 
 def _refuse_headless(config: Any, head: Head) -> None:
+    """Raise UsageError for a type of model without such a head, and for one that is more than its text model."""
+    inner = getattr(getattr(config, "text_config", None), "model_type", None)
+    if inner in FAMILIES:
+        what = f"a model of type {config.model_type} holds more than the text model that petune tunes"
+        remedy = f"save its text model by itself, as type {inner}, and train that"
+        raise UsageError(what, where="model", expected=inner, found=config.model_type, remedy=remedy)
     if type(config) not in AUTO[head]._model_mapping:
         what = f"transformers has no {AUTO[head].__name__} for models of type {config.model_type}"
         raise UsageError(what, where="task", remedy="choose another model or another task")

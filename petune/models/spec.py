@@ -189,8 +189,8 @@ class Family:
     `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which
     then train too. `narrow(config, reduction)` returns a copy of the config whose blocks have every width
     divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
-    order data passes them.
-    """
+    order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
+    is told not to. `bounded`: whether positions end, so that a sequence can be too long."""
 
     name: str
     kind: Kind
@@ -200,6 +200,8 @@ class Family:
     depth: Callable[[Config], Mapping[StackName, int]]
     narrow: Callable[[Config, int], Config]
     fresh: tuple[str, ...] = ()
+    caches: bool = True
+    bounded: bool = True
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ _ACTS: dict[str, Act] = {
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
     """The block as a fused one computes it, or why it cannot be."""
-    name = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None))
+    settings = (getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function"))
+    name = str(next(filter(None, settings), None))
     sublayers = read_sublayers(block, stack.rule)
     for sublayer in sublayers:
         core = sublayer.core
@@ -111,6 +112,8 @@ def _stranger(block: nn.Module, activation: str) -> str | None:
 def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
     """A norm that computes something else than the table says, or with another epsilon than the first."""
     for norm, module in norms:
+        if norm.offset:
+            return f"its norm {type(module).__name__} scales by {norm.offset:g} + weight, which no kernel does yet"
         if not is_rms_norm(module) if norm.kind == "rms" else type(module) is not nn.LayerNorm:
             return f"its norm {type(module).__name__} is not {'an RMS norm' if norm.kind == 'rms' else 'a LayerNorm'}"
         if _eps(module) != _eps(norms[0][1]):
