@@ -21,8 +21,8 @@ import torch
 import transformers
 
 import petune
+from benchmarks.demo_baselines import majority, naive_bayes, tag_by_neighbours
 from petune.demo import data_path
-from petune.demo.baselines import majority, naive_bayes, tag_by_neighbours
 from petune.recipe import load_recipe, recipe_folder
 from petune.run.build import prepare
 from petune.run.finished import Run

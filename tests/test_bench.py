@@ -1,7 +1,4 @@
-"""Measuring a recipe's step: the FLOP that are counted, what is asked for and refused; and the benchmarks beside peers on tiny models.
-
-The file is over 300 lines long because the benchmarks, which have no room of their own, are tested here too.
-"""
+"""Measuring a recipe's step: the FLOP that are counted, what is asked for and refused; and the benchmarks beside peers on tiny models."""
 
 from __future__ import annotations
 
@@ -20,8 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import bert_peers, ceiling, peers
 from petune.errors import UsageError
 from petune.estimate.forecast import sketch
+from petune.kernels.block.program import of_shape, remade
 from petune.kernels.configs import MemoryConfig
-from petune.profiling.throughput import Case, Flops, Measured, cases, draw, flops_of, measure
+from petune.kernels.memory.shape import BlockShape
+from petune.profiling.throughput import ALL, CHECKPOINT, Again, Case, Flops, Measured, cases, draw, flops_of, measure
 from petune.recipe import Recipe
 from petune.tasks import Example
 from tests.methods.zoo import tiny
@@ -75,7 +74,7 @@ def test_lora_is_four_flop_a_weight_and_its_own_are_only_executed(tmp_path: Path
     flops = without_attention(counted("llama-causal", tmp_path, method={"name": "lora", "r": 4, "targets": "all-linear"}))
     model = wrap(tiny("llama-causal"), "lora", r=4, targets="all-linear", kernels="off")
     blocks = sum(one.weights for one in flops.linears)
-    keeps_all = {(one.stack, one.block): "all" for one in flops.linears}
+    keeps_all = {(one.stack, one.block): ALL for one in flops.linears}
     assert flops.model(example(9)) == 4 * blocks * 9
     assert flops.executed(example(9), keeps_all) == dispatched(model.model, 9)
 
@@ -128,13 +127,23 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("kept", AGAIN)
-def test_what_is_not_kept_is_executed_again(tmp_path: Path, kept: str) -> None:
+def test_what_is_not_kept_is_executed_again(tmp_path: Path, kept: Any) -> None:
     flops, row = counted("llama-causal", tmp_path), example(8)
+    block = of_shape(BlockShape(64, 4, 2, 16, 128))
+    again = CHECKPOINT if kept == "checkpoint" else Again(kept, *remade(block, kept))
     every = {(one.stack, one.block) for one in flops.linears}
-    extra = flops.executed(row, dict.fromkeys(every, kept)) - flops.executed(row, dict.fromkeys(every, "all"))
+    extra = flops.executed(row, dict.fromkeys(every, again)) - flops.executed(row, dict.fromkeys(every, ALL))
     roles, attention = AGAIN[kept]
     linears = sum(one.weights + one.added for one in flops.linears if one.role in roles.split())
     assert extra == 2 * 8 * linears + attention * 2 * 4 * 64 * 8 * 8 / 2
+
+
+def test_a_post_norm_block_runs_its_down_projection_again() -> None:
+    bert = of_shape(BlockShape(64, 4, 4, 16, 128, gated=False, norm="layer"))
+    assert remade(bert, "all") == (frozenset(), False)
+    assert remade(bert, "projections") == ({"up"}, False)
+    assert remade(bert, "attention") == ({"q", "k", "v", "o", "up", "down"}, False)
+    assert remade(bert, "input") == ({"q", "k", "v", "o", "up", "down"}, True)
 
 
 # ------------------------------------------------------------------ measuring

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from petune_cli.given import Given
+from petune_cli.arguments import Given
 
 from petune.preflight.draft import draft
 from petune.preflight.inputs import check_inputs

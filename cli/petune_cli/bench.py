@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from petune_cli.arguments import Given, Words
 from petune_cli.echo import echo
-from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
     from petune.profiling.throughput import Measured

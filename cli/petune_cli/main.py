@@ -18,7 +18,8 @@ import typer
 
 from petune import __version__
 from petune.errors import MachineError, PetuneError, UsageError
-from petune_cli import asking, bench, checking, doctor, drafting, plan, profile, shelf, shipping, training
+from petune_cli import bench, chat, check, data, doctor, export, generate, init, merge, plan, profile, recipes, train
+from petune_cli import eval as scoring
 from petune_cli.echo import echo
 
 commands = typer.Typer(
@@ -30,13 +31,13 @@ commands = typer.Typer(
 )
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start": (training.train, drafting.init, asking.chat, shelf.ls, shelf.cp, doctor.doctor),
-    "Check": (checking.check, plan.plan, profile.profile, bench.bench, checking.data, checking.evaluate),
-    "Ship": (shipping.merge, shipping.export, asking.generate),
+    "Start": (train.train, init.init, chat.chat, recipes.ls, recipes.cp, doctor.doctor),
+    "Check": (check.check, plan.plan, profile.profile, bench.bench, data.data, scoring.evaluate),
+    "Ship": (merge.merge, export.export, generate.generate),
 }
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
-        commands.command("eval" if _verb is checking.evaluate else None, rich_help_panel=_panel)(_verb)
+        commands.command("eval" if _verb is scoring.evaluate else None, rich_help_panel=_panel)(_verb)
 
 _OTHER_VERBS = {  # what other tools call it
     **dict.fromkeys(("predict", "infer", "inference", "ask"), "generate"),

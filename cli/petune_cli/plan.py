@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from petune.errors import UsageError
+from petune_cli.arguments import Given, Words
 from petune_cli.echo import echo
-from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
     from petune.estimate.forecast import Advice, Forecast, Rank

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from petune_cli.arguments import Given, Words
 from petune_cli.echo import echo
-from petune_cli.given import Given, Words
 
 if TYPE_CHECKING:
     from petune.profiling import MemoryUse, Operation, Part, Profile

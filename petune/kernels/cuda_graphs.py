@@ -10,9 +10,9 @@ whose outputs nobody reads and whose gradients are zero. Addresses are part of a
 LoRA's factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
-What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share, so no other forward may be
-replayed in between: a `Turn` says whether one is on its way, and a second forward pass runs block by block. The file is over 300 lines
-long because the buffers, the recording and the rules when to replay it have to be read together.
+What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
+so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
+pass runs block by block.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from petune.errors import UsageError
 from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.module import FusedBlock, angles_of, places_of
+from petune.kernels.block.steps import Values
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import Rung
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import rounded, shape_of
-from petune.kernels.steps import Values
 from petune.log import say
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack

@@ -31,7 +31,7 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
-from petune.models.spec import Family, StackRule
+from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, low_rank_of
 
@@ -176,21 +176,14 @@ def _refusals(model: nn.Module, family: Family | None) -> list[str]:
     """Why no stack of the model can be fused; nothing where one may."""
     if family is None:
         return [f"{type(model).__name__} is of no family with a table"]
-    if not any(_has_form(rule) for rule in family.stacks.values()):
+    if family.kind == "encoder-decoder":  # whose blocks read more than hidden states, which they are not handed yet
         return [f"blocks of {family.name} have no fused form"]
     reason = unownable(model)
     return [] if reason is None else [reason]
 
 
-def _has_form(rule: StackRule) -> bool:
-    """Whether blocks of a stack may be fused: those of an encoder beside a decoder are not."""
-    return len(rule.carry) == 1 and not any(getattr(sublayer.core, "memory", None) == "key_value_states" for sublayer in rule.sublayers)
-
-
 def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
     """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
-    if not _has_form(stack.rule):
-        return "its blocks have no fused form"
     if stack.ladder is not None:
         return "a ladder climbs beside it"
     if isinstance(stack.blocks[0], FusedBlock):

@@ -3,7 +3,8 @@ a real model.
 
 A family is data: which module lists are its stacks, and of which sub-layers their blocks are made. Regions
 and sites, which methods and backends read, and the steps of a fused block follow from the sub-layers, so a
-family costs one table and no code. A rule that matches nothing raises and names what is there instead."""
+family costs one table and no code. A rule that matches nothing raises and names what is there instead.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Region:
     role.
 
     Paths are relative to the block; `a|b` means the first that exists. `optional` regions (cross-attention)
-    may be absent from a block."""
+    may be absent from a block.
+    """
 
     kind: Literal["attention", "mlp"]
     enter: str
@@ -87,7 +89,8 @@ class Attention:
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
     keys are turned by their positions. scale: of the scores; None for the `scaling` of `at`. bias: the table
     of relative positions below `at`, which block 0 has. drop: the dropout of its probabilities, a module or a
-    number that is an attribute of one. head_counts: attributes of `at`."""
+    number that is an attribute of one. head_counts: attributes of `at`.
+    """
 
     at: str
     groups: tuple[LinearGroup, ...]
@@ -156,7 +159,8 @@ class StackRule:
 
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
-    in block 0."""
+    in block 0.
+    """
 
     blocks: str
     sublayers: tuple[SubLayer, ...]
@@ -183,7 +187,8 @@ class Family:
     `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which
     then train too. `narrow(config, reduction)` returns a copy of the config whose blocks have every width
     divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
-    order data passes them."""
+    order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
+    is told not to. `bounded`: whether positions end, so that a sequence can be too long."""
 
     name: str
     kind: Kind
@@ -193,6 +198,8 @@ class Family:
     depth: Callable[[Config], Mapping[StackName, int]]
     narrow: Callable[[Config, int], Config]
     fresh: tuple[str, ...] = ()
+    caches: bool = True
+    bounded: bool = True
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,8 @@ def find_sites(model: nn.Module, family: Family) -> tuple[Site, ...]:
     """Every site of `model`, in the order of the blocks.
 
     Raises UsageError when a region that is not cross-attention, or one of its required roles, is absent from
-    a block: the table and the model disagree, and working on would silently leave part of the model out."""
+    a block: the table and the model disagree, and working on would silently leave part of the model out.
+    """
     sites: list[Site] = []
     for stack, path in stack_paths(model, family).items():
         rule = family.stacks[stack]

@@ -1,9 +1,8 @@
 """A stack: the blocks of one encoder or decoder, and what happens between them.
 
-It takes the place of the model's module list with the same children under the same names. Hugging Face's own loop
-iterates over it and gets a `Port` for each block; in what is done around a block (edges, wires, ladders, recomputation,
-dropout) this file is alone. `blocks`, or an index, give the blocks themselves. The file has a little over 300 lines, as
-what a stack meets is described beside it.
+It takes the place of the model's module list with the same children under the same names. Hugging Face's own
+loop iterates over it and gets a `Port` for each block; in what is done around a block (edges, wires, ladders,
+recomputation, dropout) this file is alone. `blocks`, or an index, give the blocks themselves.
 """
 
 from __future__ import annotations

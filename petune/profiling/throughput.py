@@ -1,14 +1,14 @@
 """How fast a recipe trains, and in how much memory: its own step, measured for the methods and memory policies that are asked for.
 
-A step is `Training.step` on the rows a run would see, so clipping, update and the reading of the loss are in it; nothing is scored or
+A step is `Step.take` on the rows a run would see, so clipping, update and the reading of the loss are in it; nothing is scored or
 saved. Its FLOP (one multiply-add is two) are counted from the lengths of its rows, padding left out. A linear of W weights costs a row of T
 tokens 2WT forward, 2WT more where the gradient passes, and 2WT more where the weights themselves train: with N weights in the blocks, 4N a
 token for LoRA on a frozen base and 6N for full fine-tuning. A head of V words adds 4hV for each token that is trained on, 6hV where it
 trains itself. Attention forward, over heads of width d together, is A = 4dT for each of T tokens, half of it if causal; backward 2A.
 
-What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted in the executed ones (HFU),
-where attention's backward is 2.5A and what is recomputed follows from what each block kept. The file is over 300 lines long as counting,
-measuring and drawing are about one figure.
+What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted
+in the executed ones (HFU), where attention's backward is 2.5A and what is recomputed follows from what each
+block kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
@@ -30,34 +30,33 @@ from petune.errors import MachineError, UsageError
 from petune.estimate.footprint import first_trained
 from petune.estimate.forecast import Sketch, sketch
 from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.program import remade
 from petune.kernels.configs import KEEPS, OFFLOADS
 from petune.methods.configs import METHODS
 from petune.models.spec import Role, Site, StackName, find_sites
 from petune.models.stack import Stack
 from petune.parallel import ParallelConfig
 from petune.recipe import Recipe, load_recipe
-from petune.run.audit import Audit
-from petune.run.build import Prepared, choose_place, prepare
-from petune.run.folder import RunFolder
-from petune.run.reporting import Silent
-from petune.run.signals import StopRequest
+from petune.run.build import choose_place, prepare
+from petune.run.step import Step
 from petune.run.summary import peak_memory
-from petune.run.trainer import Training
 from petune.tasks import Example
 
 WARM_UP = 3.0  # seconds of steps before those that count, on a GPU: its clock falls while it warms
 PROBE = 1.0  # seconds
 
-Kept = Mapping[tuple[StackName, int], str]  # by stack and number of a block: a key of RERUN
 
-# What a block keeps -> the roles whose products it makes again, and whether attention too. A block of the model's own keeps all.
-RERUN: Mapping[str, tuple[frozenset[Role], bool]] = {
-    "all": (frozenset(), False),
-    "projections": (frozenset({"gate", "up"}), False),
-    "attention": (frozenset({"q", "k", "v", "o", "gate", "up"}), False),
-    "input": (frozenset({"q", "k", "v", "o", "gate", "up"}), True),
-    "checkpoint": (frozenset({"q", "k", "v", "o", "gate", "up", "down"}), True),
-}
+class Again(NamedTuple):
+    """What a block keeps, in a word, and so the roles whose products its backward pass makes again, and whether attention too."""
+
+    name: str
+    roles: frozenset[Role] = frozenset()
+    attends: bool = False
+
+
+Kept = Mapping[tuple[StackName, int], Again]  # by stack and number of a block
+ALL = Again("all")  # a block of the model's own
+CHECKPOINT = Again("checkpoint", frozenset(get_args(Role)), True)  # the same, run again as a whole
 
 
 # ---------------------------------------------------------------- what a step computes
@@ -103,10 +102,10 @@ class Flops:
         lengths = _lengths(example, {one.stack for one in self.linears})
         total = self.model(example)
         for one in self.linears:
-            roles, attends = RERUN[kept[one.stack, one.block]]
-            tokens, again = sum(lengths[one.source]), one.reached and one.role in roles
-            total += 6 * one.added * tokens + 2 * (one.weights + one.added) * tokens * again
-            total += _attention(one, lengths) * one.reached * (0.5 + attends)
+            again = kept[one.stack, one.block]
+            tokens, twice = sum(lengths[one.source]), one.reached and one.role in again.roles
+            total += 6 * one.added * tokens + 2 * (one.weights + one.added) * tokens * twice
+            total += _attention(one, lengths) * one.reached * (0.5 + again.attends)
         return total
 
 
@@ -247,51 +246,42 @@ def measure(case: Case, steps: int, warm: float | None = None) -> Measured:
     if place.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    if warm is None:
+        warm = WARM_UP if place.device.type == "cuda" else 0.0
     try:
-        return _measure(case, _Bench(prepare(settled)), steps, (WARM_UP if place.device.type == "cuda" else 0.0) if warm is None else warm)
+        return _measure(case, Step(prepare(settled)), steps, warm)
     except MachineError as error:
         return Measured(case, error=str(error.problems[0].what))
 
 
-class _Bench(Training):
-    """A run that takes steps and leaves nothing behind."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        super().__init__(prepared, RunFolder.of(prepared.recipe), Silent(), StopRequest())
-        self.audit = Audit({}, {})
-
-    def _check_disk(self) -> None:
-        """Nothing is saved, so no room is needed."""
-
-
-def _measure(case: Case, training: _Bench, steps: int, warm: float) -> Measured:
-    began, device = None, training.place.device
+def _measure(case: Case, step: Step, steps: int, warm: float) -> Measured:
+    began, device = None, step.place.device
     while began is None or time.perf_counter() - began < warm:
-        training.step()
+        step.take()
         began = began or time.perf_counter()  # the first step may compile
-    first = training.progress.step
-    seconds = tuple(_timed(training) for _ in range(steps))
-    rows = [training.rows_of(step) for step in range(first, first + steps)]
+    first = step.progress.step
+    seconds = tuple(_timed(step) for _ in range(steps))
+    rows = [step.rows_of(number) for number in range(first, first + steps)]
     counted = flops_of(sketch(case.recipe))
-    kept = _kept(training, counted.linears) if counted else {}
+    kept = _kept(step, counted.linears) if counted else {}
     return Measured(
         case,
-        tokens=tuple(sum(example.tokens for example in step) for step in rows),
+        tokens=tuple(sum(example.tokens for example in row) for row in rows),
         seconds=seconds,
-        flops=tuple(sum(map(counted.model, step)) for step in rows) if counted else (),
-        executed=tuple(sum(counted.executed(example, kept) for example in step) for step in rows) if counted else (),
-        kept=", ".join(f"{name} {count}" for name, count in Counter(kept.values()).items()),
+        flops=tuple(sum(map(counted.model, row)) for row in rows) if counted else (),
+        executed=tuple(sum(counted.executed(example, kept) for example in row) for row in rows) if counted else (),
+        kept=", ".join(f"{name} {count}" for name, count in Counter(one.name for one in kept.values()).items()),
         peak=peak_memory(device) if device.type == "cuda" else None,
         host=_on_host(device),
-        loss=training.progress.last_loss or 0.0,
+        loss=step.progress.last_loss or 0.0,
     )
 
 
-def _timed(training: Training) -> float:
-    _wait(training.place.device)
+def _timed(step: Step) -> float:
+    _wait(step.place.device)
     began = time.perf_counter()
-    training.step()
-    _wait(training.place.device)
+    step.take()
+    _wait(step.place.device)
     return time.perf_counter() - began
 
 
@@ -300,15 +290,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _kept(training: Training, linears: Sequence[Linear]) -> Kept:
+def _kept(step: Step, linears: Sequence[Linear]) -> Kept:
     """What each block kept in the last step."""
-    found = dict.fromkeys(((one.stack, one.block) for one in linears), "checkpoint" if training.recipe.gradient_checkpointing else "all")
-    if training.recipe.gradient_checkpointing:
+    found = dict.fromkeys(((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL)
+    if step.recipe.gradient_checkpointing:
         return found
-    for stack in (module for module in training.model.modules() if isinstance(module, Stack)):
+    for stack in (module for module in step.model.modules() if isinstance(module, Stack)):
         for number, block in stack.numbered:
             if isinstance(block, FusedBlock) and not block.spec.said:
-                found[stack.name, number] = block.spec.rung.keep
+                keep = block.spec.rung.keep
+                found[stack.name, number] = Again(keep, *remade(block.spec.program, keep))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from petune_cli import doctor
-from petune_cli.asking import read_prompts
+from petune_cli.generate import read_prompts
 
 from petune.errors import DataError, UsageError
 from petune.recipe import json_schema, shipped_recipes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from petune.demo.baselines import majority, naive_bayes, words
+from benchmarks.demo_baselines import majority, naive_bayes, words
 
 
 def test_majority_answers_the_most_frequent_training_label() -> None:

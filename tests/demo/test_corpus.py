@@ -12,8 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo_corpus import (
+    DOMAIN,
+    FILES,
+    KINDS,
+    NEAR,
+    docstrings,
+    jaccard,
+    main,
+    shingles,
+    split_summary,
+    take,
+    without_near_duplicates,
+)
 from petune.demo import data_path
-from petune.demo.corpus import DOMAIN, FILES, KINDS, NEAR, docstrings, jaccard, main, shingles, split_summary, take, without_near_duplicates
 
 FULL = {"kind", "module", "name", "summary", "body", "text"}
 HELD_OUT = {"eval", "domain_eval"}
@@ -73,7 +85,7 @@ def test_nothing_near_a_held_out_text_is_trained_on(corpus: dict[str, list[dict[
 def test_provenance_states_counts_and_hashes() -> None:
     folder = data_path("docstrings")
     notice = (folder / "PROVENANCE").read_text("utf-8")
-    assert "PSF-2.0" in notice and "Python Software Foundation" in notice and "petune.demo.corpus" in notice
+    assert "PSF-2.0" in notice and "Python Software Foundation" in notice and "benchmarks.demo_corpus" in notice
     table = dict(re.findall(r"^(\w+)\.jsonl +(.*)$", notice, re.MULTILINE))
     assert set(table) == set(FILES) == {path.stem for path in folder.glob("*.jsonl")}
     for name, line in table.items():

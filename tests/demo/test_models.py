@@ -50,7 +50,7 @@ def test_a_tiny_checkpoint_is_small_bf16_and_has_its_card(name: str) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"BF16"}  # noqa: SIM118
     card = (folder / "README.md").read_text("utf-8")
-    assert "Self-pretrained" in card and "PSF-2.0" in card and f"petune.demo.pretrain {name.removeprefix('tiny-')}" in card
+    assert "Self-pretrained" in card and "PSF-2.0" in card and f"benchmarks.demo_pretrain {name.removeprefix('tiny-')}" in card
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from petune.demo import pretrain
-from petune.demo.pretrain import LENGTH, Document, cut_out, general_rows, packed, rows_of, spans
+from benchmarks import demo_pretrain as pretrain
+from benchmarks.demo_pretrain import LENGTH, Document, cut_out, general_rows, packed, rows_of, spans
 from petune.demo.tokenizer import BOS, EOS, MASK, SENTINELS
 
 

@@ -10,4 +10,4 @@ from petune.kernels.memory.shape import BlockShape, Ranks
 LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336, ranks=Ranks(*[16] * 7))  # Llama-3.1-8B, LoRA r=16
 BERT = BlockShape(1024, 16, 16, 64, 4096, gated=False, ranks=Ranks(q=8, v=8), norm="layer", causal=False)
 DEPTH, VOCABULARY = 32, 128256  # of LLAMA
-KEEPS: tuple[Keep, ...] = get_args(Keep)  # from the most to the least
+KEEPS: tuple[Keep, ...] = get_args(Keep)[::-1]  # from the most to the least

@@ -14,19 +14,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from petune.kernels import fold
 from petune.kernels.block import attention as attending
-from petune.kernels.block import linear
+from petune.kernels.block import fold, linear
 from petune.kernels.block.linear import Dense
 from petune.kernels.block.packed_linear import Group
+from petune.kernels.block.program import Program, needs_of, of_shape
+from petune.kernels.block.steps import Run
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
-from petune.kernels.memory.shape import BlockShape, Ranks
-from petune.kernels.program import Program, Sizes, compiled
-from petune.kernels.steps import Run
-from petune.models import bert, llama
-from petune.models.spec import Attention, LinearGroup
+from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
+from petune.models.spec import Role
 from petune.models.tuned_linear import LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
@@ -47,15 +45,17 @@ def test_the_ladder_keeps_its_known_bytes_per_token(keep: Keep, kibibytes: int) 
 def test_no_phase_counts_what_its_rung_keeps(shape: BlockShape, tile: int | None) -> None:
     names = {keep: {name for phase in buffers.phases(shape, keep, 4096, tile) for name, _ in phase.buffers} for keep in KEEPS}
     assert "x" not in set().union(*names.values())
-    assert "u" not in names["all"] and "u" in names["projections"]
-    assert "a" not in names["attention"] and "a" in names["input"]
+    assert "mlp.u" not in names["all"] and "mlp.u" in names["projections"]
+    assert "attention.a" not in names["attention"] and "attention.a" in names["input"]
 
 
 def test_the_backward_pass_of_the_mlp_holds_what_a_hand_lists() -> None:
-    """A block that keeps its input, untiled: q | k | v and attention held, dy, r, h2, u and du, dm."""
-    phase = next(one for one in buffers.phases(replace(LLAMA, ranks=Ranks()), "input", 1024) if one.name == "activation, backward")
-    kibibytes = {name: size / 2**20 for name, size in phase.buffers}
-    assert kibibytes == {"qkv": 12, "a": 8, "lse": 0.125, "dy": 8, "r": 8, "h2": 8, "u": 56, "du": 56, "dm": 28}
+    """A block that keeps its input, untiled: q | k | v and attention held, dy, r, h, u and du, dm."""
+    phase = next(one for one in buffers.phases(replace(LLAMA, ranks=Ranks()), "input", 1024) if one.name == "mlp.s_down, backward")
+    mebibytes = {name: size / 2**20 for name, size in phase.buffers}
+    held = {"dy": 8, "attention.qkv": 12, "attention.a": 8, "attention.a.lse": 0.125, "attention.h.rstd": 4 / 1024}
+    inside = {"attention.r": 8, "mlp.h": 8, "mlp.h.rstd": 4 / 1024, "mlp.u": 56, "d mlp.u": 56, "beside": 28}
+    assert mebibytes == held | inside
 
 
 @given(
@@ -193,17 +193,17 @@ def hollow_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_:
 def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     """A block of that shape without memory: its program, a pass of it, and which of its tensors train."""
     frozen = {"dtype": torch.bfloat16, "device": "meta"}
-    program = program_of(shape)
+    program = of_shape(shape)
 
-    def part(role: str) -> LowRank:
-        outputs, inputs = sizes_of(shape)[role]
+    def part(role: Role, place: GroupPlace) -> LowRank:
+        inputs, outputs, _ = shape.linears(replace(place, roles=(role,)))
         rank = getattr(shape.ranks, role)
         factors = (torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")) if rank else (None, None)
         return LowRank(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
 
     groups: list[Group] = []
     for place in program.groups:
-        own = [part(role) for role in place.roles]
+        own = [part(role, place) for role in place.roles]
         k, rank = own[0].weight.shape[1], sum(0 if one.a is None else len(one.a) for one in own)
         whole = torch.empty(sum(len(one.weight) for one in own), k + rank, **frozen)  # type: ignore[arg-type]
         base = Dense(whole[:, :k], None, whole if rank and place.kind != "out" else None)
@@ -212,29 +212,9 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
     how = attending.How(shape.causal, 1.0, 1)
     angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
-    linears = sum(len(place.paths) for place in program.groups)
-    needs = [shape.trained and place % 4 == 0 for place in range(4 * linears)] + [False] * sum(map(len, norms))
+    needs = [need and place % 4 != 1 for place, need in enumerate(needs_of(shape, program))]  # there are no biases
+    needs[-sum(map(len, norms)) :] = [False] * sum(map(len, norms))
     return program, Run(ops, groups, norms, [None] * len(program.dropouts), [how], angles), needs
-
-
-def program_of(shape: BlockShape) -> Program:
-    """The program of a block of Llama, or of BERT."""
-    found = []
-    for sublayer in llama.BLOCK if shape.norm == "rms" else (bert.BLOCK[0], bert.BLOCK[2]):
-        core = sublayer.core
-        if isinstance(core, Attention):
-            core = replace(core, scale=1.0, q_norm=None, k_norm=None)
-        elif not shape.gated:
-            core = replace(core, up=LinearGroup(tuple(member for member in core.up.members if member[0] == "up")))
-        found.append(replace(sublayer, core=core))
-    return compiled(tuple(found), Sizes(shape.heads, shape.kv_heads, shape.head_dim, "silu", 1e-5))
-
-
-def sizes_of(shape: BlockShape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each role."""
-    keys, width, columns = shape.kv_heads * shape.head_dim, shape.width, shape.columns
-    above = {"gate": (columns, width), "up": (columns, width), "down": (width, columns)}
-    return {"q": (shape.queries, width), "k": (keys, width), "v": (keys, width), "o": (width, shape.queries)} | above
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_each_rung_runs_less_again_and_none_the_down_projection() -> None:
 
 def test_a_post_norm_block_needs_its_down_projection_again() -> None:
     stages = {one.stage for one in block_cost.recomputed(BERT, "input", 512, 512)}
-    assert {"a", "d", "y"} <= stages and "h1" not in stages
+    assert {"attention.a", "mlp.s_down", "mlp.r"} <= stages and "attention.h" not in stages
 
 
 def test_tiles_do_the_same_work_in_more_launches() -> None:

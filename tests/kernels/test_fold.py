@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from petune.kernels import fold
 from petune.kernels.block import attention as attending
+from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.linear import Dense
 from petune.kernels.block.packed_linear import Group
+from petune.kernels.block.program import Program, Sizes, compiled
+from petune.kernels.block.steps import Run
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import NAMES, Ops, reference_ops
-from petune.kernels.program import Program, Sizes, compiled
-from petune.kernels.steps import Run
 from petune.models import bert, llama
 from petune.models.spec import Attention
 from petune.models.tuned_linear import LowRank

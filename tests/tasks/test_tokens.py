@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.demo_baselines import tag_by_neighbours
 from petune.demo import model_path
-from petune.demo.baselines import tag_by_neighbours
 from petune.demo.punctuation import punctuated
 from petune.errors import DataError, UsageError
 from petune.tasks import DataConfig, Rows, Scorer, Tagged, encode, infer_task, load_rows, make_coder, render

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.kernels import fold
+from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.linear import Bank, FrozenWeight
 from petune.kernels.block.packed_linear import Dropping, Group, Sink
+from petune.kernels.block.program import Program
+from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
-from petune.kernels.program import Program
-from petune.kernels.steps import Run, Values
 from petune.models.tuned_linear import LowRank
 from petune.rng.dropout import Drop
 
@@ -31,7 +31,8 @@ class Spec:
     """What a block is made of, and what it is to keep.
 
     layers: of each group of the program. norms: (module, name) of each norm tensor. dropouts: where each
-    probability is, which counts while training. rung and tile may be changed between steps."""
+    probability is, which counts while training. rung and tile may be changed between steps.
+    """
 
     program: Program
     layers: Sequence[Sequence[nn.Module]]

@@ -3,7 +3,8 @@ written by hand.
 
 The class of a block is exchanged for a subclass of it, so names, hooks and state stay. A call that the node
 cannot do (a cache, attention probabilities asked for) goes to the block's own forward, and the reason is said
-once."""
+once.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.linear import Bank, bankable
+from petune.kernels.block.node import Node, forward
 from petune.kernels.block.varlen import Segments
-from petune.kernels.node import Node, forward
 from petune.log import say
 from petune.models.tuned_linear import LowRank, TunedLinear
 from petune.rng.context import running
@@ -111,7 +112,8 @@ class FusedBlock(nn.Module):
         """The linears as they are at this moment.
 
         Raises UsageError where a layer has been exchanged for another: which of the two was to be computed
-        would be a guess."""
+        would be a guess.
+        """
         for parent, name, layer in self.spec.homes:
             if parent._modules.get(name) is not layer:
                 raise UsageError(

@@ -12,11 +12,11 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from petune.kernels.block.call import Spec
+from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
-from petune.kernels.program import Sizes, compiled
 from petune.kernels.reference import Act
 from petune.kernels.single_modules import is_rms_norm
-from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, SubLayer, child_of
+from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import low_rank_of
 
@@ -34,7 +34,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     """The block as a fused one computes it, or why it cannot be."""
     settings = (getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function"))
     name = str(next(filter(None, settings), None))
-    sublayers = tuple(_read(block, sublayer) for sublayer in stack.rule.sublayers if child_of(block, sublayer.core.at) is not None)
+    sublayers = read_sublayers(block, stack.rule)
     for sublayer in sublayers:
         core = sublayer.core
         for path in core.region.sites.values():
@@ -62,6 +62,11 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
     )
+
+
+def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
+    """The sub-layers of a table, those that this block has and as it has them."""
+    return tuple(_read(block, sublayer) for sublayer in rule.sublayers if child_of(block, sublayer.core.at) is not None)
 
 
 def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:

@@ -194,8 +194,8 @@ def _options(step: _Step, keep: Keep, tile: int | None, levels: Iterable[Literal
     ahead = step.seconds(block_cost.forward(shape, tokens, sequence, tile))
     back = step.seconds(block_cost.backward(shape, tokens, sequence, tile) + block_cost.recomputed(shape, keep, tokens, sequence, tile))
     alone = ahead + back + _waiting(step, 0, ahead, back)
-    working, kept, every = buffers.working_set(shape, keep, tokens, tile), buffers.kept_bytes(shape, keep), buffers.tensors(shape)
-    moved = {"none": 0, "input": every["x"]} | ({} if keep == "input" else {"attention": every["x"] + every["a"]})
+    working, kept, every = buffers.working_set(shape, keep, tokens, tile), buffers.kept_bytes(shape, keep), buffers.offloadable(shape)
+    moved = {"none": 0, "input": every["input"]} | ({} if keep == "input" else {"attention": every["attention"]})
     return [
         _Option(
             Rung(keep, level),

@@ -169,6 +169,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         trained=down.weight.requires_grad,
         itemsize=(dtype or spec.dtype).itemsize,
         norm=program.norms[0].kind,
+        described=program.sublayers,
         causal=program.attends[0].causal,
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from petune.kernels.block.packed_linear import FOLDED
+from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,30 @@ class Ranks:
         return self.gate + self.up
 
 
+GroupKind = Literal["in", "out", "up", "down"]
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
+    block's, four for each."""
+
+    kind: GroupKind
+    roles: tuple[Role, ...]
+    paths: tuple[str, ...]
+    first: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The places of its tensors."""
+        return tuple(range(self.first, self.first + 4 * len(self.paths)))
+
+
 @dataclass(frozen=True)
 class BlockShape:
-    """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes of an activation and of a
-    weight; norm: rms before each region, or layer after it; fp8: frozen weights multiply in eight bits."""
+    """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
+    of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
+    multiply in eight bits. described: its sub-layers, where they are others than these."""
 
     width: int
     heads: int
@@ -50,6 +71,28 @@ class BlockShape:
     norm: Literal["rms", "layer"] = "rms"
     causal: bool = True
     fp8: bool = False
+    described: tuple[SubLayer, ...] | None = None
+
+    @property
+    def sublayers(self) -> tuple[SubLayer, ...]:
+        """Attention and MLP as its fields say, or those that are described."""
+        if self.described is not None:
+            return self.described
+        rms, up = self.norm == "rms", linears(gate="gate", up="up") if self.gated else linears(up="up")
+        attention = Attention("", (linears(q="q", k="k", v="v"),), "o", rotary=rms, causal=self.causal, scale=1.0)
+        before, after = (Norm("", "rms"), None) if rms else (None, Norm("", "layer"))
+        return tuple(SubLayer(core, norm_in=before, norm_after_sum=after) for core in (attention, Mlp("", up, "down")))
+
+    def linears(self, place: GroupPlace) -> tuple[int, int, int]:
+        """(inputs, outputs, rank) of a group."""
+        keys, above = self.kv_heads * self.head_dim, self.columns
+        outputs = {"q": self.queries, "k": keys, "v": keys, "o": self.width, "gate": above, "up": above, "down": self.width}
+        inputs = {"in": self.width, "out": self.queries, "up": self.width, "down": above}[place.kind]
+        return inputs, sum(outputs[role] for role in place.roles), sum(getattr(self.ranks, role) for role in place.roles)
+
+    def room(self, place: GroupPlace) -> int:
+        """Columns behind a group's input for its low-rank one, so that one product sums both."""
+        return 0 if self.fp8 or place.kind == "out" or (place.kind == "up" and self.defers) else self.linears(place)[2]
 
     @property
     def queries(self) -> int:

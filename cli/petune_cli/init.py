@@ -1,4 +1,4 @@
-"""The verb that begins: a recipe for one's own model and data."""
+"""`petune init`: write a recipe for one's own model and data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.arguments import Given
 from petune_cli.echo import echo
-from petune_cli.given import Given
 
 
 def init(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from petune_cli.given import Given, is_setting
+from petune_cli.arguments import Given, is_setting
 
 from petune.errors import FileError, RecipeError, UsageError
 from tests.cli.conftest import FakeRun

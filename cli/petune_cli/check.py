@@ -1,4 +1,4 @@
-"""The verbs that look before and after: the recipe, the data as the model will see it, the score."""
+"""`petune check`: look at a recipe, and at all it names, before anything is trained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.arguments import Given, Words
 from petune_cli.echo import echo
-from petune_cli.given import Given, VerifyBase, Words
 
 
 def check(
@@ -40,27 +40,3 @@ def check(
         echo(f"   columns not used: {', '.join(inputs.unused)}")
     if inputs.distant:
         echo(f"   not looked at, for it is on the hub: {', '.join(inputs.distant)}")
-
-
-def data(
-    words: Words = None,
-    count: Annotated[int, typer.Option("-n", min=0, help="Rows to show, with the trained tokens marked.")] = 3,
-) -> None:
-    """Show the data: format, lengths, cuts, what trains."""
-    recipe = Given.of(words).recipe()
-    from petune.preflight.inputs import preview
-
-    seen = preview(recipe, count)
-    for line in (*seen.facts, *(f"\n{example}" for example in seen.examples)):
-        echo(line)
-
-
-def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
-    """Score a run beside its untouched base."""
-    run = Given.of(words).run(verify_base=verify_base)
-    from petune_cli.display import score_table
-
-    scores = run.eval()
-    said = [("note     ", line) for line in scores.pop("notes")] + [("WARNING  ", line) for line in scores.pop("warnings")]
-    for line in [*score_table(scores), *(start + line for start, line in said)]:
-        echo(line)

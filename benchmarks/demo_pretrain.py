@@ -1,8 +1,8 @@
-"""Pretrains the tiny checkpoints petune ships: `python -m petune.demo.pretrain llama|bart|t5 [--steps N] [--device cuda|cpu] [--out DIR]`.
+"""Pretrains the tiny demo checkpoints: `python -m benchmarks.demo_pretrain llama|bart|t5 [--steps N] [--device cuda|cpu] [--out DIR]`.
 
-Real training at a toy size: 1.8 M parameters, the general part of demo:docstrings, AdamW with a cosine schedule. Llama learns to continue
-text, BART and T5 to restore cut spans and, in a quarter of the rows, to write a body's summary. The weights kept are the best on held-out
-modules. Past 300 lines as it is one script to read from top to bottom: shapes, rows, loop, card.
+Real training at a toy size: 1.8 M parameters, the general part of demo:docstrings, AdamW with a cosine
+schedule. Llama learns to continue text, BART and T5 to restore cut spans and, in a quarter of the rows, to
+write a body's summary. The weights kept are the best on held-out modules.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from benchmarks.demo_corpus import order, split_summary
 from petune.demo import HERE, data_path
-from petune.demo.corpus import order, split_summary
 from petune.demo.tokenizer import ASSISTANT, BOS, EOS, MASK, PAD, POSITIONS, SENTINELS, USER, VOCABULARY, for_family, train_bpe
 
 LENGTH = 256  # tokens of a packed sequence
@@ -296,7 +296,7 @@ It knows nothing of the world.
 - Loss in nats per token, of the bf16 weights computed in {precision}: held-out modules {held:.3f}, eval.jsonl {eval:.3f},
   domain_eval.jsonl (tkinter family) {domain:.3f}.
 - Made with torch {torch} and transformers {transformers} on {device}. To make it again:
-  `python -m petune.demo.pretrain {family} --steps {steps} --rows {rows} --lr {lr} --dropout {dropout} --seed {seed} --out DIR`
+  `python -m benchmarks.demo_pretrain {family} --steps {steps} --rows {rows} --lr {lr} --dropout {dropout} --seed {seed} --out DIR`
   (the same seed gives the same data and start; the last digits depend on the device).
 - Licence: the weights are derived from text under PSF-2.0 (notice in ../docstrings/PROVENANCE) and are offered under the same terms;
   the script is Apache-2.0.
@@ -363,7 +363,7 @@ def pretrain(family: str, plan: Schedule, device: torch.device, out: Path) -> No
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, trains, returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m petune.demo.pretrain", description="Pretrain a tiny demo checkpoint.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_pretrain", description="Pretrain a tiny demo checkpoint.")
     parser.add_argument("family", choices=sorted(SCHEDULES))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rows", type=int, help="packed sequences in a batch")

@@ -3,11 +3,12 @@
 A step takes values and gives others, by name. Tensors are [m, width], m all the tokens of the call or those
 of one tile. What its backward pass looks up are its `reads`; a value that is gone by then is made again by
 the forward pass of the step that gave it. `keeps` says from which rung of the memory ladder on a value is
-kept instead. A step of `rows` treats every row for itself, so that it may run in tiles."""
+kept instead. A step of `rows` treats every row for itself, so that it may run in tiles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,8 +18,11 @@ from petune.kernels.block.attention import How
 from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
+from petune.kernels.memory.op_cost import Cost, Kind, add, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from petune.kernels.memory.shape import BlockShape, GroupPlace
 
 _MIDDLE: Level = "projections"
+Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs
 Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
 
 
@@ -29,7 +33,8 @@ class Run:
     norms: weight, or weight and bias, of each norm. drops: of each dropout of the block, None where nothing
     drops out. hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m.
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
-    rows: those of the tile in work, None for all."""
+    rows: those of the tile in work, None for all.
+    """
 
     ops: Ops
     groups: Sequence[Group]
@@ -60,13 +65,14 @@ class Run:
 
 
 class Step:
-    """See the file. soft: a value whose absence `backward` gets along with. trained: places of its parameters
-    among a block's tensors."""
+    """See the file. soft: a value whose absence `backward` gets along with. over: a value in whose place the
+    first that it gives is written. trained: places of its parameters among a block's tensors."""
 
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     soft: tuple[str, ...] = ()
+    over: str | None = None
     trained: tuple[int, ...] = ()
     keeps: Mapping[str, Level]
     rows: ClassVar[bool] = True
@@ -82,11 +88,42 @@ class Step:
         what trains into the sink."""
         raise NotImplementedError
 
+    # What it takes of time and memory, for the plan of a step: bytes of a row, kernels of so many rows.
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """Bytes of what it gives, but for what it writes in place of what it takes."""
+        return {}
+
+    def beside(self, shape: BlockShape) -> int:
+        """Bytes alive within its forward pass alone."""
+        return 0
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """Bytes of the gradients that its backward pass makes, but for those that it hands on as they are."""
+        return {}
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """Bytes alive within its backward pass alone. there: its soft value is."""
+        return 0
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """Its forward pass."""
+        yield from ()
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """Its backward pass, but for what it makes again. found: there is a gradient of what it takes
+        already."""
+        yield from ()
+
+    def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
+        """What its backward pass makes again within it."""
+        yield from ()
+
 
 @dataclass(eq=False)
 class Normalize(Step):
     """h = norm(x). at: place among the norms; first: among the tensors; into: the group that reads h, which
-    says where it is written."""
+    says where it is written, and its place among the groups."""
 
     x: str
     h: str
@@ -94,7 +131,7 @@ class Normalize(Step):
     eps: float
     at: int
     first: int
-    into: int | None = None
+    into: tuple[int, GroupPlace] | None = None
 
     def __post_init__(self) -> None:
         self.inlet = f"{self.h}.inlet"
@@ -111,7 +148,7 @@ class Normalize(Step):
     def total(self, run: Run, v: Values, x: Tensor, residual: Tensor | None) -> Tensor:
         """The norm of x, or of residual + x, which it returns."""
         like = x if residual is None else residual
-        out, v[self.inlet] = (None, None) if self.into is None else run.groups[self.into].inlet(like)
+        out, v[self.inlet] = (None, None) if self.into is None else run.groups[self.into[0]].inlet(like)
         norm = run.ops.rms_norm if self.rms else run.ops.layer_norm
         h, *stats, total = norm(x, *run.norms[self.at], self.eps, residual=residual, out=out)
         v[self.h] = h if out is None else out
@@ -119,7 +156,7 @@ class Normalize(Step):
         read: Tensor = total
         return read
 
-    def again(self, run: Run, x: Tensor) -> Tensor:
+    def made(self, run: Run, x: Tensor) -> Tensor:
         """h alone."""
         h: Tensor = (run.ops.rms_norm if self.rms else run.ops.layer_norm)(x, *run.norms[self.at], self.eps)[0]
         return h
@@ -128,8 +165,8 @@ class Normalize(Step):
         """h as the matrix that entered a group, made only if it must be."""
         x = v[self.x]
         if self.rms:
-            return Rows.rms(x, run.norms[self.at][0], v[self.stats[0]], lambda: self.again(run, x))
-        return Rows.again(lambda: self.again(run, x))
+            return Rows.rms(x, run.norms[self.at][0], v[self.stats[0]], lambda: self.made(run, x))
+        return Rows.again(lambda: self.made(run, x))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step. What has reached x by another way is added by the same kernel."""
@@ -141,6 +178,27 @@ class Normalize(Step):
         for place, grad in zip(self.trained, own, strict=True):
             run.sink.add(place, grad)
 
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step. Behind h there is room for the low-rank input of the group that reads it."""
+        room = 0 if self.into is None else shape.room(self.into[1])
+        return {self.h: (shape.width + room) * shape.itemsize, **dict.fromkeys(self.stats, 4)}
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.x: shape.width * shape.itemsize}
+
+    def charge(self, shape: BlockShape, rows: float, residual: bool = False) -> Charge:
+        """The kernel ahead."""
+        return "memory", (rms_norm if self.rms else layer_norm)(rows, shape.width, shape.itemsize, residual)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield self.charge(shape, rows)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", (rms_norm_backward if self.rms else layer_norm_backward)(rows, shape.width, shape.itemsize, found)
+
 
 @dataclass(eq=False)
 class Drop(Step):
@@ -151,7 +209,7 @@ class Drop(Step):
     at: int
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
+        self.takes, self.gives, self.keeps, self.over = (self.x,), (self.y,), {}, self.x
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -175,6 +233,7 @@ class Add(Step):
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (self.branch, self.x), (self.y,), {self.y: "projections"} if self.normed else {}
+        self.over = self.branch
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -185,6 +244,10 @@ class Add(Step):
         dy = run.grads.pop(self.y)
         run.give(self.branch, dy)
         run.give(self.x, dy)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield "memory", add(rows, shape.width, shape.itemsize)
 
 
 @dataclass(eq=False)
@@ -200,3 +263,11 @@ class AddNormalize(Step):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         v[self.add.y] = self.norm.total(run, v, v[self.add.branch], v[self.add.x])
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.add.y: shape.width * shape.itemsize, **self.norm.sizes(shape)}
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield self.norm.charge(shape, rows, residual=True)

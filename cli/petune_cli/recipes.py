@@ -1,4 +1,4 @@
-"""The verbs for the recipes that ship: list them, copy one to change it."""
+"""`petune ls` and `petune cp`: the recipes that ship."""
 
 from __future__ import annotations
 

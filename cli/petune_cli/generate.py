@@ -1,20 +1,19 @@
-"""The verbs that let a tuned model speak: one prompt, a file of prompts, a conversation."""
+"""`petune generate`: answer one prompt, or a file of prompts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from petune_cli.arguments import Given, VerifyBase
 from petune_cli.echo import echo, echo_answer
-from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
     from petune.run.finished import Run
-    from petune.run.inference import Chat
 
 Tokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.", show_default=False)]
 Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Sample; 0 or unset: greedy.", show_default=False)]
@@ -35,7 +34,7 @@ def generate(
     """Answer one prompt, or a file of them."""
     prompt, settings = _prompt_and_settings(words or [], file is not None)
     _check_out(file, out, overwrite)
-    options = _options(max_new_tokens, temperature)
+    options = sampling(max_new_tokens, temperature)
     if file is None:
         prompt = _not_empty(_read_standard_input() if prompt is None else prompt)
         echo_answer(Given.of([target, *settings]).run(verify_base=verify_base).generate(prompt, **options))
@@ -67,7 +66,7 @@ def _check_out(file: Path | None, out: Path | None, overwrite: bool) -> None:
         raise UsageError("this file is there already", where=str(out), remedy="choose another --out, or say --overwrite")
 
 
-def _options(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:
+def sampling(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:
     """Only what was asked for."""
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     return {name: value for name, value in given.items() if value is not None}
@@ -141,42 +140,3 @@ def _answer_all(run: Run, prompts: Sequence[str], options: dict[str, Any], out: 
                 stream.write(f"{line}\n")
     if out is not None:
         echo(f"{out}: {len(prompts)} answers")
-
-
-def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temperature = None, verify_base: VerifyBase = False) -> None:
-    """Talk to a run; /base shows the untouched model."""
-    session = Given.of(words).run(verify_base=verify_base).chat(**_options(max_new_tokens, temperature))
-    by_hand = sys.stdin.isatty()
-    if by_hand:
-        echo("/base: the untouched model and back   /reset: forget   /quit: end")
-    for line in _said(by_hand):
-        if line == "/quit":
-            return
-        _answer(session, line, lambda piece: echo_answer(piece, nl=False))
-
-
-def _said(by_hand: bool) -> Iterator[str]:
-    """The lines of the other side, typed or piped, without empty ones."""
-    while True:
-        try:
-            line = input("> " if by_hand else "").strip()
-        except EOFError:
-            return
-        if line:
-            yield line
-
-
-def _answer(session: Chat, line: str, show: Callable[[str], None]) -> None:
-    """Obey a command or show the model's answer piece by piece."""
-    if line == "/base":
-        session.use_base(not session.on_base)
-        show("(the untouched base answers)\n" if session.on_base else "(the tuned model answers)\n")
-    elif line == "/reset":
-        session.reset()
-        show("(forgotten)\n")
-    elif line.startswith("/"):
-        show(f"({line.split()[0]} is no command: /base, /reset, /quit)\n")
-    else:
-        for piece in session.ask(line):
-            show(piece)
-        show("\n")

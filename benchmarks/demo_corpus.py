@@ -166,7 +166,7 @@ def splits(rows: Iterable[Row]) -> dict[str, list[Row]]:
 PROVENANCE = """demo:docstrings - docstrings of the Python standard library
 
 Source    the standard library of {implementation} {version}, parsed with ast, never imported
-Script    python -m petune.demo.corpus OUT   (the same Python version gives the same bytes)
+Script    python -m benchmarks.demo_corpus OUT   (the same Python version gives the same bytes)
 Licence   PSF-2.0. Copyright (c) 2001-2023 Python Software Foundation. All Rights Reserved.
           Copyright (c) 2000 BeOpen.com. Copyright (c) 1995-2001 Corporation for National Research Initiatives.
           Copyright (c) 1991-1995 Stichting Mathematisch Centrum. All Rights Reserved.
@@ -210,7 +210,7 @@ def write(out: Path, files: Mapping[str, Sequence[Row]]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Makes the corpus in the folder named by the one argument; returns the exit code."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        print("usage: python -m petune.demo.corpus OUT", file=sys.stderr)
+        print("usage: python -m benchmarks.demo_corpus OUT", file=sys.stderr)
         return 2
     out = Path(arguments[0])
     write(out, splits(standard_library(Path(sysconfig.get_path("stdlib")))))

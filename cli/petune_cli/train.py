@@ -1,4 +1,4 @@
-"""The verb that trains."""
+"""`petune train`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from petune_cli.given import Given, Words
+from petune_cli.arguments import Given, Words
 
 
 def train(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from petune.kernels.block.packed_linear import Sink
+from petune.kernels.block.program import Program
+from petune.kernels.block.schedule import Section
+from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Level
-from petune.kernels.program import Program
-from petune.kernels.schedule import Section
-from petune.kernels.steps import Run, Values
 
 
 def forward(program: Program, run: Run, inputs: Sequence[Tensor | None], keep: Level, tile: int | None) -> tuple[Tensor, Values]:

@@ -2,7 +2,8 @@
 
 Values are named after their sub-layer: h = norm(x), qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d
 = m W_down, r = x + o or x + d; raw is q | k | v before positions and heads' norms, s the low-rank input of a
-group's update (petune/kernels/block/linear.py)."""
+group's update (petune/kernels/block/linear.py).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
+from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
+from petune.kernels.block.linear_steps import Activated, Low, Product
+from petune.kernels.block.schedule import Schedules
+from petune.kernels.block.steps import Add, Drop, Normalize, Step
 from petune.kernels.configs import Level
-from petune.kernels.heads import Attend, NormHeads, Rotate
-from petune.kernels.linears import Activated, Low, Product
+from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
-from petune.kernels.schedule import Schedules
-from petune.kernels.steps import Add, Drop, Normalize, Step
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
-
-GroupKind = Literal["in", "out", "up", "down"]
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,12 @@ class Sizes:
     eps: float
 
 
-@dataclass(frozen=True)
-class GroupPlace:
-    """One group of linears: what it does, its roles and paths, and the place of its first tensor among the
-    block's, four for each."""
-
-    kind: GroupKind
-    roles: tuple[Role, ...]
-    paths: tuple[str, ...]
-    first: int
-
-    @property
-    def tensors(self) -> tuple[int, ...]:
-        """The places of its tensors."""
-        return tuple(range(self.first, self.first + 4 * len(self.paths)))
-
-
 @dataclass(eq=False)
 class Program:
     """A block as steps. inputs: values that it is given; y: the one it gives. groups, norms and dropouts are
     in the order of their use."""
 
+    sublayers: tuple[SubLayer, ...]
     sizes: Sizes
     inputs: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -94,13 +79,35 @@ def compiled(sublayers: tuple[SubLayer, ...], sizes: Sizes) -> Program:
     return build.program(y)
 
 
+def of_shape(shape: BlockShape) -> Program:
+    """The program of a block of that shape."""
+    return compiled(shape.sublayers, Sizes(shape.heads, shape.kv_heads, shape.head_dim, "silu", 1e-6))
+
+
+def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
+    """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
+    tensors = 4 * sum(len(group.paths) for group in program.groups) + 2 * len(program.norms)
+    back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
+    steps = [action.step for section in back.sections for action in section.actions if not action.back]
+    roles = frozenset(role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles)
+    return roles, any(isinstance(step, Attend) for step in steps)
+
+
+def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
+    """Which tensors of a block of that shape train: its weights, the factors of its updates."""
+    roles = [role for group in program.groups for role in group.roles]
+    tuned = [getattr(shape.ranks, role) > 0 for role in roles]
+    own = [need for lora in tuned for need in (shape.trained, shape.trained, lora, lora)]
+    return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))
+
+
 class _Build:
     """A program in the making."""
 
     x = "x"
 
     def __init__(self, sublayers: tuple[SubLayer, ...], sizes: Sizes) -> None:
-        self.sizes = sizes
+        self.sublayers, self.sizes = sublayers, sizes
         self.steps: list[Step] = []
         self.groups: list[GroupPlace] = []
         self.norms: list[Norm] = []
@@ -112,7 +119,7 @@ class _Build:
     def program(self, y: str) -> Program:
         """The program that gives y."""
         groups, norms, dropouts, order = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.order)
-        return Program(self.sizes, tuple(self.inputs), tuple(self.steps), y, groups, norms, dropouts, order)
+        return Program(self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y, groups, norms, dropouts, order)
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
@@ -160,8 +167,8 @@ class _Build:
         at = self.groups.index(group)
         norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == x), None)
         if norm is not None and norm.into is None:
-            norm.into = at
-        self.steps += [Low(x, s, at, low), Product(x, s, y, at, group.tensors, keep, norm)]
+            norm.into = at, group
+        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm)]
         return y
 
     def attention(self, name: str, h: str, core: Attention, keep: Level | None) -> str:
@@ -188,7 +195,10 @@ class _Build:
         shape = sizes.heads, sizes.kv_heads, sizes.head_dim
         how = sum(isinstance(step, Attend) for step in self.steps)
         assert core.scale is not None, "the scale of the scores is read off the block before"
-        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop))
+        if core.bias is not None:
+            self.inputs.append("bias")
+        bias = None if core.bias is None else "bias"
+        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias))
         return self.linears(self.group("out", LinearGroup((("o", core.out),))), a, f"{name}.s_o", f"{name}.o", keep, "input")
 
     def mlp(self, name: str, h: str, core: Mlp, keep: Level | None) -> str:
@@ -199,7 +209,7 @@ class _Build:
         down = self.group("down", LinearGroup((("down", core.down),)))
         above, at, gated = len(self.groups) - 2, len(self.groups) - 1, len(up.paths) == 2
         names = f"{name}.u", f"{name}.s", f"{name}.s_down", f"{name}.d"
-        self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down.tensors, drop, keep))
+        self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down, drop, keep))
         return f"{name}.d"
 
 

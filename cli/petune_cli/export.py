@@ -1,4 +1,4 @@
-"""The verbs that hand a run on: merged into plain weights, or in the layout another library reads."""
+"""`petune export`: write a run in the layout that another library reads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from petune_cli.arguments import Given, VerifyBase, Words
 from petune_cli.echo import echo
-from petune_cli.given import Given, VerifyBase, Words
 
 if TYPE_CHECKING:
     from petune.run.finished import Run
@@ -25,13 +25,6 @@ class Layout(StrEnum):
     hf = "hf"
 
 
-def merge(words: Words = None, out: Out = None, overwrite: Overwrite = False, verify_base: VerifyBase = False) -> None:
-    """Write a run as a plain Hugging Face model (lora, full)."""
-    run = Given.of(words).run(verify_base=verify_base)
-    place = run.merge(out, overwrite=overwrite)
-    _tell(run, place)
-
-
 def export(
     words: Words = None,
     to: Annotated[Layout, typer.Option("--to", help="peft: lora as peft reads it; hf: a merged model.")] = ...,  # type: ignore[assignment]
@@ -42,10 +35,10 @@ def export(
     """Write a run for peft or for transformers."""
     run = Given.of(words).run(verify_base=verify_base)
     place = run.export(to.value, out, overwrite=overwrite)
-    _tell(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else None)
+    tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else None)
 
 
-def _tell(run: Run, place: Path, reader: str | None = None) -> None:
+def tell_place(run: Run, place: Path, reader: str | None = None) -> None:
     """Where the files are, what merging cost in precision if it was done, and how they are read: by transformers, or by `reader`."""
     from petune.run.readme import auto_class
 

@@ -3,7 +3,8 @@ the way back.
 
 A pass is a list of sections. A section that `tiles` is run once for each tile of rows: what enters it is cut
 into tiles, what it leaves is put together again. Tiles are worth it around an MLP's activation, by far the
-widest value: that section is the longest run of steps there that treat every row for itself."""
+widest value: that section is the longest run of steps there that treat every row for itself.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from petune.kernels.block.attention_steps import Attend
+from petune.kernels.block.linear_steps import Activated, Product
+from petune.kernels.block.steps import Add, AddNormalize, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.heads import Attend
-from petune.kernels.linears import Activated, Product
-from petune.kernels.steps import Add, AddNormalize, Normalize, Run, Step, Values
 
 LEVELS: tuple[Level, ...] = ("input", "attention", "projections", "all")  # from the least that is kept to the most
 

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Call
+from petune.kernels.block.steps import Values
 from petune.kernels.memory.offload import Parked
-from petune.kernels.steps import Values
 
 
 class Node(torch.autograd.Function):

@@ -1,0 +1,274 @@
+"""The steps of linears: a group's low-rank input, its product, and the activation of an MLP with the product
+behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from petune.kernels.block.packed_linear import Rows
+from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
+from petune.kernels.configs import Level
+from petune.kernels.memory.op_cost import (
+    Cost,
+    activate,
+    activate_backward,
+    add,
+    add_low,
+    low_rank,
+    low_rank_update,
+    matmul,
+    quantise,
+)
+from petune.kernels.memory.shape import BlockShape, GroupPlace
+from petune.kernels.reference import Act
+
+
+@dataclass(eq=False)
+class Low(Step):
+    """s = x a^T, the low-rank input of a group's update; None where nothing is tuned."""
+
+    x: str
+    s: str
+    at: int
+    place: GroupPlace
+    keep: Level
+    differs = False  # the product's backward pass is this one's too
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (self.x,), (self.s,), {self.s: self.keep}
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        v[self.s] = run.groups[self.at].low(v[self.x])
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.s: shape.linears(self.place)[2] * shape.itemsize}
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        inputs, _, rank = shape.linears(self.place)
+        yield "memory", low_rank(rows, inputs, rank, shape.itemsize)
+
+
+@dataclass(eq=False)
+class Product(Step):
+    """y = x W^T + bias + s b^T of a group. norm: the step that gave x, from which x need not be made again
+    for the gradients of A."""
+
+    x: str
+    s: str
+    y: str
+    at: int
+    place: GroupPlace
+    keep: Level | None
+    norm: Normalize | None = None
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.trained = (self.x, self.s), (self.y,), self.place.tensors
+        self.inlet = f"{self.x}.inlet"
+        self.keeps = {} if self.keep is None else {self.y: self.keep}
+        self.reads = (self.s, self.x) if self.norm is None else (self.s, *self.norm.reads)
+        self.soft = () if self.norm is None else (self.x,)
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        v[self.y] = run.groups[self.at].product(v[self.x], v[self.s], v.get(self.inlet))
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step. In the place of the gradient of s stands what an activation has made of that of b."""
+        group = run.groups[self.at]
+        dy, db = run.grads.pop(self.y), run.grads.pop(self.s, None)
+        wanted = self.x in run.wants
+        dx, ds = group.dproducts(dy) if wanted else (None, group.dlow(dy))
+        x = v.get(self.x)
+        entered = Rows.of(x) if x is not None else self.norm.entered(run, v)  # type: ignore[union-attr]
+        group.learn(run.sink, dy, entered, v[self.s], ds, db=db)
+        if dx is not None:
+            run.give_own(self.x, group.dupdated(dx, ds))
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.y: shape.linears(self.place)[1] * shape.itemsize}
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step. What no norm wrote into the room before s is copied there."""
+        inputs, _, rank = shape.linears(self.place)
+        copied = (inputs + rank) * shape.itemsize if self.norm is None and shape.room(self.place) else 0
+        return copied + _beside(shape, self.place)
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.x: shape.linears(self.place)[0] * shape.itemsize}
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step."""
+        inputs, outputs, _ = shape.linears(self.place)
+        return outputs * shape.fp8 + inputs * shape.itemsize * self._makes_x_again(shape, there)
+
+    def _makes_x_again(self, shape: BlockShape, there: bool) -> bool:
+        """Whether the gradients of what trains need x, which is gone: those of A alone do not where an RMS
+        norm gave it."""
+        tuned = not (self.norm is None or self.norm.rms) and shape.linears(self.place)[2] > 0
+        return self.norm is not None and not there and (shape.trained or tuned)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield from _updated(shape, self.place, rows)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        inputs, _, rank = shape.linears(self.place)
+        yield from _returned(shape, self.place, rows)
+        yield "memory", low_rank(rows, inputs, rank, shape.itemsize)
+        yield "memory", low_rank_update(rows, inputs, rank, shape.itemsize)
+        if found:
+            yield "memory", add(rows, inputs, shape.itemsize)
+
+    def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
+        """See Step."""
+        if self.norm is not None and self._makes_x_again(shape, there):
+            yield self.norm.charge(shape, rows)
+
+
+@dataclass(eq=False)
+class Activated(Step):
+    """d = m W^T + bias + s b^T with m = act(gate) * up or act(up), which lives in here alone. above, at: the
+    groups of up and of down.
+
+    low: of the update of u, which the activation may add. drop: the dropout of m, or None.
+    """
+
+    u: str
+    low: str
+    s: str
+    d: str
+    act: Act
+    gated: bool
+    above: int
+    at: int
+    place: GroupPlace
+    drop: int | None = None
+    keep: Level | None = None
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.trained = (self.u, self.low), (self.s, self.d), self.place.tensors
+        self.keeps = {self.s: "input"} if self.keep is None else {self.s: "input", self.d: self.keep}
+        self.reads = (self.low, self.u, self.s)
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
+        drop = None if self.drop is None else run.drops[self.drop]
+        m, inlet = down.inlet(u)
+        a = down.a if down.folds_input and drop is None else None
+        s = run.ops.activate(u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m)[1]
+        if drop is not None:
+            m, inlet = drop(m, run.rows), None
+        v[self.s] = s = down.low(m) if s is None else s
+        v[self.d] = down.product(m, s, inlet)
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        up, down, u = run.groups[self.above], run.groups[self.at], v[self.u]
+        drop = None if self.drop is None else run.drops[self.drop]
+        low, dd = v[self.low], run.grads.pop(self.d)
+
+        def again() -> Tensor:
+            m: Tensor = run.ops.activate(u, self.act, self.gated, up.deferred(low), None, up.paired)[0]
+            return m if drop is None else drop(m, run.rows)
+
+        dm, ds = down.dproducts(dd)
+        below = (ds, down.a) if ds is not None and down.folds_input and drop is None else None
+        if below is None:
+            down.dupdated(dm, ds)
+        if drop is not None:
+            dm = drop(dm, run.rows)
+        du, db, da = run.ops.activate_backward(dm, u, self.act, self.gated, up.read(low), below, up.paired)
+        down.learn(run.sink, dd, Rows.again(again), v[self.s], ds, da=da)
+        if self.u in run.wants:
+            run.grads[self.u] = du
+            if db is not None:
+                run.grads[self.low] = db
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        _, outputs, rank = shape.linears(self.place)
+        return {self.s: rank * shape.itemsize, self.d: outputs * shape.itemsize}
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step."""
+        return (shape.columns + shape.room(self.place)) * shape.itemsize + _beside(shape, self.place)
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {self.u: shape.gu * shape.itemsize}
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step. dm, and m where the gradients of down need it."""
+        return shape.columns * shape.itemsize * (1 + shape.makes_m_again)
+
+    def _activated(self, shape: BlockShape, rows: float) -> Charge:
+        deferred = shape.ranks.gu if shape.defers else 0
+        return "memory", activate(rows, shape.columns, shape.gated, shape.itemsize, deferred, shape.ranks.down)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        yield self._activated(shape, rows)
+        yield from _updated(shape, self.place, rows)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        ranks = shape.ranks
+        yield from _returned(shape, self.place, rows)
+        yield "memory", activate_backward(rows, shape.columns, shape.gated, shape.itemsize, ranks.gu, ranks.down)
+
+    def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
+        """See Step."""
+        if shape.makes_m_again:
+            yield self._activated(shape, rows)
+
+
+# ------------------------------------------------------------------ what products cost
+
+
+def _beside(shape: BlockShape, place: GroupPlace) -> int:
+    """Bytes of a row within a product: its input in eight bits, its result in float32 where the update is
+    added to it afterwards."""
+    inputs, outputs, _ = shape.linears(place)
+    return inputs * shape.fp8 + 4 * outputs * _sums(shape, place)
+
+
+def _sums(shape: BlockShape, place: GroupPlace) -> bool:
+    """Whether product and update meet in a sum of float32: neither in one product nor in the activation."""
+    deferred = place.kind == "up" and shape.defers
+    return shape.linears(place)[2] > 0 and not deferred and not shape.room(place)
+
+
+def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
+    """A product with a weight, which in eight bits quantises what it reads first."""
+    if shape.fp8:
+        yield "memory", quantise(rows, inner, shape.itemsize)
+    yield "matmul_fp8" if shape.fp8 else "matmul", matmul(rows, inner, columns, shape.itemsize)
+
+
+def _updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
+    """A product with a weight and its low-rank update."""
+    inputs, outputs, rank = shape.linears(place)
+    yield from _weighted(shape, rows, inputs + shape.room(place), outputs)
+    if _sums(shape, place):
+        yield "memory", Cost(0, (4 - shape.itemsize) * rows * outputs) + add_low(rows, outputs, shape.itemsize, rank)
+
+
+def _returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
+    """The way back through a product: ds, db, dx but for its update, and the weight's gradient where it
+    trains."""
+    inputs, outputs, rank = shape.linears(place)
+    yield "memory", low_rank(rows, outputs, rank, shape.itemsize)
+    yield "memory", low_rank(rows, outputs, rank, shape.itemsize)
+    yield from _weighted(shape, rows, outputs, inputs)
+    if shape.trained:
+        yield "matmul", matmul(outputs, rows, inputs, shape.itemsize)
