@@ -1,8 +1,8 @@
 """Pretrains the tiny demo checkpoints: `python -m benchmarks.demo_pretrain llama|bart|t5 [--steps N] [--device cuda|cpu] [--out DIR]`.
 
-Real training at a toy size: 1.8 M parameters, the general part of demo:docstrings, AdamW with a cosine schedule. Llama learns to continue
-text, BART and T5 to restore cut spans and, in a quarter of the rows, to write a body's summary. The weights kept are the best on held-out
-modules. Past 300 lines as it is one script to read from top to bottom: shapes, rows, loop, card.
+Real training at a toy size: 1.8 M parameters, the general part of demo:docstrings, AdamW with a cosine
+schedule. Llama learns to continue text, BART and T5 to restore cut spans and, in a quarter of the rows, to
+write a body's summary. The weights kept are the best on held-out modules.
 """
 
 from __future__ import annotations

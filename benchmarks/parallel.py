@@ -62,10 +62,10 @@ from petune.kernels.fuse import fuse, fuse_modules
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig, make_config
 from petune.models import family_of
-from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, Work, alone, describe, make_mesh, make_plan
+from petune.parallel import Mesh, Objective, ParallelConfig, ParallelPlan, Runner, alone, describe, make_mesh, make_plan, parallelize
 from petune.parallel.configs import BACKENDS
 from petune.parallel.launch import process_group
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.tasks import count, loss_sum
 from petune.tasks.loss import trained_positions
 from tests.methods import zoo
@@ -344,12 +344,12 @@ def settings_of(axes: Axes) -> ParallelConfig:
     return ParallelConfig(**made)
 
 
-def work_of(task: str, here: Here, dtype: torch.dtype) -> Work:
+def objective_of(task: str, here: Here, dtype: torch.dtype) -> Objective:
     """What a runner needs to know of a task, as in training."""
-    return Work(
-        forward=forward,
-        loss=lambda logits, batch: loss_sum(logits, batch, task)[0],
-        select=lambda logits, batch: trained_positions(logits, batch["labels"], task),
+    return Objective(
+        forward=outputs_of,
+        loss=lambda outputs, batch: loss_sum(outputs.logits, batch, task)[0],
+        select=lambda outputs, batch: trained_positions(outputs.logits, batch["labels"], task),
         tuned=tuned_parameters,
         autocast=lambda: torch.autocast(here.device.type, dtype, enabled=dtype is torch.bfloat16),
     )
@@ -384,13 +384,13 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
         zoo.stir(model, std=0.1)
         return model.train()
 
-    work, total = work_of(task, here, dtype), count(batch)
-    loss, expected = _in_one_process(made().float(), batch, work_of(task, here, torch.float32), total, here)
-    own = _differences(_in_one_process(made(), batch, work, total, here)[1], expected)["of_norm"] if wide else 0.0
+    objective, total = objective_of(task, here, dtype), count(batch)
+    loss, expected = _in_one_process(made().float(), batch, objective_of(task, here, torch.float32), total, here)
+    own = _differences(_in_one_process(made(), batch, objective, total, here)[1], expected)["of_norm"] if wide else 0.0
     model = made()
     plan = make_plan(config, family_of(model), model.config, here.world, job.rows, vocabulary_head=task != "classify")
     mesh = replace(_mesh((plan.dp, plan.tp, plan.pp), here.device), plan=plan)
-    runner = Runner(model, family_of(model), plan, mesh, work)
+    runner = Runner(parallelize(model, family_of(model), plan, mesh, objective.tuned), objective)
     fuse_modules(runner.modules, "off" if job.method == "full" else options.kernels, here.device, "this is about single modules")
     mine = runner.share(list(range(job.rows)))
     part = {name: value[mine] for name, value in batch.items()} | {"rows": torch.tensor(mine)}
@@ -400,13 +400,13 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
     return answer | (_differences(gradients, expected) if mesh.main else {})
 
 
-def _in_one_process(model: nn.Module, batch: Batch, work: Work, total: float, here: Here) -> tuple[float, dict[str, Tensor]]:
+def _in_one_process(model: nn.Module, batch: Batch, objective: Objective, total: float, here: Here) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients by the model's own forward pass and autograd, without a group, stacks or hooks."""
     model.to(here.device)
     batch = {name: value.to(here.device) for name, value in batch.items()}
-    with work.autocast():
-        logits = work.forward(model, batch)
-    loss = work.loss(logits, batch) / total
+    with objective.autocast():
+        outputs = objective.forward(model, batch)
+    loss = objective.loss(outputs, batch) / total
     loss.backward()
     return float(loss.detach()), {name: _gradient(value).cpu() for name, value in tuned_parameters(model).items()}
 
@@ -473,7 +473,8 @@ def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     family = family_of(model)
     plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows)
     mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
-    runner = Runner(model, family, plan, mesh, work_of("causal", here, torch.bfloat16), recompute=job.recompute)
+    objective = objective_of("causal", here, torch.bfloat16)
+    runner = Runner(parallelize(model, family, plan, mesh, objective.tuned, recompute=job.recompute), objective)
     if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:  # as `petune train` does
         fuse_modules(runner.modules, options.kernels, here.device, "the plan cuts or shards blocks")
     else:

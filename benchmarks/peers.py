@@ -16,7 +16,7 @@ seconds of steps, the first one (which compiles) not counted; a step ends when t
 the last of the first `steps` steps, which are the same steps whatever the warm-up. The host's resident memory is that after the last step,
 pinned memory and the device's are peaks. Results go to peers.jsonl, logs of failures to *.log, in the folder $OUT where there is one.
 
-torch is imported in functions only: Unsloth has to be imported first. The file is over 300 lines long because it has to work alone.
+torch is imported in functions only: Unsloth has to be imported first.
 """
 
 from __future__ import annotations

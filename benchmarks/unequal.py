@@ -35,9 +35,9 @@ from petune.estimate.balance import parameters_of, plan_for, step_time
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig
 from petune.models import FAMILIES
-from petune.parallel import ParallelConfig, ParallelPlan, Runner, Work, alone, describe, make_mesh, make_plan
+from petune.parallel import Objective, ParallelConfig, ParallelPlan, Runner, alone, describe, make_mesh, make_plan, parallelize
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.tasks import loss_sum
 from petune.tasks.loss import trained_positions
 from tests.pool import run
@@ -109,14 +109,15 @@ def model_of(blocks: int) -> tuple[nn.Module, LlamaConfig]:
 
 def stepper(plan: ParallelPlan, blocks: int, rows: int = ROWS) -> Callable[[], float]:
     """One step of `rows` rows under `plan`, all ranks together, or alone; returns its loss."""
-    work = Work(
-        forward=forward,
-        loss=lambda logits, batch: loss_sum(logits, batch, "causal")[0],
-        select=lambda logits, batch: trained_positions(logits, batch["labels"], "causal"),
+    objective = Objective(
+        forward=outputs_of,
+        loss=lambda outputs, batch: loss_sum(outputs.logits, batch, "causal")[0],
+        select=lambda outputs, batch: trained_positions(outputs.logits, batch["labels"], "causal"),
         tuned=tuned_parameters,
     )
     model, _ = model_of(blocks)
-    runner = Runner(model, FAMILY, plan, make_mesh(plan, CPU) if plan.world > 1 else alone(CPU), work)
+    mesh = make_mesh(plan, CPU) if plan.world > 1 else alone(CPU)
+    runner = Runner(parallelize(model, FAMILY, plan, mesh, tuned_parameters), objective)
     optimizer = torch.optim.AdamW(runner.tuned.values(), lr=1e-4)
     ids = torch.randint(0, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(1))
     mine = runner.share(list(range(rows)))

@@ -1,4 +1,7 @@
-"""`python -m petune RECIPE [key=value ...]` trains: what a launcher starts. Plain lines, the exit codes of `petune`, no terminal needed."""
+"""`python -m petune RECIPE [key=value ...]` trains: what torchrun or srun start, and `--job FILE` what petune's own launcher does.
+
+Plain lines, the exit codes of `petune`, no terminal needed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from petune.errors import PetuneError
 
@@ -14,7 +18,7 @@ from petune.errors import PetuneError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what the command line says; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m petune", description="train a recipe")
-    parser.add_argument("recipe")
+    parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="keys laid over the recipe")
     parser.add_argument("--resume", action="store_true")
@@ -22,21 +26,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY")
     parser.add_argument("--since", type=float, default=0.0, metavar="TIME", help="when the ranks were first started, for a restart")
+    parser.add_argument("--job", type=Path, metavar="FILE", help="what the launcher of `petune train` has settled, alone")
     given = parser.parse_args(arguments)
+    if (given.recipe is None) == (given.job is None):
+        parser.error("the following arguments are required: recipe")
     try:
         from petune.log import printable
         from petune.parallel.launch import orders, process_group
         from petune.run import distributed
+        from petune.run.build import Base
         from petune.run.folder import RunFolder
+        from petune.run.job import Job, going_on
+        from petune.run.notebook import fitting_reporter
+        from petune.run.rank import Here, run_rank
         from petune.run.train import settle, train
     except KeyboardInterrupt:
         return 130
     if orders.SPARE in os.environ:
         orders.take_place()
     try:
-        again = bool(process_group.restarted()) and distributed.going_on(
-            RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since
-        )
+        if given.job is not None:
+            job = Job.read(given.job).again()
+            base = Base(job.recipe)
+            run_rank(job, base, distributed.wanted(job.recipe, base), Here(fitting_reporter()))
+            return 0
+        again = process_group.restarted() > 0 and going_on(RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since)
         train(
             given.recipe,
             overrides=given.overrides,

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-import petune.run.build
+import petune.run.objective
+import petune.run.step
 import petune.run.train
-import petune.run.trainer
 from petune.parallel.launch import process_group
-from petune.run.trainer import Training
+from petune.run.step import Step
 from tests.group_pool import End, ends, ranks
 from tests.small_runs import run, settings
 
@@ -40,7 +40,7 @@ def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, An
 
 def trained(recipe: dict[str, Any], **options: Any) -> Path:
     """The run folder of a recipe, in as many forked ranks as its plan asks for."""
-    wanted = petune.run.train.ranks.wanted(petune.run.train.settle(recipe))
+    wanted = petune.run.train.distributed.wanted(petune.run.train.settle(recipe))
     if wanted.world == 1:
         return run(recipe, **options).folder
     ranks(wanted.world, train_as_a_rank, recipe, options, timeout=40)
@@ -55,14 +55,14 @@ def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[
     """What a rank calls: train, and on `rank` do something before the update of each of the steps, counted from 1."""
 
     def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        step = Training.step
+        step = Step.take
 
-        def watched(self: Training) -> dict[str, Any]:
+        def watched(self: Step) -> dict[str, Any]:
             if process_group.started()[0] == rank and (act := steps.get(self.progress.step + 1)):
                 act()
             return step(self)
 
-        Training.step = watched  # type: ignore[method-assign]  # in this very process, which ends soon
+        Step.take = watched  # type: ignore[method-assign]  # in this very process, which ends soon
         run(recipe, **options)
 
     return train
@@ -74,13 +74,13 @@ def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[st
 
 
 def infinite_loss() -> None:
-    loss_sum = petune.run.build.loss_sum
+    loss_sum = petune.run.objective.loss_sum
 
     def spoil(*args: Any) -> tuple[torch.Tensor, int]:
         total, number = loss_sum(*args)
         return total * math.nan, number
 
-    petune.run.build.loss_sum = spoil  # type: ignore[assignment]
+    petune.run.objective.loss_sum = spoil  # type: ignore[assignment]
 
 
 def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> list[End]:
@@ -88,13 +88,13 @@ def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> l
 
     def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
         if process_group.started()[0] == rank:
-            restore = Training._audit
+            restore = Step.make_audit
 
-            def armed(self: Training) -> Any:
+            def armed(self: Step) -> Any:
                 threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
                 return restore(self)
 
-            Training._audit = armed  # type: ignore[method-assign]
+            Step.make_audit = armed  # type: ignore[method-assign]
         run(recipe, **options)
 
     return ends(2, train, recipe, {"resume": resume}, timeout=30)

@@ -32,10 +32,11 @@ from transformers import (
 from petune.recipe import load_recipe
 from petune.run.build import prepare
 from petune.run.folder import RunFolder
+from petune.run.loop import Loop
 from petune.run.reporting import Logged, PlainReporter
 from petune.run.signals import StopRequest
+from petune.run.step import Step
 from petune.run.train import Run, train
-from petune.run.trainer import Training
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "star", "sea", "hill", "tree", "cat", "dog", "fox", "runs", "sings")
@@ -210,12 +211,17 @@ def run(recipe: Any, listener: Listener | None = None, **options: Any) -> Run:
     return train(recipe, reporter=listener or Listener(), **options)
 
 
-def training(recipe: Mapping[str, Any]) -> Training:
+def training(recipe: Mapping[str, Any]) -> Step:
+    """The step of a recipe, set up but not taken."""
+    return Step(prepare(load_recipe(recipe)))
+
+
+def loop(recipe: Mapping[str, Any]) -> Loop:
     """The loop of a recipe, set up but not started, and its folder made."""
     settled = load_recipe(recipe)
     folder = RunFolder.of(settled)
     folder.path.mkdir(parents=True, exist_ok=True)
-    return Training(prepare(settled), folder, Logged(PlainReporter(), folder.log, folder.metrics), StopRequest())
+    return Loop(prepare(settled), folder, Logged(PlainReporter(), folder.log, folder.metrics), StopRequest())
 
 
 def newest(folder: Path) -> Path:

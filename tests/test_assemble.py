@@ -13,7 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from petune.errors import DataError, FileError, MachineError, UsageError
 from petune.methods import tuned_state
 from petune.recipe import load_recipe
-from petune.run.build import build, choose_place, prepare, rebuild
+from petune.run.build import build, choose_place, prepare
+from petune.run.finished import rebuild
 from petune.saving.tuning_record import read_record
 from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
 

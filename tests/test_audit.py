@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import petune.run.build
-import petune.run.trainer
+import petune.run.objective
+import petune.run.step
 from petune.errors import FileError, TrainingFault
 from petune.files.safetensors import is_finite
+from petune.parallel import Outputs
 from petune.run.audit import Audit, _weighted_sum, _weights, checksum, checksums
 from petune.run.build import Prepared, build
-from petune.run.evaluate import forward
-from petune.run.trainer import Training
-from tests.small_runs import METHODS, TASK, Listener, newest, run, settings, training
+from petune.run.evaluate import outputs_of
+from petune.run.loop import Loop
+from tests.small_runs import METHODS, TASK, Listener, loop, newest, run, settings
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -41,7 +42,7 @@ def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], 
         change(models[0])
         return models[0]
 
-    monkeypatch.setattr(petune.run.trainer, "build", keep)
+    monkeypatch.setattr(petune.run.step, "build", keep)
     return models
 
 
@@ -247,32 +248,32 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_lies(dtype: torch.dty
 
 
 def test_a_checkpoint_with_a_checksum_of_another_version_is_not_compared_and_says_so(tmp_path: Path):
-    resumed = training(settings(tmp_path))
-    resumed._refuse_foreign(resumed_facts := facts_of(resumed), tmp_path, ())
+    resumed = loop(settings(tmp_path))
+    resumed.saver._refuse_foreign(resumed_facts := facts_of(resumed), tmp_path, ())
     with pytest.raises(FileError, match="the base model is another one"):
-        resumed._refuse_foreign(resumed_facts | {"frozen": "2:0123456789abcdef"}, tmp_path, ())
+        resumed.saver._refuse_foreign(resumed_facts | {"frozen": "2:0123456789abcdef"}, tmp_path, ())
     assert not resumed.reporter.log.exists()
-    resumed._refuse_foreign(resumed_facts | {"frozen": "0123456789abcdef"}, tmp_path, ())
+    resumed.saver._refuse_foreign(resumed_facts | {"frozen": "0123456789abcdef"}, tmp_path, ())
     assert "NOT COMPARED WITH THE BASE" in resumed.reporter.log.read_text()
 
 
-def facts_of(loop: Training) -> dict[str, Any]:
-    """What a checkpoint of `loop` would say of itself."""
-    loop.audit = loop._audit()
-    return loop._facts()
+def facts_of(made: Loop) -> dict[str, Any]:
+    """What a checkpoint of a loop would say of itself."""
+    made.step.audit = made.step.make_audit()
+    return made.saver._facts()
 
 
 def test_labels_never_reach_the_models_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     models = caught_model(monkeypatch)
     seen: list[set[str]] = []
 
-    def watch(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def watch(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
         handle = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
         try:
-            return forward(model, batch)
+            return outputs_of(model, batch)
         finally:
             handle.remove()
 
-    monkeypatch.setattr(petune.run.build, "forward", watch)
+    monkeypatch.setattr(petune.run.objective, "outputs_of", watch)
     run(settings(tmp_path, "t5", max_steps=1, warmup=0))
     assert models and seen and all("labels" not in names for names in seen)

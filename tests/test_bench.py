@@ -1,7 +1,4 @@
-"""Measuring a recipe's step: the FLOP that are counted, what is asked for and refused; and the benchmarks beside peers on tiny models.
-
-The file is over 300 lines long because the benchmarks, which have no room of their own, are tested here too.
-"""
+"""Measuring a recipe's step: the FLOP that are counted, what is asked for and refused; and the benchmarks beside peers on tiny models."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ too; here stands the smallest case that shows each.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch.nn.functional import pad
 from petune.errors import UsageError
 from petune.methods import tuned_parameters
 from petune.models.stack import Stack
+from petune.parallel.placement import parallelize
 from petune.parallel.runner import Runner
 from tests.methods.zoo import FOUR
 from tests.parallel.harness import (
+    Answer,
     Batch,
     Case,
     assert_same,
@@ -35,7 +38,7 @@ from tests.parallel.harness import (
     rows,
     total,
 )
-from tests.parallel.harness import work as plain_work
+from tests.parallel.harness import objective as plain_objective
 from tests.parallel.plans import BACKENDS, COMPOSED, OVERLAPPED, settings_of
 from tests.pool import RankError, run
 
@@ -111,12 +114,14 @@ def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_leng
     assert_same(run(2, both)[0], oracle(this).gradients, 1e-6, "gradients", relative=1e-5)
 
 
-def _runner(model: nn.Module, this: Case, **work: Any) -> Runner:
+def _runner(model: nn.Module, this: Case, forward: Callable[[nn.Module, Batch], Tensor] = logits_of) -> Runner:
     from petune.models import family_of
     from petune.parallel.mesh import make_mesh
 
     mesh = make_mesh(this.plan, torch.device("cpu"))
-    return Runner(model, family_of(model), this.plan, mesh, replace(plain_work(this), **work), recompute=this.recompute)
+    asked = replace(plain_objective(this), forward=lambda model, batch: Answer(forward(model, batch)))
+    where = parallelize(model, family_of(model), this.plan, mesh, asked.tuned, recompute=this.recompute)
+    return Runner(where, asked)
 
 
 # ------------------------------------------------------------------ generation guessed from the presence of a cache

@@ -135,7 +135,7 @@ def test_unpickling_beneath_petune_is_noticed_in_every_test(unpickled: list[str]
     ForkingPickler.loads(pickled)
     assert unpickled == []
     commit_folder(tmp_path / "new", lambda work: ForkingPickler.loads(pickled), False, ())
-    assert len(unpickled) == 1 and "pathlib" in unpickled[0] and "folders.py" in unpickled[0]
+    assert len(unpickled) == 1 and "pathlib" in unpickled[0] and "atomic.py" in unpickled[0]
     unpickled.clear()
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import petune.run.trainer
+import petune.run.loop
 from petune.errors import FileError, Stopped, TrainingFault
 from petune.files.lock import RunLock
 from petune.files.manifest import seal_folder
 from petune.run.checkup import check_up
 from petune.run.finished import load_run
-from petune.run.trainer import Training
+from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.small_runs import going_wrong, run, settings, snapshot, terminate_at
 
@@ -62,14 +62,14 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
 ) -> None:
     """Evaluations at 2 and 4, each better than the one before. Going back to 3, it ends before it saves again."""
     left = iter(range(99, 0, -1))
-    monkeypatch.setattr(petune.run.trainer, "evaluate", lambda *_: {"loss": float(next(left))})
+    monkeypatch.setattr(petune.run.loop, "evaluate", lambda *_: {"loss": float(next(left))})
     recipe = settings(tmp_path, eval_every=2, save_every=1, keep=keep)
     with pytest.raises(Stopped):
         run(recipe, terminate_at(4))
     folder = tmp_path / "run"
     assert (folder / "best").read_text().startswith("checkpoints/step-4\n")
     with monkeypatch.context() as patch, pytest.raises(TrainingFault):
-        patch.setattr(Training, "step", failing)
+        patch.setattr(Step, "take", failing)
         run(recipe, resume=folder / "checkpoints" / "step-3")
     found = check_up(folder)
     assert found.problems == [] and dict(found.facts).get("best") == best
@@ -77,7 +77,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
     assert run(recipe, resume=True).summary["best_step"] == 6
 
 
-def failing(self: Training) -> None:
+def failing(self: Step) -> None:
     raise TrainingFault("it ends here")
 
 

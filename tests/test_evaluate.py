@@ -16,20 +16,20 @@ from petune.methods import without_tuning
 from petune.methods.targets import head_modules
 from petune.models import family_of
 from petune.run.evaluate import Batch, batches, evaluate, forward, head_only, scoring, shortcomings, undecided
-from petune.run.trainer import Training
+from petune.run.step import Step
 from petune.tasks import Example, pad_token_id
 from tests.small_runs import TASK, settings, training, write_model
 
 
-def scored(made: Training, size: int) -> dict[str, float]:
+def scored(made: Step, size: int) -> dict[str, float]:
     with scoring(made.model):
         return evaluate(
-            made.runner.logits, made._batches(made.prepared.encoded.eval, size), made.task.name, made.prepared.rows.labels or ()
+            made.runner.logits, made.batches(made.prepared.encoded.eval, size), made.prepared.task.name, made.prepared.rows.labels or ()
         )
 
 
-def plain(made: Training, rows: Sequence[Example], size: int) -> Iterator[Batch]:
-    return batches(rows, size, made.task.name, pad_token_id(made.tokenizer))
+def plain(made: Step, rows: Sequence[Example], size: int) -> Iterator[Batch]:
+    return batches(rows, size, made.prepared.task.name, pad_token_id(made.prepared.tokenizer))
 
 
 @pytest.mark.parametrize("family", TASK)
@@ -83,7 +83,7 @@ def test_the_mode_is_put_back_when_a_stop_is_asked_for(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt), scoring(made.model):
         assert not made.model.training
-        evaluate(made.runner.logits, made._batches(made.prepared.encoded.eval, 2), "causal", (), check=stop)
+        evaluate(made.runner.logits, made.batches(made.prepared.encoded.eval, 2), "causal", (), check=stop)
     assert made.model.training
 
 

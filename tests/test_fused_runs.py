@@ -92,7 +92,7 @@ def test_blocks_of_a_run_are_fused_and_keep_what_the_recipe_says(family: str, ch
     blocks = [module for module in made.model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == (4 if family in ("bart", "t5") else 2)
     made.audit = Audit(made.tuned, {})
-    made.step()
+    made.take()
     assert {block.spec.rung for block in blocks} == {rung}
     assert not any(block.spec.said for block in blocks)
 

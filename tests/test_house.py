@@ -1,7 +1,7 @@
 """The walls of the house: who may import whom, what nobody may call, how large a file grows, what is shipped.
 
-Each rule is a function from source to complaints, tried first on a source that breaks it: a rule that cannot fail guards nothing. The
-file is a few lines long because every rule stands beside its proof.
+Each rule is a function from source to complaints, tried first on a source that breaks it: a rule that cannot
+fail guards nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +63,28 @@ VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 ABOUT_BANNED_THINGS: dict[str, set[str]] = {"tests/methods/test_merging.py": {"pickle"}}
 
 LONG = 300  # lines of a file
+# Files past it. Before a name is added here: are there two ideas in the file?
+LONG_FILES = (
+    "petune/estimate/forecast.py",
+    "petune/files/safetensors.py",
+    "petune/kernels/block/attention.py",
+    "petune/kernels/cuda_graphs.py",
+    "petune/kernels/memory/offloaded_adamw.py",
+    "petune/kernels/memory/policy.py",
+    "petune/kernels/triton/attention.py",
+    "petune/models/stack.py",
+    "petune/parallel/launch/launcher.py",
+    "petune/parallel/launch/process_group.py",
+    "petune/parallel/plan.py",
+    "petune/parallel/runner.py",
+    "petune/parallel/tensor/overlap.py",
+    "petune/profiling/throughput.py",
+    "petune/rng/dropout.py",
+    "petune/run/snapshot.py",
+    "petune/saving/checkpoint.py",
+    "petune/saving/export.py",
+    "petune/saving/peft.py",
+)
 NAME = 80  # characters of a test's name
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt|mnt|data)/[\w.-]+|[A-Z]:\\Users")
 
@@ -155,10 +177,10 @@ def undocumented(tree: ast.Module) -> list[str]:
     return ([] if ast.get_docstring(tree) else ["the module"]) + missing
 
 
-def unexcused(source: str, tree: ast.Module) -> bool:
-    """Whether a source is past LONG lines and its module docstring does not say why."""
-    doc = ast.get_docstring(tree) or ""
-    return source.count("\n") > LONG and not re.search(r"\b(long|lines)\b", doc)
+def length_complaints(lengths: Mapping[str, int], allowed: Iterable[str]) -> list[str]:
+    """Files past LONG lines that nobody has allowed, and files that are allowed more than they need."""
+    longer = [f"{name} has {count} lines" for name, count in lengths.items() if count > LONG and name not in allowed]
+    return longer + [f"{name} needs no exception" for name in allowed if lengths.get(name, 0) <= LONG]
 
 
 def imports_of_tests(tree: ast.AST) -> list[str]:
@@ -240,10 +262,9 @@ def test_what_only_looks_banned_is_fine(source: str) -> None:
     assert banned(ast.parse(source)) == []
 
 
-def test_a_long_file_needs_a_reason_and_a_public_name_a_docstring() -> None:
-    for doc, guilty in (("Idea.", True), ("Idea. The file is long because of it.", False)):
-        source = f'"""{doc}"""\n' + "x = 1\n" * LONG
-        assert unexcused(source, ast.parse(source)) is guilty
+def test_a_long_file_needs_an_exception_and_a_public_name_a_docstring() -> None:
+    assert length_complaints({"a": LONG + 1, "b": LONG}, ["b"]) == [f"a has {LONG + 1} lines", "b needs no exception"]
+    assert length_complaints({"a": LONG + 1, "b": LONG}, ["a"]) == []
     assert undocumented(ast.parse("def f(): ...\nclass _C: ...")) == ["the module", "f"]
 
 
@@ -312,9 +333,9 @@ def test_everything_public_is_documented() -> None:
     assert complaints(SOURCE, lambda path: undocumented(parsed(path))) == []
 
 
-def test_a_long_file_says_why() -> None:
-    found = [name_of(path) for path in SOURCE if unexcused(path.read_text(), parsed(path))]
-    assert found == [], f"over {LONG} lines: say why in the module docstring, or find the two ideas in it"
+def test_no_file_is_long_without_an_exception() -> None:
+    lengths = {name_of(path): path.read_text().count("\n") for path in SOURCE}
+    assert length_complaints(lengths, LONG_FILES) == [], "are there two ideas in it? Else LONG_FILES"
 
 
 def test_files_are_named_after_their_idea() -> None:

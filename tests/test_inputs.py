@@ -157,7 +157,7 @@ def test_the_readme_of_a_run_says_what_few_rows_show_and_resume_keeps_its_name(m
 @pytest.mark.parametrize(("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)])
 def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = iter(losses)
-    monkeypatch.setattr("petune.run.trainer.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
+    monkeypatch.setattr("petune.run.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best
 

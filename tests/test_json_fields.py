@@ -25,9 +25,9 @@ from petune.files.json_fields import Digest, Fields, MapOf, Number, OneOf, Row, 
 from petune.files.manifest import MANIFEST, seal_folder
 from petune.run.evaluate import shortcomings
 from petune.run.finished import load_run
-from petune.run.trainer import Training
+from petune.run.loop import Loop
 from petune.saving import checkpoint
-from tests.small_runs import newest, run, settings, training
+from tests.small_runs import loop, newest, run, settings
 
 ABSENT = object()
 VALUES: dict[str, Any] = {
@@ -146,21 +146,21 @@ def test_a_changed_field_of_a_tuned_folder_is_refused_or_changes_nothing(
 
 
 @pytest.fixture(scope="module")
-def resumed(place: Path) -> Training:
-    return training(settings(place, "bert", "lora", max_steps=2, warmup=0))
+def resumed(place: Path) -> Loop:
+    return loop(settings(place, "bert", "lora", max_steps=2, warmup=0))
 
 
 # Sealed numbers of a report: another number in the place of one is seen by nobody.
 REPORTED = ("tokens", "seconds", "before", "head_only", "first_loss", "last_loss", "scores", "best_scores")
 
 
-def restored(made: Training, path: Path) -> Any:
+def restored(made: Loop, path: Path) -> Any:
     """What resuming from a checkpoint gives: the progress that decides anything, what is tuned, the optimizer's options and moments."""
-    made._restore(path, ())
+    made.saver.restore(path, ())
     steering = {key: value for key, value in vars(made.progress).items() if key not in REPORTED}
-    moments = [value for state in made.optimizer.state.values() for value in state.values()]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in made.optimizer.param_groups]
-    return repr(steering), tuple(value.detach().clone() for value in made.tuned.values()), tuple(moments), repr(options)
+    moments = [value for state in made.step.optimizer.state.values() for value in state.values()]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in made.step.optimizer.param_groups]
+    return repr(steering), tuple(value.detach().clone() for value in made.step.tuned.values()), tuple(moments), repr(options)
 
 
 def seal_checkpoint(path: Path, manifest: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def seal_checkpoint(path: Path, manifest: dict[str, Any]) -> None:
 @EVERY
 @pytest.mark.parametrize("file", ["manifest.json", "state.json"])
 def test_a_changed_field_of_a_checkpoint_is_refused_or_changes_nothing(
-    file: str, every: int, place: Path, resumed: Training, tmp_path: Path
+    file: str, every: int, place: Path, resumed: Loop, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-2"
     shutil.copytree(newest(place / "run"), path)
@@ -215,7 +215,7 @@ def entry_of(content: bytes) -> dict[str, Any]:
     ],
 )
 def test_a_sealed_progress_that_contradicts_itself_is_refused(
-    change: dict[str, Any], says: str, place: Path, resumed: Training, tmp_path: Path
+    change: dict[str, Any], says: str, place: Path, resumed: Loop, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-2"
     shutil.copytree(newest(place / "run"), path)
@@ -223,10 +223,10 @@ def test_a_sealed_progress_that_contradicts_itself_is_refused(
     manifest["facts"]["progress"] |= change
     seal_checkpoint(path, manifest)
     with pytest.raises(FileError, match=says):
-        resumed._restore(path, ())
+        resumed.saver.restore(path, ())
 
 
-def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, resumed: Training, tmp_path: Path) -> None:
+def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, resumed: Loop, tmp_path: Path) -> None:
     path = tmp_path / "step-99"
     shutil.copytree(newest(place / "run"), path)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -234,7 +234,7 @@ def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, r
     seal_checkpoint(path, manifest)
     checkpoint.verify(path)
     with pytest.raises(FileError, match=r"is beyond the end of the run[\s\S]*at most 2, found 99"):
-        resumed._restore(path, ())
+        resumed.saver.restore(path, ())
 
 
 @EVERY

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import petune.run.build
-import petune.run.trainer
+import petune.run.loop
+import petune.run.objective
+import petune.run.step
 from petune.errors import FileError, MachineError, RecipeError, TrainingFault, UsageError
+from petune.parallel import Outputs
 from petune.run.audit import Audit
-from petune.run.evaluate import forward
-from petune.run.trainer import Training
+from petune.run.evaluate import forward, outputs_of
+from petune.run.step import Step
 from petune.saving import checkpoint
 from petune.tasks import Example, count, loss_sum
 from tests.small_runs import METHODS, TASK, WORDS, Listener, going_wrong, newest, numbers, run, settings, state_of, training, write_model
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 ALL = [(family, method) for family in TASK for method in METHODS]
 
 
-def quiet_training(place: Path, family: str, method: str, **changes: Any) -> Training:
+def quiet_training(place: Path, family: str, method: str, **changes: Any) -> Step:
     """A set-up loop without any dropout, its tuned tensors moved away from where they begin so that each has a gradient."""
     if not (place / family).exists():
         write_model(place / family, family)
@@ -44,7 +46,7 @@ def quiet_training(place: Path, family: str, method: str, **changes: Any) -> Tra
     return made
 
 
-def gradients(made: Training) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(made: Step) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the first step, by the loop's own passes."""
     micro = made.micro_batches(0)
     total = sum(count(batch, made.weights) for batch in micro)
@@ -82,7 +84,7 @@ def test_sixteen_rows_at_once_and_one_by_one_make_the_same_step_in_float64(famil
         value.grad = None
     assert abs(loss - again) < 1e-12
     assert_close(found, expected, 1e-12)
-    records = [made[name].step() for name in ("16x1", "1x16")]
+    records = [made[name].take() for name in ("16x1", "1x16")]
     assert abs(records[0]["loss"] - records[1]["loss"]) < 1e-12
     assert abs(records[0]["grad_norm"] - records[1]["grad_norm"]) < 1e-9
     assert_close(dict(made["1x16"].tuned), dict(made["16x1"].tuned), 1e-11)
@@ -100,12 +102,12 @@ def test_accumulation_changes_nothing_beyond_rounding_in_float32(family: str, tm
 def test_the_loss_of_a_step_is_the_mean_over_all_its_trained_tokens(family: str, tmp_path: Path):
     made = quiet_training(tmp_path, family, "lora", batch_size=3, accumulate=4)
     summed = tokens = 0.0
-    for index in petune.run.trainer.units_of_step(0, made.steps, made.recipe.seed):
+    for index in petune.run.step.units_of_step(0, made.steps, made.recipe.seed):
         example = made.units[index]
         assert isinstance(example.labels, list)
         theirs = made.model(input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])).loss  # transformers' own
         summed, tokens = summed + theirs.item() * example.trained, tokens + example.trained
-    assert made.step()["loss"] == pytest.approx(summed / tokens, abs=1e-5)
+    assert made.take()["loss"] == pytest.approx(summed / tokens, abs=1e-5)
 
 
 def test_class_weights_weigh_the_mean_and_balanced_ones_come_from_the_rows(tmp_path: Path):
@@ -122,7 +124,7 @@ def test_class_weights_weigh_the_mean_and_balanced_ones_come_from_the_rows(tmp_p
         weights = torch.tensor(wanted)[batch["labels"]]
         each = nn.functional.cross_entropy(forward(made.model, batch), batch["labels"], reduction="none")
         losses.append(((each * weights).sum().item(), weights.sum().item()))
-    assert made.step()["loss"] == pytest.approx(sum(loss for loss, _ in losses) / sum(weight for _, weight in losses), abs=1e-5)
+    assert made.take()["loss"] == pytest.approx(sum(loss for loss, _ in losses) / sum(weight for _, weight in losses), abs=1e-5)
 
 
 def test_packed_rows_have_the_loss_and_gradients_of_unpacked_ones(tmp_path: Path):
@@ -155,9 +157,9 @@ def test_the_gradient_is_clipped_to_the_norm_and_the_record_has_the_norm_before(
         inner()
 
     clipped.optimizer.step = step  # type: ignore[method-assign]
-    assert clipped.step()["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert clipped.take()["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert kept["norm"] == pytest.approx(1e-3, rel=1e-3)
-    assert free.step()["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert free.take()["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_last_step_of_an_epoch_takes_the_rows_that_are_left(tmp_path: Path):
@@ -237,11 +239,13 @@ def spoil_call(monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[to
     """Let `spoil` change the logits of the training pass `number` (from 1)."""
     calls = iter(range(1, 10_000))
 
-    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = forward(model, batch)
-        return spoil(logits) if model.training and next(calls) == number else logits
+    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
+        outputs = outputs_of(model, batch)
+        if model.training and next(calls) == number:
+            outputs.logits = spoil(outputs.logits)
+        return outputs
 
-    monkeypatch.setattr(petune.run.build, "forward", spoiled)
+    monkeypatch.setattr(petune.run.objective, "outputs_of", spoiled)
 
 
 def infinite_gradient(logits: torch.Tensor) -> torch.Tensor:
@@ -281,13 +285,13 @@ def test_a_non_finite_value_ends_the_run_before_the_update_and_names_step_and_ro
 def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     passes = iter(range(1, 10_000))
 
-    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = forward(model, batch)
-        return (
-            logits * math.nan if not model.training and next(passes) > 3 * 5 else logits
-        )  # five passes an evaluation: the base, step 1, step 2, then NaN
+    def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
+        outputs = outputs_of(model, batch)
+        if not model.training and next(passes) > 3 * 5:  # five an evaluation: the base, step 1, step 2, then NaN
+            outputs.logits = outputs.logits * math.nan
+        return outputs
 
-    monkeypatch.setattr(petune.run.build, "forward", spoiled)
+    monkeypatch.setattr(petune.run.objective, "outputs_of", spoiled)
     with pytest.raises(TrainingFault, match="not finite") as caught:
         run(settings(tmp_path, eval_every=1))
     assert caught.value.code == 7
@@ -300,7 +304,7 @@ def test_a_non_finite_loss_leaves_the_weights_in_memory_as_they_were(tmp_path: P
     before = {name: value.detach().clone() for name, value in made.tuned.items()}
     spoil_call(monkeypatch, 2, SPOILS["loss"])
     with pytest.raises(TrainingFault):
-        made.step()
+        made.take()
     assert all(torch.equal(value, before[name]) for name, value in made.tuned.items())
 
 
@@ -308,20 +312,20 @@ def test_a_step_whose_labels_are_all_masked_is_an_error_and_never_a_loss_of_zero
     made = quiet_training(tmp_path, "llama", "lora")
     made.units = [Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length) for unit in made.units]
     with pytest.raises(TrainingFault, match="masked") as caught:
-        made.step()
+        made.take()
     assert caught.value.code == 7
     assert made.progress.step == 0
 
 
 def test_a_masked_row_among_others_counts_for_nothing(tmp_path: Path):
     made = quiet_training(tmp_path, "llama", "lora", batch_size=1, accumulate=4)
-    first = petune.run.trainer.units_of_step(0, made.steps, 0)[0]
+    first = petune.run.step.units_of_step(0, made.steps, 0)[0]
     unit = made.units[first]
     made.units[first] = Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length)
     other = [batch for batch in made.micro_batches(0) if count(batch)]
     assert len(other) == 3
     expected = sum(float(loss_sum(forward(made.model, batch), batch, "causal")[0]) for batch in other) / sum(map(count, other))
-    assert made.step()["loss"] == pytest.approx(expected, abs=1e-5)
+    assert made.take()["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +360,7 @@ def test_out_of_memory_in_the_optimizer_is_said_so(tmp_path: Path, monkeypatch: 
 
 
 def test_out_of_memory_in_an_evaluation_is_said_so_with_its_own_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(petune.run.trainer, "evaluate", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(petune.run.loop, "evaluate", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     with pytest.raises(MachineError, match="out of memory in the evaluation") as caught:
         run(settings(tmp_path))
     assert "eval_batch_size=1" in str(caught.value)
@@ -398,7 +402,7 @@ def script_scores(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float
     def scored(*args: Any, **kwargs: Any) -> dict[str, float]:
         return {"loss": 1.0, name: next(left, values[-1])}
 
-    monkeypatch.setattr(petune.run.trainer, "evaluate", scored)
+    monkeypatch.setattr(petune.run.loop, "evaluate", scored)
 
 
 @pytest.mark.parametrize(

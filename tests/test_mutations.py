@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from petune.models import attention
 from petune.models.stack import Stack
-from petune.parallel import runner
+from petune.parallel import placement, runner
 from petune.parallel.collectives import gather_seq, gather_shared
 from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
@@ -328,13 +328,13 @@ def test_recomputing_draws_what_was_drawn(fails: Fails) -> None:
 
 def test_a_norm_that_begins_to_train_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own sequence parallelism makes norms anew and so unfreezes them."""
-    plain = runner.cross
+    plain = placement.cross
 
     def unfreezing(model: nn.Module, *rest: Any) -> None:
         plain(model, *rest)
         model.get_parameter("model.norm.weight").requires_grad_(True)
 
-    monkeypatch.setattr(runner, "cross", unfreezing)
+    monkeypatch.setattr(placement, "cross", unfreezing)
     with pytest.raises(RankError, match="changed what trains"):
         check(cell("llama-causal", "lora", "galaxy"))
 

@@ -20,13 +20,14 @@ import pytest
 import torch
 
 import petune.run.build
+import petune.run.saver
+import petune.run.step
 import petune.run.train
-import petune.run.trainer
 from petune.errors import DistributedError, MachineError, Stopped, TrainingFault
 from petune.parallel.launch import process_group
 from petune.parallel.runner import Runner
 from petune.run.build import build
-from petune.run.trainer import Training
+from petune.run.loop import Loop
 from petune.saving import checkpoint
 from tests.group_pool import (
     assert_same_but_for_rounding,
@@ -281,14 +282,14 @@ def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path, a
     recipe = small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])
 
     def in_evaluation(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        evaluate = Training.evaluate
+        evaluate = Loop.evaluate
 
-        def told(self: Training) -> dict[str, float]:
+        def told(self: Loop) -> dict[str, float]:
             if self.progress.step == 2 and process_group.started()[0] == 1:
                 terminate()
             return evaluate(self)
 
-        Training.evaluate = told  # type: ignore[method-assign]
+        Loop.evaluate = told  # type: ignore[method-assign]
         run(recipe, **options)
 
     found = ends(2, in_evaluation, recipe, {})
@@ -338,7 +339,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
         model.get_submodule("model.layers.1.mlp.up_proj").update = lambda x: torch.zeros(())  # type: ignore[assignment]
         return model
 
-    monkeypatch.setattr(petune.run.trainer, "build", disconnected)
+    monkeypatch.setattr(petune.run.step, "build", disconnected)
     found = ends(2, train_as_a_rank, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     for end in found:
@@ -349,7 +350,7 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
 @pytest.mark.parametrize("plan", SOME)
 def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Path):
     def move() -> None:
-        petune.run.trainer.Audit.check_frozen = moved(petune.run.trainer.Audit.check_frozen)  # type: ignore[method-assign]
+        petune.run.step.Audit.check_frozen = moved(petune.run.step.Audit.check_frozen)  # type: ignore[method-assign]
 
     def moved(check: Callable[[Any], None]) -> Callable[[Any], None]:
         def checked(self: Any) -> None:

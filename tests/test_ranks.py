@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import petune.run.distributed
+import petune.run.job
 import petune.run.train
 from petune.errors import UsageError
 from petune.recipe import load_recipe
@@ -196,14 +197,14 @@ PATCH = """
 import os
 first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not os.environ.keys() & {{"PETUNE_GENERATION", "PETUNE_SPARE"}}
 if os.environ.get("RANK") == "{rank}" and first:
-    import petune.run.trainer as loop
+    import petune.run.step as module
     from petune.errors import DataError
-    step = loop.Training.step
+    step = module.Step.take
     def spoilt(self):
         if self.progress.step + 1 == {step}:
             {act}
         return step(self)
-    loop.Training.step = spoilt
+    module.Step.take = spoilt
 """
 
 
@@ -361,4 +362,4 @@ def test_a_rank_that_replaces_one_goes_on_whatever_the_clock_says(
     folder = RunFolder(tmp_path, load_recipe())
     (tmp_path / "resolved.yaml").write_text("# run\n")
     os.utime(tmp_path / "resolved.yaml", (1, 1))
-    assert petune.run.distributed.going_on(folder, since=1000.0) is goes_on
+    assert petune.run.job.going_on(folder, since=1000.0) is goes_on

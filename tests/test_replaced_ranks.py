@@ -26,8 +26,8 @@ import petune.run.build
 from petune.errors import DataError, DistributedError, Stopped
 from petune.parallel.launch import orders, process_group
 from petune.parallel.runner import Runner
+from petune.run.step import Step
 from petune.run.train import train
-from petune.run.trainer import Training
 from tests.forked_launch import Forks, note_loads
 from tests.forked_launch import forks as forks
 from tests.group_pool import ranks
@@ -69,14 +69,14 @@ def assert_same(recipe: dict[str, Any], world: int = 2) -> None:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, acts: dict[tuple[int, int, int], Callable[[], Any]]) -> None:
     """Let ranks do something: (generation, rank, step) -> what, before that step."""
-    step = Training.step
+    step = Step.take
 
-    def watched(self: Training) -> dict[str, Any]:
+    def watched(self: Step) -> dict[str, Any]:
         if act := acts.get((process_group.restarted(), process_group.started()[0], self.progress.step + 1)):
             act()
         return step(self)
 
-    monkeypatch.setattr(Training, "step", watched)
+    monkeypatch.setattr(Step, "take", watched)
 
 
 def die() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 import petune.run.train
 from petune.errors import FileError, MachineError, RecipeError, Stopped, UsageError
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.saving import checkpoint
 from tests.small_runs import (
     METHODS,
@@ -119,12 +119,12 @@ def stop_in_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         wanted["seen"] += not model.training
         if not model.training and wanted["seen"] == wanted["at"]:
             os.kill(os.getpid(), signal.SIGTERM)
-        return forward(model, batch)
+        return outputs_of(model, batch)
 
     def arm(at: int) -> None:
         wanted.update(at=at, seen=0)
 
-    monkeypatch.setattr("petune.run.build.forward", counted)
+    monkeypatch.setattr("petune.run.objective.outputs_of", counted)
     return arm
 
 

@@ -305,7 +305,7 @@ def test_runs_killed_at_a_thousand_random_calls_end_as_one_that_was_not(place: P
 
 
 def test_a_run_that_prepares_holds_its_folder_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from petune.run import train as training
+    from petune.run import rank as training
 
     recipe, prepare, refused = settings(tmp_path), training.prepare, []
 

@@ -21,7 +21,7 @@ import petune
 from petune.errors import FileError, TrainingFault, UsageError
 from petune.files.hashes import FileHashes
 from petune.recipe import load_recipe
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.run.folder import environment
 from petune.run.train import load_run
 from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
@@ -120,7 +120,13 @@ def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(tmp_path
     log = (finished.folder / "run.log").read_text()
     assert all(line in log for line in [*listener.lines, *listener.notes, *listener.closing])
     assert "Traceback" not in log
-    monkeypatch.setattr("petune.run.build.forward", lambda model, batch: forward(model, batch) * (math.nan if model.training else 1))
+
+    def spoilt(model: torch.nn.Module, batch: Any) -> Any:
+        outputs = outputs_of(model, batch)
+        outputs.logits = outputs.logits * (math.nan if model.training else 1)
+        return outputs
+
+    monkeypatch.setattr("petune.run.objective.outputs_of", spoilt)
     with pytest.raises(TrainingFault):
         run(settings(tmp_path, out="bad"))
     log = (tmp_path / "bad" / "run.log").read_text()
@@ -405,7 +411,7 @@ def test_a_base_that_cannot_be_hashed_costs_the_hash_and_not_the_run(tmp_path: P
         def result(self) -> dict[str, str]:
             raise FileError("has changed while it was hashed", where="model.safetensors")
 
-    monkeypatch.setattr("petune.run.trainer.FileHashes", Failing)
+    monkeypatch.setattr("petune.run.tuned_files.FileHashes", Failing)
     listener = Listener()
     finished = run(settings(tmp_path, max_steps=1, warmup=0), listener)
     assert any("STORES NO HASH" in line and "model.safetensors" in line for line in listener.notes)

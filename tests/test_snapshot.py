@@ -22,7 +22,7 @@ from petune.parallel.launch import process_group
 from petune.recipe import load_recipe
 from petune.run.snapshot import Snapshots, age
 from petune.run.state import write_packed
-from petune.run.trainer import Training
+from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.group_pool import assert_same_but_for_rounding, ends
 from tests.planned_runs import PLANS, small, trained
@@ -171,13 +171,13 @@ def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Pat
     draw, taken_up = random.Random(5), 0
 
     def train(recipe: dict[str, Any], after_s: float) -> None:
-        audit = Training._audit
+        audit = Step.make_audit
 
-        def armed(self: Training) -> Any:
+        def armed(self: Step) -> Any:
             threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
             return audit(self)
 
-        Training._audit = armed  # type: ignore[method-assign]
+        Step.make_audit = armed  # type: ignore[method-assign]
         run(recipe)
 
     for at in range(40):
@@ -198,15 +198,15 @@ def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path
     recipe |= {"parallel": PLANS[plan], "snapshot_every": 1, "timeout": 5}
 
     def train(recipe: dict[str, Any]) -> None:
-        step = Training.step
+        step = Step.take
 
-        def watched(self: Training) -> dict[str, Any]:
+        def watched(self: Step) -> dict[str, Any]:
             if process_group.started()[0] == 1 and self.progress.step == 3:
                 wait_for(lambda: "step-2" in snapshots_of(tmp_path / "run") or "step-3" in snapshots_of(tmp_path / "run"))
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self)
 
-        Training.step = watched  # type: ignore[method-assign]
+        Step.take = watched  # type: ignore[method-assign]
         run(recipe)
 
     found = ends(2, train, recipe)
@@ -296,19 +296,19 @@ def test_a_damaged_snapshot_is_passed_over_aloud(tmp_path: Path):
 def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     straight = run(settings(tmp_path, save_every=2, out="straight"))
     recipe = settings(tmp_path, save_every=2, snapshot_every=1)
-    step = Training.step
+    step = Step.take
 
-    def moving(self: Training) -> dict[str, Any]:
+    def moving(self: Step) -> dict[str, Any]:
         if self.progress.step == 2:
             with torch.no_grad():
                 next(iter(self.audit.frozen.values())).add_(1)
         if self.progress.step == 3:
-            self.snapshots.begin()
+            self.keeper.begin()
             wait_for(lambda: "step-3" in snapshots_of(tmp_path / "run"))
         return step(self)
 
     with monkeypatch.context() as patched, pytest.raises(TrainingFault, match="is frozen but has changed"):
-        patched.setattr(Training, "step", moving)
+        patched.setattr(Step, "take", moving)
         run(recipe)
     assert "aside-step-3" in snapshots_of(tmp_path / "run") and "step-3" not in snapshots_of(tmp_path / "run")
     listener = Listener()

@@ -16,7 +16,7 @@ from petune.parallel.runner import Runner
 from petune.recipe import load_recipe
 from petune.run.progress import Progress
 from petune.run.spikes import IN_A_ROW, LEAST, SpikeRule, limit, outside
-from petune.run.trainer import Training
+from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.group_pool import assert_same_state, ends
 from tests.planned_runs import PLANS
@@ -70,10 +70,10 @@ def recipe_of(place: Path, **changes: Any) -> dict[str, Any]:
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int = 0) -> None:
     """Let the gradients of these steps be a thousand times too large, on one rank; every step draws from torch's generator."""
-    complete, step = Runner._complete, Training.step
+    complete, step = Runner._complete, Step.take
     now = {"step": 0}
 
-    def watched(self: Training) -> dict[str, Any]:
+    def watched(self: Step) -> dict[str, Any]:
         now["step"] = self.progress.step + 1
         return step(self)
 
@@ -85,27 +85,27 @@ def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int =
                 if value.grad is not None:
                     value.grad.mul_(1000)
 
-    monkeypatch.setattr(Training, "step", watched)
+    monkeypatch.setattr(Step, "take", watched)
     monkeypatch.setattr(Runner, "_complete", spoil)
 
 
 def left_out(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], passes: bool) -> None:
     """Let a run have no rows in these steps: it goes forward and backward there or not, and changes nothing."""
-    step, update = Training.step, Training._update
+    step, update = Step.take, Step._update
 
-    def without(self: Training) -> dict[str, Any]:
+    def without(self: Step) -> dict[str, Any]:
         if self.progress.step + 1 not in steps or passes:
             return step(self)
         self.progress.step += 1
         return {"step": self.progress.step, "epoch": 0, "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "tokens": 0, "tokens_per_s": 0}
 
-    def updated(self: Training) -> None:
+    def updated(self: Step) -> None:
         torch.rand(1)
         if self.progress.step + 1 not in steps:
             update(self)
 
-    monkeypatch.setattr(Training, "step", without)
-    monkeypatch.setattr(Training, "_update", updated)
+    monkeypatch.setattr(Step, "take", without)
+    monkeypatch.setattr(Step, "_update", updated)
 
 
 def same_end(found: Path, expected: Path) -> None:

@@ -1,4 +1,4 @@
-"""The stack in place of a module list: same names, same numbers, one call for all blocks."""
+"""The stack in place of a module list: same names, same numbers, one port for each block."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from petune.errors import UsageError
 from petune.models import family_of
 from petune.models.spec import find_sites, stack_paths
 from petune.models.stack import Stack, disown_stacks, own_stacks
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, ZOO, assert_same_gradients, batch, gradients, prompt, tiny
+
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
 
 
 def owned(name: str, **changes: Any) -> Any:
@@ -43,18 +46,176 @@ def test_names_and_state_dict_do_not_change(name: str) -> None:
     assert find_sites(model, family_of(model))  # type: ignore[arg-type]
 
 
-def test_a_stack_iterates_as_one_block_and_is_indexed_as_its_blocks() -> None:
+def test_a_stack_iterates_as_its_blocks_and_is_indexed_as_them() -> None:
     base = tiny("llama-causal", num_hidden_layers=3)
     blocks = list(base.model.layers)
     stack = own_stacks(base, family_of(base))["decoder"]  # type: ignore[arg-type]
     assert base.model.layers is stack
-    assert list(stack) == [stack]
-    assert list(stack[:3]) == [stack]
     assert stack.blocks == blocks
-    assert len(stack) == 3
+    assert len(stack) == len(list(stack)) == len(stack[:3]) == 3
+    for port, block in zip(stack, blocks, strict=True):
+        assert isinstance(port, type(block)) and isinstance(port, nn.Module)
+        assert port.self_attn is block.self_attn
+        assert list(port.state_dict()) == list(block.state_dict())
+        port.seen = True  # type: ignore[assignment]
+        assert block.seen
     assert [stack[0], stack[1], stack[-1]] == [blocks[0], blocks[1], blocks[2]]
     with pytest.raises(IndexError):
         stack[3]
+
+
+def test_a_loop_that_leaves_early_computes_what_the_plain_list_did() -> None:
+    base, model = tiny("llama-causal", num_hidden_layers=3), owned("llama-causal", num_hidden_layers=3)
+    for one in (base, model):
+        one.config.num_hidden_layers = one.model.config.num_hidden_layers = 2
+    inputs: dict[str, Any] = batch("llama-causal") | {"use_cache": False}
+    assert torch.equal(model(**inputs).logits, base(**inputs).logits)
+    assert gradients(model, inputs)[1].keys() == gradients(base, inputs)[1].keys()
+
+
+class Halves:
+    """Edges inside of which hidden states and their masks are of one row only; counts what it was asked."""
+
+    def __init__(self, rows: slice) -> None:
+        self.rows, self.asked = rows, []
+
+    def begin(self, stack: Stack, carry: Any, here: Any) -> Any:
+        self.whole = carry["hidden_states"]
+        return {**carry, "hidden_states": self.whole[self.rows]}, here
+
+    def argument(self, stack: Stack, name: str, value: torch.Tensor, here: Any) -> torch.Tensor:
+        self.asked.append(name)
+        return value[self.rows] if len(value) == len(self.whole) else value
+
+    def leave(self, hidden: torch.Tensor, here: Any) -> torch.Tensor:
+        whole = torch.zeros_like(self.whole)
+        whole[self.rows] = hidden
+        return whole
+
+
+def test_edges_lie_one_inside_the_other_and_each_tensor_passes_them_once() -> None:
+    mixed = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2} | SLIDING
+    base, model = tiny("qwen2-causal", **mixed), owned("qwen2-causal", **mixed)
+    outer, inner = Halves(slice(1, 3)), Halves(slice(1, 2))
+    model.model.layers.edges += [outer, inner]
+    inputs: dict[str, Any] = {**batch("qwen2-causal"), "use_cache": False}
+    inputs.pop("labels")
+    found, expected = model.model(**inputs)[0], base.model(**inputs)[0]
+    torch.testing.assert_close(found[2], expected[2])
+    assert not torch.equal(found[1], expected[1])
+    for edges in (outer, inner):
+        assert sorted(edges.asked) == ["attention_mask"] * 2 + ["position_embeddings"] * 2 + ["position_ids"]
+
+
+def loops_otherwise(model: Any, loop: Any) -> None:
+    """Let the decoder run its blocks by another loop."""
+
+    def forward(input_ids: torch.Tensor, **others: Any) -> Any:
+        hidden = model.model.embed_tokens(input_ids)
+        angles = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        hidden = loop(model.model.layers, hidden, angles)
+        return BaseModelOutputWithPast(last_hidden_state=model.model.norm(hidden))
+
+    model.model.forward = forward
+
+
+def test_a_loop_that_calls_no_port_is_refused() -> None:
+    model = owned("llama-causal")
+    loops_otherwise(
+        model, lambda layers, hidden, angles: layers[1](layers[0](hidden, position_embeddings=angles), position_embeddings=angles)
+    )
+    with pytest.raises(UsageError, match="LlamaModel calls no element of its list of blocks"):
+        model(**batch("llama-causal"))
+
+
+def test_a_loop_that_steps_around_calls_is_followed() -> None:
+    def loop(layers: Any, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
+        for layer in layers:
+            hidden = layer.forward(hidden, position_embeddings=angles)
+        return hidden
+
+    model = owned("llama-causal")
+    expected = model(input_ids=batch("llama-causal")["input_ids"]).logits
+    loops_otherwise(model, loop)
+    assert torch.equal(model(input_ids=batch("llama-causal")["input_ids"]).logits, expected)
+
+
+def test_a_loop_that_skips_the_first_or_the_last_block_is_refused_where_that_matters() -> None:
+    def skipping(which: int) -> Any:
+        def loop(layers: Any, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
+            for at, layer in enumerate(layers):
+                hidden = hidden if at == which else layer(hidden, position_embeddings=angles)
+            return hidden
+
+        return loop
+
+    model = owned("llama-causal")
+    loops_otherwise(model, skipping(0))
+    with pytest.raises(UsageError, match="block 1 of the decoder was called before the first block"):
+        model(**batch("llama-causal"))
+    loops_otherwise(model, skipping(1))
+    model(**batch("llama-causal"))
+    model.model.layers.edges.append(Halves(slice(0, 3)))
+    with pytest.raises(UsageError, match="leaves the loop over its blocks before the last one"):
+        model(**batch("llama-causal"))
+
+
+class AtOnce:
+    """A way through all blocks, which counts how often it is gone."""
+
+    def __init__(self) -> None:
+        self.gone = 0
+
+    def takes(self, stack: Stack, call: Any) -> bool:
+        return True
+
+    def __call__(self, stack: Stack, call: Any, here: Any) -> Any:
+        self.gone += 1
+        hidden = call["hidden_states"]
+        for block in stack.blocks:
+            hidden = block(**{**call, "hidden_states": hidden})
+        return {**call, "hidden_states": hidden}
+
+
+@pytest.mark.parametrize("types", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
+def test_all_blocks_are_run_at_once_only_where_their_arguments_are_the_same(types: list[str]) -> None:
+    changes = {"layer_types": types, **SLIDING}
+    base, model = tiny("qwen2-causal", **changes), owned("qwen2-causal", **changes)
+    way = model.model.layers.whole = AtOnce()
+    inputs = {**batch("qwen2-causal"), "use_cache": False}
+    loss, expected = gradients(base, inputs)
+    again, found = gradients(model, inputs)
+    assert torch.equal(again, loss)
+    assert_same_gradients(found, expected, 0)
+    assert way.gone == (len(set(types)) == 1)
+
+
+def test_a_loop_that_changes_hidden_states_is_refused_where_blocks_run_at_once() -> None:
+    def loop(layers: Any, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
+        for layer in layers:
+            hidden = 2 * layer(hidden, position_embeddings=angles)
+        return hidden
+
+    model = owned("llama-causal")
+    model.model.layers.whole = AtOnce()
+    loops_otherwise(model, loop)
+    with pytest.raises(UsageError, match="hidden states are changed between blocks 0 and 1 of the decoder"):
+        model(**batch("llama-causal"))
+
+
+def test_a_pass_after_one_that_failed_begins_anew() -> None:
+    model = owned("llama-causal")
+    expected = model(**batch("llama-causal")).logits
+    handle = model.model.layers[1].register_forward_pre_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch("llama-causal"))
+    handle.remove()
+    assert torch.equal(model(**batch("llama-causal")).logits, expected)
+    assert model.model.layers.now is None
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
 def test_repr_shows_the_blocks_once() -> None:
@@ -135,12 +296,16 @@ def test_gradient_checkpointing_of_t5_changes_only_the_rounding_of_its_attention
     assert_same_gradients(found, expected, 1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in FOUR if name.startswith(("t5", "bart"))])
-def test_reentrant_checkpointing_beside_an_encoder_is_refused_with_the_remedy(name: str) -> None:
-    model = owned(name).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(UsageError, match=r"reentrant.*\n?.*use_reentrant"):
-        model(**batch(name), use_cache=False)
+@pytest.mark.parametrize("name", ["bart-seq2seq", "t5-seq2seq", "llama-causal"])
+def test_reentrant_checkpointing_gives_the_gradients_of_the_plain_list(name: str) -> None:
+    """It sees positional arguments alone, among them the encoder's states."""
+    found: list[Any] = []
+    for model in (tiny(name), owned(name)):
+        model.train().enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        found.append(gradients(model, {**batch(name), "use_cache": False}))
+    assert torch.equal(found[1][0], found[0][0])
+    assert_same_gradients(found[1][1], found[0][1], 0)
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -159,17 +324,19 @@ def test_layer_drop_is_refused_with_the_remedy(setting: str) -> None:
     assert not any(isinstance(module, Stack) for module in model.modules())
 
 
-def test_mixed_attention_types_are_refused() -> None:
-    """A stack is handed one mask; full and sliding attention need two."""
-    mixed = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
-    model = tiny("qwen2-causal", **mixed)
-    with pytest.raises(UsageError, match="full_attention, sliding_attention"):
-        own_stacks(model, family_of(model))  # type: ignore[arg-type]
-    assert not any(isinstance(module, Stack) for module in model.modules())
+@pytest.mark.parametrize("length", [9, 3])
+def test_mixed_attention_types_each_get_their_own_mask(length: int) -> None:
+    mixed = {"layer_types": ["full_attention", "sliding_attention"], **SLIDING}
+    base, model, inputs = tiny("qwen2-causal", **mixed), owned("qwen2-causal", **mixed), batch("qwen2-causal", rows=1, length=length)
+    loss, expected = gradients(base, inputs)
+    again, found = gradients(model, inputs)
+    assert torch.equal(again, loss)
+    assert_same_gradients(found, expected, 0)
+    assert torch.equal(loss, gradients(tiny("qwen2-causal"), inputs)[0]) == (length == 3)  # the window acts
 
 
 def test_blocks_that_all_slide_get_their_mask() -> None:
-    sliding = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 4}
+    sliding = {"layer_types": ["sliding_attention"] * 2, **SLIDING}
     base = tiny("qwen2-causal", **sliding)
     expected = base(**batch("qwen2-causal")).logits
     assert not torch.allclose(expected, tiny("qwen2-causal")(**batch("qwen2-causal")).logits)

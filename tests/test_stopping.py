@@ -36,7 +36,7 @@ PREPARING = {  # what is called in each phase before training
     "rendering a template": "petune.tasks.chat.render",
     "reading the weights": "petune.models.loading.check_finite",
     "adding the method": "petune.run.build.tune",
-    "placing the model": "petune.run.trainer.run_on",
+    "placing the model": "petune.run.step.run_on",
 }
 
 
@@ -93,11 +93,11 @@ def test_a_library_that_swallows_everything_does_not_swallow_a_stop(tmp_path: Pa
 
 
 TRAINING: dict[str, tuple[str, int]] = {  # what is called in each phase of training; at which step the run stops
-    "the checksums": ("petune.run.trainer.Training._audit", 0),
-    "the score of the base": ("petune.run.trainer.Training.evaluate", 0),
-    "the first batch": ("petune.run.trainer.Training.micro_batches", 1),
+    "the checksums": ("petune.run.step.Step.make_audit", 0),
+    "the score of the base": ("petune.run.loop.Loop.evaluate", 0),
+    "the first batch": ("petune.run.step.Step.micro_batches", 1),
     "a save": ("petune.run.state.write_packed", 1),
-    "an evaluation": ("petune.run.trainer.Training._evaluate_and_compare", 2),
+    "an evaluation": ("petune.run.loop.Loop._evaluate_and_compare", 2),
 }
 
 

@@ -19,10 +19,11 @@ from petune.parallel import ParallelConfig
 from petune.parallel.configs import DpConfig
 from petune.profiling import profile
 from petune.recipe import load_recipe
-from petune.run.trainer import Training
+from petune.run.loop import Loop
+from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.fused_runs import assert_alike, recipe, tuned
-from tests.small_runs import Listener, assert_same_run, newest, run, state_of, terminate_at, training
+from tests.small_runs import Listener, assert_same_run, loop, newest, run, state_of, terminate_at, training
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 FULL: dict[str, Any] = {"method": "full", "accumulate": 1, "clip": None, "batch_size": 4}
@@ -73,8 +74,8 @@ def test_blocks_of_a_streamed_run_are_fused_and_rest_on_the_host(family: str, ki
     made = training(recipe(tmp_path, family, "run", **KINDS[kind]))
     optimizer = made.optimizer
     assert isinstance(optimizer, StreamedAdamW) and len(optimizer.blocks) == 2
-    made.audit = made._audit()
-    made.step()
+    made.audit = made.make_audit()
+    made.take()
     blocks = [module for module in made.model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == 2 and not any(block.spec.said for block in blocks)
     resting = {block.host["weight"][entry.span].data_ptr() for block in optimizer.blocks for entry in block.entries}
@@ -134,14 +135,14 @@ def test_the_room_for_checkpoints_counts_what_is_in_them(tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpoint, "require_free", lambda path, size: asked.append(size))
     number = 0
     for name, kind in KINDS.items():
-        number = sum(value.numel() for value in training(recipe(tmp_path, "llama", name.replace(" ", "-"), **kind)).tuned.values())
+        number = sum(value.numel() for value in loop(recipe(tmp_path, "llama", name.replace(" ", "-"), **kind)).step.tuned.values())
     found = [size / number for size in asked]
     assert found == pytest.approx([4 * 12 + 4, 4 * 6 + 2, 4 * 14 + 2], rel=0.02)  # and a little for the steps
 
 
 def test_the_best_checkpoint_is_gone_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = Training.evaluate
-    monkeypatch.setattr(Training, "evaluate", lambda self: scored(self) | {"loss": 1.0 + abs(self.progress.step - 2)})
+    scored = Loop.evaluate
+    monkeypatch.setattr(Loop, "evaluate", lambda self: scored(self) | {"loss": 1.0 + abs(self.progress.step - 2)})
     found = run(recipe(tmp_path, "llama", "run", **BF16, eval_every=1))
     best = found.summary["best_step"]
     assert best == 2
@@ -174,19 +175,19 @@ def test_streaming_cannot_be_begun_or_given_up_within_a_run(tmp_path: Path) -> N
 # ------------------------------------------------------------------ faults
 
 
-def weights_of(made: Training) -> dict[str, Tensor]:
+def weights_of(made: Step) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in made.model.state_dict().items()}
 
 
 def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
     made = training(recipe(tmp_path, "llama", "run", **STREAMED))
-    made.audit = made._audit()
-    made.step()
+    made.audit = made.make_audit()
+    made.take()
     with torch.no_grad():
         made.tuned["model.norm.weight"].fill_(math.inf)
     before = weights_of(made)
     with pytest.raises(TrainingFault, match="the loss is not finite; the update was not made") as caught:
-        made.step()
+        made.take()
     assert "gradient norm nan" in str(caught.value)  # and not that of the step before
     after = weights_of(made)
     assert all(torch.equal(after[name], value) for name, value in before.items())

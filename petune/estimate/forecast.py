@@ -1,10 +1,10 @@
 """What a recipe would cost, before a weight is fetched: the plan, the memory of every rank, what is sent, how long ranks stand still.
 
-Only the model's config is read (and the data's first rows where the recipe leaves the task open). The model is built and tuned on the meta
-device and cut as a run would cut it, so weights, gradients and optimizer state are exact; activations are an estimate for rows of the
-greatest length, see petune.estimate.activations, and a run's peak lies above it by temporary tensors and what the allocator wastes. They
-are those of the model's own blocks; petune.estimate.fused_forecast puts in what fused ones keep. The file is over 300 lines long because
-the price, what would lower it and shares for unequal devices read one sketch.
+Only the model's config is read (and the data's first rows where the recipe leaves the task open). The model
+is built and tuned on the meta device and cut as a run would cut it, so weights, gradients and optimizer state
+are exact; activations are an estimate for rows of the greatest length, see petune.estimate.activations, and a
+run's peak lies above it by temporary tensors and what the allocator wastes. They are those of the model's own
+blocks; petune.estimate.fused_forecast puts in what fused ones keep.
 """
 
 from __future__ import annotations

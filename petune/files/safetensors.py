@@ -1,8 +1,8 @@
 """Strict files: safetensors and JSON, read as if a stranger had written them, written so that a reader never sees half of one.
 
-The header is checked before a tensor is allocated, and data is read, never mapped: a file that shrinks meanwhile is an error, no SIGBUS.
-The writer is our own because errno, mode and memory matter to a save; the safetensors library reads its files, and it reads the library's.
-This is over 300 lines because tensor files and JSON share one way to open, read, refuse and replace a file.
+The header is checked before a tensor is allocated, and data is read, never mapped: a file that shrinks
+meanwhile is an error, no SIGBUS. The writer is our own because errno, mode and memory matter to a save; the
+safetensors library reads its files, and it reads the library's.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ whose outputs nobody reads and whose gradients are zero. Addresses are part of a
 LoRA's factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
-What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share, so no other forward may be
-replayed in between: a `Turn` says whether one is on its way, and a second forward pass runs block by block. The file is over 300 lines
-long because the buffers, the recording and the rules when to replay it have to be read together.
+What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
+so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
+pass runs block by block.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ class Weights:
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
-        self.scaled = [(part.scale, part.dropout) for own in parts for group in own for part in group]
+        self.scaled: list[tuple[object, float]] = [(part.scale, part.dropout) for own in parts for group in own.groups for part in group]
+        self.scaled += [(part.activation, part.dropout) for own in parts for part in own.bottlenecks]
         self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
         self.recorded = (
             [id(value) for value in places],  # of None too: an update may be passed by
@@ -447,14 +448,34 @@ class Graphs:
         self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
         self.rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
-        """See petune.models.stack.Whole."""
-        blocks = cast("list[FusedBlock]", stack.blocks)
-        if not _plain(stack, blocks, call):
-            return None
-        if any(block.spec.program.inputs != ("x",) for block in blocks):
+    def takes(self, stack: Stack, call: Arguments) -> bool:
+        """See petune.models.stack.Whole: a call that is whole, unmasked, for training."""
+        hidden = call["hidden_states"]
+        return (
+            torch.is_grad_enabled()
+            and stack.training
+            and type(hidden) is Tensor
+            and hidden.numel() > 0
+            and call.get("attention_mask") is None
+            and stack.wire is None
+            and all(type(edges) is Unpadded for edges in stack.edges)
+            and all(isinstance(block, FusedBlock) for block in stack.blocks)
+            and not torch.compiler.is_compiling()
+            and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
+            and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+            and not self._reads_more(stack)
+        )
+
+    def _reads_more(self, stack: Stack) -> bool:
+        """Whether blocks read an encoder's states or a bias of positions, which no recording has; that is said."""
+        found = any(cast("FusedBlock", block).spec.program.inputs != ("x",) for block in stack.blocks)
+        if found:
             self._say(f"{stack.name} runs block by block, not as CUDA graphs: its blocks read more than hidden states")
-            return None
+        return found
+
+    def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
+        """See petune.models.stack.Whole; `call` is one that `takes` took."""
+        blocks = cast("list[FusedBlock]", stack.blocks)
         arrival = Arrival.of(call, here.segments, blocks[0])
         if not self._worthwhile(arrival, blocks[0].spec) or any(block.declines(arrival.hidden, call) for block in blocks):
             return None  # a block that declines says so itself
@@ -567,24 +588,6 @@ class Graphs:
             pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, needs_x))
             needs_x = needs_x or bool(own)
         return pieces
-
-
-def _plain(stack: Stack, blocks: Sequence[nn.Module], call: Arguments) -> bool:
-    """Whether this is a call of the kind that is recorded: whole, unmasked, for training."""
-    hidden = call["hidden_states"]
-    return (
-        torch.is_grad_enabled()
-        and stack.training
-        and type(hidden) is Tensor
-        and hidden.numel() > 0
-        and call.get("attention_mask") is None
-        and stack.wire is None
-        and (stack.edges is None or type(stack.edges) is Unpadded)
-        and all(isinstance(block, FusedBlock) for block in blocks)
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
-        and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
-    )
 
 
 def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:

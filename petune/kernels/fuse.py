@@ -33,7 +33,7 @@ from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
-from petune.models.tuned_linear import LowRank, low_rank_of
+from petune.models.tuned_linear import LowRank, linear_of
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
     """Compute on real tokens alone in the fused stacks, unless something in one must see where padding was."""
     found: FindSegments | None = None
     for name, stack in stacks.items():
-        fused = isinstance(stack.blocks[0], FusedBlock)
-        if not fused or getattr(cast("Any", model).config, "sliding_window", None) or stack.edges is not None:
+        done = any(isinstance(edges, Unpadded) for edges in stack.edges)
+        if done or not isinstance(stack.blocks[0], FusedBlock) or getattr(cast("Any", model).config, "sliding_window", None):
             continue
         owner = _owner(model)
         if family.kind == "encoder-decoder":  # whose stacks each have a module that makes their masks
@@ -235,7 +235,7 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
         feeds = name == "encoder" and "decoder" in stacks
         found = FindSegments(model, owner, stack.rule.causal, Ready(path), feeds=feeds, encoder=found)
         _hooks_of(model).extend(found.register(model, owner))
-        stack.edges = Unpadded()
+        stack.edges.insert(0, Unpadded())
 
 
 def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:
@@ -252,7 +252,7 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
 
     alone: of a single linear, a rank that the activation adds needs no room.
     """
-    parts = [cast("LowRank", low_rank_of(layer)) for layer in layers]
+    parts = [cast("LowRank", linear_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
     single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
     if single or not bankable(layers):
@@ -279,8 +279,8 @@ def unfuse(model: nn.Module) -> None:
                 _out_of(bank, layers)
             module.__class__ = type(module).__mro__[2]
             del module.__dict__["spec"]
-        elif isinstance(module, Stack) and isinstance(module.edges, Unpadded):
-            module.edges = None
+        elif isinstance(module, Stack):
+            module.edges = [edges for edges in module.edges if not isinstance(edges, Unpadded)]
     disown_stacks(model, lambda stack: stack.for_fusing)
     unfuse_sites(model)
     unfuse_head(model)

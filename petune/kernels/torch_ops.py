@@ -1,11 +1,9 @@
-"""The operations as ops of torch.library under `petune::`: what torch.compile, export and anyone else's autograd sees as single nodes.
+"""Operations as ops of torch.library under `petune::`, which torch.compile and export see as single nodes: what fused
+single modules (petune.kernels.single_modules) are made of.
 
-They mean what petune.kernels.reference says, with plain arguments: `low = (s, b)` is two optional tensors, what would be None is a tensor
-without elements, and no input is changed or given back, so `rope` and `cross_entropy` return what `rope_` and `cross_entropy_` write. They
-run as Triton's kernels where those can, else as the reference, and in the dtype of their inputs: autocast changes `lora_linear` alone.
-Gradients are written by hand and cannot be differentiated again; ops of backward passes, `cross_entropy` and `quantise` have none.
-
-The file has over 300 lines because an op is three things, which stand together: what it computes, its shapes and its gradient.
+`lora_linear` and `rms_norm` mean what petune.kernels.reference says, with plain arguments: what would be None is a tensor without elements,
+and no input is changed or given back. They run as Triton's kernels where those can, else as the reference, in the dtype of their inputs;
+autocast changes `lora_linear` alone. Gradients are written by hand and cannot be differentiated again.
 """
 
 # What functions say they return is the schema of an op; None becomes a tensor on its way out, and what Ops gives is Any.
@@ -24,7 +22,6 @@ from torch.library import Library, custom_op
 from petune.kernels.block.linear import matmul32
 from petune.kernels.dispatch import Ops, reference_ops, select
 from petune.kernels.reference import Low
-from petune.rng.dropout import Drop
 
 Gradients = tuple[Tensor | None, ...]  # one for each argument of an op
 
@@ -86,23 +83,9 @@ def _ops(x: Tensor) -> Ops:
     return select("auto", x.device, x.dtype) or reference_ops()
 
 
-def _low(s: Tensor | None, b: Tensor | None) -> Low | None:
-    return None if s is None or b is None else (s, b)
-
-
 def _made(value: Tensor | None, tensor: Tensor | None, needed: bool = True) -> Tensor | None:
     """The gradient of `tensor`, in its dtype, if it is needed."""
     return value.to(tensor.dtype) if needed and value is not None and tensor is not None else None
-
-
-def _needs(ctx: Any, count: int) -> Sequence[bool]:
-    """Which of `count` arguments need a gradient; the dispatcher drops those at the end that have their defaults."""
-    return (*ctx.needs_input_grad, *[False] * count)[:count]
-
-
-def _low_gradients(needs: Sequence[bool], grad: Tensor, s: Tensor | None, b: Tensor | None) -> Gradients:
-    """The gradients of s and b where that of x + s b^T is `grad`."""
-    return grad @ b if needs[0] and b is not None else None, grad.T @ s if needs[1] and s is not None else None
 
 
 def _same(x: Tensor) -> Tensor:
@@ -132,29 +115,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return y, rstd, None if residual is None else total
 
 
-@_op(lambda x, weight, bias, eps, residual=None: (_same(x), _wide(x, x.shape[0]), _wide(x, x.shape[0]), _total(x, residual)))
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, mean, 1 / std, total); total is empty without a residual. mean and 1 / std have no gradient."""
-    y, mean, rstd, total = _ops(x).layer_norm(x, weight, bias, eps, residual)
-    return y, mean, rstd, None if residual is None else total
-
-
 @_op(lambda dy, total, weight, rstd, dresidual=None, weight_grad=False: (_same(dy), _sum(dy, weight_grad)))
 def rms_norm_backward(
     dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(gradient of total, of weight)."""
     return _ops(dy).rms_norm_backward(dy, total, weight, rstd, dresidual, weight_grad)
-
-
-@_op(lambda dy, total, weight, mean, rstd, dresidual=None, weight_grad=False: (_same(dy), *(_sum(dy, weight_grad) for _ in range(2))))
-def layer_norm_backward(
-    dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of total, of weight, of bias)."""
-    return _ops(dy).layer_norm_backward(dy, total, weight, mean, rstd, dresidual, weight_grad)
 
 
 def _keep_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -178,155 +144,6 @@ def _(ctx: Any, dy: Tensor | None, _: None, dtotal: Tensor | None) -> Gradients:
     needed = ctx.needs_input_grad[1]
     dx, dweight = rms_norm_backward(dy, total, weight, rstd, dtotal, needed)
     return dx, _made(dweight, weight, needed), None, dx if ctx.summed else None
-
-
-@_gradient(layer_norm, _keep_norm)
-def _(ctx: Any, dy: Tensor | None, _: None, __: None, dtotal: Tensor | None) -> Gradients:
-    total, weight, mean, rstd = ctx.saved_tensors
-    dy, dtotal = _arrived(ctx, dy, dtotal)
-    needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-    dx, dweight, dbias = layer_norm_backward(dy, total, weight, mean, rstd, dtotal, needs_weight or needs_bias)
-    return dx, _made(dweight, weight, needs_weight), _made(dbias, weight, needs_bias), None, dx if ctx.summed else None
-
-
-# ------------------------------------------------------------------ rotary positions
-
-
-@_op(lambda qkv, cos, sin, heads: _same(qkv))
-def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """`qkv` with its first `heads` heads turned. cos and sin have no gradient."""
-    return _ops(qkv).rope_(qkv.clone(memory_format=torch.contiguous_format), cos, sin, heads)
-
-
-@_op(lambda dq, dk, dv, cos, sin: dq.new_empty(dq.shape[0], (dq.shape[1] + dk.shape[1] + dv.shape[1]) * dq.shape[2]))
-def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of what was turned."""
-    return _ops(dq).rope_backward(dq, dk, dv, cos, sin)
-
-
-def _keep_rope(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    _, cos, sin, ctx.heads = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-@_gradient(rope, _keep_rope)
-def _(ctx: Any, dy: Tensor) -> Gradients:
-    cos, sin = ctx.saved_tensors
-    heads, queries = dy.unflatten(1, (-1, cos.shape[1])), ctx.heads // 2  # or so: queries and keys are turned alike
-    grad = rope_backward(heads[:, :queries], heads[:, queries : ctx.heads], heads[:, ctx.heads :], cos, sin)
-    return grad, None, None, None
-
-
-# ------------------------------------------------------------------ activations
-
-
-def _activate_shapes(
-    u: Tensor, act: str, gated: bool, s: Tensor | None = None, b: Tensor | None = None, a: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return u.new_empty(u.shape[0], u.shape[1] // (2 if gated else 1)), u.new_empty(0 if a is None else (u.shape[0], a.shape[0]))
-
-
-@_op(_activate_shapes)
-def activate(
-    u: Tensor, act: str, gated: bool, s: Tensor | None = None, b: Tensor | None = None, a: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(h, h a^T)."""
-    return _ops(u).activate(u, act, gated, _low(s, b), a)
-
-
-def _slope_shapes(
-    dh: Tensor, u: Tensor, act: str, gated: bool, s: Any = None, b: Tensor | None = None, ds: Any = None, a: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    return _same(u), *(u.new_empty(0) if factor is None else _wide(u, *factor.shape) for factor in (b, a))
-
-
-@_op(_slope_shapes)
-def activate_backward(
-    dh: Tensor,
-    u: Tensor,
-    act: str,
-    gated: bool,
-    s: Tensor | None = None,
-    b: Tensor | None = None,
-    ds: Tensor | None = None,
-    a: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(du, db, da), where ds is the gradient of h a^T."""
-    return _ops(u).activate_backward(dh, u, act, gated, _low(s, b), _low(ds, a))
-
-
-def _keep_activate(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    u, ctx.act, ctx.gated, *factors = inputs
-    ctx.save_for_backward(u, *factors)
-
-
-@_gradient(activate, _keep_activate)
-def _(ctx: Any, dh: Tensor, ds: Tensor) -> Gradients:
-    u, s, b, a = ctx.saved_tensors
-    du, db, da = activate_backward(dh, u, ctx.act, ctx.gated, s, b, None if a is None else ds, a)
-    needs_s, needs_b, needs_a = _needs(ctx, 6)[3:]
-    return du, None, None, _low_gradients((needs_s, False), du, s, b)[0], _made(db, b, needs_b), _made(da, a, needs_a)
-
-
-# ------------------------------------------------------------------ sums, loss, eight-bit floats, dropout
-
-
-@_op(lambda x, y, s, b: _same(x))
-def add_low(x: Tensor, y: Tensor, s: Tensor, b: Tensor) -> Tensor:
-    """x + y + low."""
-    return _ops(x).add_low(x, y, (s, b))
-
-
-@_gradient(add_low, lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]))
-def _(ctx: Any, grad: Tensor) -> Gradients:
-    return grad, grad, *_low_gradients(_needs(ctx, 4)[2:], grad, *ctx.saved_tensors)
-
-
-@_op(lambda x, weight, *args: x.new_empty(x.shape[0], weight.shape[0]))
-def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, s: Tensor, b: Tensor) -> Tensor:
-    """x W^T + bias + low, all of one dtype."""
-    return _ops(x).linear_low(x, weight, bias, (s, b))
-
-
-@_gradient(linear_low, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
-def _(ctx: Any, dy: Tensor) -> Gradients:
-    x, weight, bias, s, b = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    dbias = dy.sum(0, dtype=_wide(dy).dtype) if needs[2] else None
-    return *_low_gradients(needs[:2], dy, x, weight), _made(dbias, bias), *_low_gradients(needs[3:], dy, s, b)
-
-
-@_op(lambda logits, labels, *args: (_wide(logits, logits.shape[0]), _wide(logits, logits.shape[0]), _same(logits)))
-def cross_entropy(
-    logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, log of the partition sum, `scale` times the gradient of logits)."""
-    grad = logits.clone(memory_format=torch.contiguous_format)
-    loss, lse = _ops(logits).cross_entropy_(grad, labels, scale, softcap, smoothing, z_loss)
-    return loss, lse, grad
-
-
-@_op(lambda x: (x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], 1, dtype=torch.float32)))
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, scale)."""
-    q, scale = _ops(x).quantise(x)
-    return q, scale
-
-
-@_op(lambda x, numbers, base, p, feature: _same(x))
-def drop(x: Tensor, numbers: Tensor, base: int, p: float, feature: int) -> Tensor:
-    """`x` after the draw Drop(numbers, base, p, feature)."""
-    return _ops(x).drop(x, Drop(numbers, base, p, feature)) if p else x.clone(memory_format=torch.contiguous_format)
-
-
-def _keep_drop(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    _, numbers, *ctx.rest = inputs
-    ctx.save_for_backward(numbers)
-
-
-@_gradient(drop, _keep_drop)
-def _(ctx: Any, dy: Tensor) -> Gradients:
-    return drop(dy, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
 # ------------------------------------------------------------------ LoRA

@@ -10,7 +10,7 @@ output too. An adapter is not linear in x: it cannot be merged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from petune.errors import UsageError
 from petune.methods.configs import AdapterConfig
 from petune.models.spec import CutKind, Family, Split, find_sites
-from petune.models.tuned_linear import KeptFeatures, TunedLinear
+from petune.models.tuned_linear import BottleneckPart, KeptFeatures, LowRank, TunedLinear
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 
@@ -49,6 +49,16 @@ class AdapterLinear(TunedLinear, nn.Linear):
     def after_sum(self) -> nn.Module:
         """Where the base layer's output passes before the bottleneck sees it."""
         return self.linear_part
+
+    def low_rank(self) -> LowRank:
+        """Weight and bias of the base layer, which the bottleneck acts behind."""
+        return LowRank(self.weight, self.bias)
+
+    def bottleneck(self) -> BottleneckPart:
+        """Both linears of the bottleneck, unless it is passed by."""
+        part = BottleneckPart(self.adapter_down.out_features, cast("Any", self.activation), self.dropout)
+        down, up = self.adapter_down, self.adapter_up
+        return part._replace(tensors=(down.weight, down.bias, up.weight, up.bias)) if self.active else part
 
     def kept_features(self) -> KeptFeatures:
         """The input of both linears, and what enters the activation between them."""

@@ -96,7 +96,7 @@ METHODS: dict[str, Method] = {
     "full": Method(FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True),
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
-    "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True),
+    "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
     "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True),
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,9 @@ from transformers import PreTrainedModel
 
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
+from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackRule, stack_paths
-from petune.models.stack import Call, Stack, carried_by, own_stacks, run_block
+from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
 
 
@@ -71,35 +73,51 @@ class Ladder(TunedModule, PreTrainedModel):
         if end < self.levels:
             self.norm = self.up = None
 
-    def begin(self, call: Call, arrived: Call | None) -> tuple[Call, Call]:
-        """See petune.models.stack.Ladder. Raises UsageError for encoder states that were not made by this model's own encoder."""
-        hidden = call["hidden_states"].detach()
-        backbone, side = call | {"hidden_states": hidden}, dict(call)
+    def begin(self, call: Call, arrived: Call | None) -> Call:
+        """See petune.models.stack.Ladder; with the carry come the angles of each type of attention.
+
+        Raises UsageError for encoder states that were not made by this model's own encoder."""
         across = call.get("encoder_hidden_states")
-        if across is not None:
-            if across.shape[-1] == self.width:
-                raise UsageError(
-                    "encoder_hidden_states carry no side state", remedy="make them with this model's encoder, or leave them out"
-                )
-            # laid out as the encoder left them: of tensors with other strides products may round otherwise than the base's
-            backbone["encoder_hidden_states"] = across[..., : self.width].detach().to(hidden.dtype).contiguous()
-            side["encoder_hidden_states"] = across[..., self.width :]
-        side |= {name: None for name in self.rule.carry if name in call}
+        if across is not None and across.shape[-1] == self.width:
+            remedy = "make them with this model's encoder, or leave them out"
+            raise UsageError("encoder_hidden_states carry no side state", remedy=remedy)
+        side: Call = {name: None for name in self.rule.carry if name in call}
         if arrived is None:
-            side["hidden_states"] = self.down[0](F.dropout(self._own(hidden), self.settings.dropout, self.training))
+            hidden = self._own(call["hidden_states"].detach())
+            side["hidden_states"] = self.down[0](F.dropout(hidden, self.settings.dropout, self.training))
         else:
             side |= arrived
-        side |= {name: self._own(mask) for name in ("attention_mask", "encoder_attention_mask") if (mask := call.get(name)) is not None}
         if self.rotary is not None:
-            side["position_embeddings"] = self.rotary(side["hidden_states"], position_ids=call["position_ids"])
+            turn = partial(self.rotary, side["hidden_states"], position_ids=call["position_ids"])
+            by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
+            types = sorted(set(self.config.layer_types)) if by_type else [None]
+            side["position_embeddings"] = {one: turn(layer_type=one) if by_type else turn() for one in types}
         _make_room(call.get("past_key_values"), self.levels)
+        return side
+
+    def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
+        """See petune.models.stack.Ladder."""
+        backbone, side = dict(call), {name: value for name, value in call.items() if name not in self.rule.carry}
+        across = call.get("encoder_hidden_states")
+        if across is not None:
+            # laid out as the encoder left them: of tensors with other strides products may round otherwise than the base's
+            own, dtype = across[..., : self.width].detach(), call["hidden_states"].dtype
+            backbone["encoder_hidden_states"] = now.once("backbone", lambda _: own.to(dtype).contiguous(), across)
+            side["encoder_hidden_states"] = now.once("side", lambda _: across[..., self.width :], across)
+        for name in ("attention_mask", "encoder_attention_mask"):
+            if (mask := call.get(name)) is not None:
+                side[name] = now.once("mask", self._own, mask)
         return backbone, side
 
     def step(self, index: int, hidden: Tensor, call: Call) -> Call:
         """See petune.models.stack.Ladder: the gate mixes before the block."""
         gate = torch.sigmoid(self.gates[index] / self.settings.temperature)
         state = gate * call["hidden_states"] + (1 - gate) * self.down[index + 1](self._own(hidden))
-        return call | carried_by(self.rule, run_block(self.blocks[index], call | {"hidden_states": state}))
+        call = call | {"hidden_states": state}
+        if self.rotary is not None:
+            angles = call["position_embeddings"]
+            call["position_embeddings"] = angles[self.config.layer_types[index] if None not in angles else None]
+        return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
         """See petune.models.stack.Ladder."""

@@ -57,5 +57,6 @@ FAMILY = Family(
     shape=shape,
     narrow=narrow,
     depth=depth,
+    caches=False,
     fresh=("pooler", "transform"),  # the second of the head of masked words, whose table of words is the embedding
 )

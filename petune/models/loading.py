@@ -114,13 +114,20 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 
-def load_model(source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
+def load_model(
+    source: Source,
+    head: Head,
+    labels: Sequence[str] | None,
+    dtype: torch.dtype,
+    config: Any = None,
+) -> Loaded:
     """The model of `source` with the task's head, in `dtype`, on the CPU, in eval mode.
 
-    `labels` become id2label. Raises UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
+    `labels` become id2label. `config`: the model's, which becomes this model's own; None: read here.
+    Raises UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
     fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory runs out.
     """
-    config = read_config(source)
+    config = read_config(source) if config is None else config
     _refuse_headless(config, head)
     _name_classes(config, labels)
     family = FAMILIES.get(config.model_type)

@@ -142,7 +142,8 @@ class SubLayer:
 
         y = norm_after_sum(x + drop(norm_out(core(norm_in(x)))))
 
-    where a norm or a dropout that is None does nothing.
+    where a norm or a dropout that is None does nothing. bottleneck: features of the bottleneck that a method
+    has put behind the core's last linear, 0 without one; no table says so.
     """
 
     core: Attention | Mlp
@@ -150,6 +151,7 @@ class SubLayer:
     norm_out: Norm | None = None
     norm_after_sum: Norm | None = None
     drop: str | None = None
+    bottleneck: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ class Family:
     `heads` are the modules that train beside every method; `fresh` others that a checkpoint may lack, which
     then train too. `narrow(config, reduction)` returns a copy of the config whose blocks have every width
     divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
-    order data passes them.
-    """
+    order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
+    is told not to. `bounded`: whether positions end, so that a sequence can be too long."""
 
     name: str
     kind: Kind
@@ -199,6 +201,8 @@ class Family:
     depth: Callable[[Config], Mapping[StackName, int]]
     narrow: Callable[[Config, int], Config]
     fresh: tuple[str, ...] = ()
+    caches: bool = True
+    bounded: bool = True
 
 
 @dataclass(frozen=True)

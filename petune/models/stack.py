@@ -1,17 +1,15 @@
-"""A stack: the blocks of one encoder or decoder as one module that owns the loop over them.
+"""A stack: the blocks of one encoder or decoder, and what happens between them.
 
-It takes the place of the model's module list with the same children under the same names, but iterates as a single block: Hugging Face's
-own forward then calls it once, with masks and positions already made, and everything that happens between blocks has one home.
-Code that iterates `model.layers` itself therefore sees one element; index it, or read `blocks`, to reach a block. The file has a little
-over 300 lines, as what a stack meets (ladders, wires, edges) is described beside it.
+It takes the place of the model's module list with the same children under the same names. Hugging Face's own
+loop iterates over it and gets a `Port` for each block; in what is done around a block (edges, wires, ladders,
+recomputation, dropout) this file is alone. `blocks`, or an index, give the blocks themselves.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,24 +18,30 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
+from petune.models.port import Call, Elsewhere, Given, Pass, Port, Recorded, names_of, same
 from petune.models.spec import Family, StackName, StackRule, stack_paths
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing
 
-Call = dict[str, Any]  # a block's arguments by name; "hidden_states" is always there
+__all__ = ["Call", "Stack"]
 
 
 class Ladder(Protocol):
-    """A narrow network that climbs beside the blocks (see methods/side.py). All three run with gradients on."""
-
-    def begin(self, call: Call, arrived: Call | None) -> tuple[Call, Call]:
-        """Split what enters the stack into the backbone's call and the ladder's own; `arrived` is its carry from an earlier stage."""
-        ...
+    """A narrow network that climbs beside the blocks (see methods/side.py)."""
 
     handed: Tensor | None  # an encoder's side state, on its way to the decoder's ladder
 
+    def begin(self, call: Call, arrived: Call | None) -> Call:
+        """The ladder's carry of what enters the stack; `arrived` is its carry from an earlier stage."""
+        ...
+
+    def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
+        """The arguments of one block, for the backbone and for the level beside it, without the ladder's carry."""
+        ...
+
     def step(self, index: int, hidden: Tensor, call: Call) -> Call:
-        """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance it."""
+        """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance it.
+        Returns the carry."""
         ...
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
@@ -68,27 +72,35 @@ class Wire(Protocol):
 
 
 class Edges(Protocol):
-    """How a call enters and leaves a stack whose activations are cut across ranks. Hidden states outside are always whole."""
+    """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row, say."""
 
-    def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
-        """The call as this rank's blocks see it, and where that lies in the whole."""
+    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+        """What the first block is handed by the one before, as it is inside, and where that lies in the whole."""
         ...
 
-    def enter_side(self, stack: Stack, call: Call, here: Running) -> Call:
-        """The same for a ladder's call; `here` as `enter` gave it."""
+    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
+        """Any other argument of a block, as it is inside; asked once for each tensor of a pass."""
+        ...
+
+    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+        """A ladder's carry, made of one that is inside."""
         ...
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
-        """This rank's part of whole hidden states that every rank has."""
+        """Hidden states as they are inside, of whole ones."""
         ...
 
     def leave(self, hidden: Tensor, here: Running) -> Tensor:
-        """Hidden states [batch, part of the sequence, width] made whole again."""
+        """Hidden states made whole again, [batch, seq, width]."""
         ...
 
 
 class Whole(Protocol):
-    """A way through all blocks of a stack at once, where no ladder climbs beside them."""
+    """A way through all blocks of a stack at once, where no ladder climbs beside them and their arguments are the same."""
+
+    def takes(self, stack: Stack, call: Call) -> bool:
+        """Whether a pass that begins with `call` may go this way."""
+        ...
 
     def __call__(self, stack: Stack, call: Call, here: Running) -> Call | None:
         """`call` advanced by every block, or None where they have to run one by one."""
@@ -96,141 +108,237 @@ class Whole(Protocol):
 
 
 class Stack(nn.ModuleList):
-    """The blocks of one stack, called as one block: receive -> enter -> blocks, the ladder's step beside each -> leave -> send.
+    """The blocks of one stack, each run by its port: receive -> enter -> block, the ladder's step beside it, ...
+    -> leave -> send.
 
-    With `ladder`, `edges` and `wire` None it computes exactly what the plain list did. Children keep their numbers in the whole model, also
-    where a stage holds only some of them. With `recompute`, activations inside a block are computed again in the backward pass.
+    Without a ladder, edges and a wire it computes exactly what the plain list did. Children keep their numbers in the
+    whole model, also where a stage holds only some of them. With `recompute`, activations inside a block are computed
+    again in the backward pass. Called as a module it begins a pass, so that hooks before it act then.
     """
 
     wire: Wire | None = None
-    edges: Edges | None = None
     whole: Whole | None = None
     recompute = False
-    begins: RemovableHandle | None = None  # the hook on the module that holds the stack
+    now: Pass | None = None  # the pass that is on its way
+    reached = True  # whether a port was called since the module around the stack was
+    around: tuple[RemovableHandle, ...] = ()  # the hooks on the module that holds the stack
     for_fusing = False  # nobody but the fuse pass has asked for it
 
     def __init__(self, blocks: nn.ModuleList, rule: StackRule, name: StackName) -> None:
-        super().__init__(list(blocks))
+        super().__init__()
         self.training = blocks.training
         self.plain = type(blocks), {name: value for name, value in blocks.__dict__.items() if name != "_modules"}
         self.rule, self.name = rule, name
+        self.edges: list[Edges] = []  # from the outermost
         self.climbs = True  # False: the ladder is passed by, see methods.without_tuning
-        parameters = inspect.signature(type(blocks[0]).forward).parameters.values()
-        self.arguments = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
-        attention_type = getattr(blocks[0], "attention_type", None)
-        if attention_type is not None:  # the model's forward reads it off the element to choose a mask
-            self.attention_type = attention_type
+        self.elsewhere: dict[int, Elsewhere] = {}
+        self.arguments = [names_of(type(block)) for block in blocks]  # by number; a block's class changes when it is fused
+        self.extend(blocks)
 
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
         """The blocks that are here, with their numbers in the whole model."""
-        return [(int(name), child) for name, child in self.named_children() if name.isdigit()]
+        return [(int(name), child) for name, child in self._modules.items() if name.isdigit() and child is not None]
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks themselves, in order."""
-        return [child for name, child in self.named_children() if name.isdigit()]
+        """The blocks that are here, in order."""
+        return [child for _, child in self.numbered]
 
     @property
     def ladder(self) -> Ladder | None:
         """The side network, or None."""
         return cast("Ladder | None", self._modules.get("side")) if self.climbs else None
 
+    def give_away(self, number: int) -> None:
+        """Let go of a block, which another process runs; its port returns what it is handed."""
+        self.elsewhere[number] = Elsewhere(self._modules.pop(str(number)))
+
     def __len__(self) -> int:
-        return len(self.blocks)
+        """The number of blocks, wherever they live."""
+        return len(self.numbered) + len(self.elsewhere)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        yield self
+        return iter(self._ports(slice(None)))
 
     def __getitem__(self, index: Any) -> Any:
-        return self if isinstance(index, slice) else self.blocks[index]
+        return self._ports(index) if isinstance(index, slice) else self.blocks[index]
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the blocks that are here; arguments and result are those of one block."""
-        call: Call = dict(zip(self.arguments, args, strict=False)) | kwargs
-        self._refuse_their_checkpointing(call)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a port is no object that it can trace
+    def _ports(self, which: slice) -> list[nn.Module]:
+        """The ports of an iteration over these blocks."""
+        numbers = range(len(self))[which]
+        here = [number for number in numbers if number not in self.elsewhere]
+        found = [
+            Port(
+                self,
+                number,
+                self.elsewhere.get(number) or self._modules[str(number)],
+                first=here[:1] == [number],
+                last=here[-1:] == [number],
+            )
+            for number in numbers
+        ]
+        return cast("list[nn.Module]", found)
+
+    # ------------------------------------------------------------------ a pass
+
+    def advance(self, number: int, block: nn.Module | Elsewhere, first: bool, last: bool, args: tuple[Any, ...], kwargs: Call) -> Any:
+        """The call of a port: run block `number` with these arguments. Returns what the block does; the last one's hidden
+        states are those that leave the stack. Raises UsageError for a block that is called before the first one."""
+        self.reached = True
+        by_position = self.arguments[number][: len(args)]
+        call: Call = dict(zip(by_position, args, strict=True)) | kwargs
+        if isinstance(block, Elsewhere):
+            carried = tuple(call.get(name) for name in self.rule.carry)
+            return carried if len(carried) > 1 else carried[0]
+        if first:
+            others = {name: value for name, value in call.items() if name != "hidden_states"}
+            self.now = cast("Pass", self(call["hidden_states"], **others))
+        now = self.now
+        if now is None:
+            what = f"block {number} of the {self.name} was called before the first block"
+            raise UsageError(what, expected="a loop over all blocks, in order")
+        one = Recorded(number, block, call, by_position)
+        if now.waiting is not None:
+            return self._wait(now.waiting, one, last)
+        output = self._run(one, self._inside(now, call) | (now.carry if first else {}))
+        return self._finish(output) if last else output
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Pass:
+        """Begin a pass with the arguments of the first block; what a pass with an error has left is dropped."""
+        call: Call = {"hidden_states": hidden_states, **others}
+        self._refuse_their_checkpointing()
         arrived = self.wire.receive() if self.wire else None
         if arrived is not None:
             call |= arrived.backbone
-        call, here = self.edges.enter(self, call) if self.edges else (call, running())
-        ladder, side = self.ladder, None
-        if ladder is not None:
-            call, side = self._begin_ladder(ladder, call, arrived.side if arrived else None, here)
-        elif self.whole is not None and (advanced := self.whole(self, call, here)) is not None:
-            return self._go_on(advanced, None, here)
-        for index, block in self.numbered:
-            with nullcontext() if ladder is None else torch.no_grad():
-                call = self._maybe_again(self.step, index, block, call, here)
-            if side is not None:
-                side = self._maybe_again(self._climb, index, call["hidden_states"], side, here)
-        return self._go_on(call, side, here)
+        now = Pass(replace(running()), {name: call[name] for name in self.rule.carry if name in call})
+        for edges in self.edges:
+            now.carry, now.here = edges.begin(self, now.carry, now.here)
+        if self.ladder is not None:
+            self._begin_ladder(self.ladder, now, self._inside(now, call) | now.carry, arrived.side if arrived else None)
+        elif self.whole is not None and self.whole.takes(self, self._inside(now, call) | now.carry):
+            now.waiting = []
+        return now
 
-    def _refuse_their_checkpointing(self, call: Call) -> None:
-        """Raise UsageError for Hugging Face's gradient checkpointing where it cannot be right.
-
-        It knows nothing of what happens at the edges of a cut stack, and its reentrant form loses encoder states, which are keywords here.
-        """
-        theirs = [block for _, block in self.numbered if getattr(block, "gradient_checkpointing", False)]
-        if theirs and (self.edges is not None or self.wire is not None):
+    def _refuse_their_checkpointing(self) -> None:
+        """Raise UsageError for Hugging Face's gradient checkpointing where it cannot be right: it knows nothing of what
+        happens at the edges of a cut stack."""
+        if (self.edges or self.wire is not None) and any(getattr(block, "gradient_checkpointing", False) for block in self.blocks):
             remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe, memory='input' in petune.wrap"
             problem = "the model's own gradient checkpointing is on, which knows nothing of what happens at this stack's edges"
             raise UsageError(problem, remedy=remedy)
-        settings = getattr(getattr(theirs[0], "_gradient_checkpointing_func", None), "keywords", {}) if theirs else {}
-        if settings.get("use_reentrant") and self.training and call.get("encoder_hidden_states") is not None:
-            remedy = 'call gradient_checkpointing_enable({"use_reentrant": False})'
-            raise UsageError("reentrant gradient checkpointing cannot go back to the encoder", where=self.name, remedy=remedy)
 
-    def _begin_ladder(self, ladder: Ladder, call: Call, arrived: Call | None, here: Running) -> tuple[Call, Call]:
-        if arrived is not None and self.edges is not None:
-            arrived = arrived | {"hidden_states": self.edges.part(arrived["hidden_states"], here)}
-        with drawing(replace(here, site=f"{self.name}.side", drawn=0)):
-            call, side = ladder.begin(call, arrived)
-        return call, self.edges.enter_side(self, side, here) if self.edges is not None else side
+    def _begin_ladder(self, ladder: Ladder, now: Pass, call: Call, arrived: Call | None) -> None:
+        if arrived is not None:
+            hidden = arrived["hidden_states"]
+            for edges in self.edges:
+                hidden = edges.part(hidden, now.here)
+            arrived = arrived | {"hidden_states": hidden}
+        with drawing(replace(now.here, site=f"{self.name}.side", drawn=0)):
+            now.side = ladder.begin(call, arrived)
+        for edges in self.edges:
+            now.side = edges.begin_side(self, now.side, now.here)
 
-    def _go_on(self, call: Call, side: Call | None, here: Running) -> Any:
-        """Hand over to the next stage or end the stack; what a block returns."""
+    def _inside(self, now: Pass, call: Call) -> Call:
+        """The arguments of a block as they are inside; what the block before has handed on is inside already."""
+        if not self.edges:
+            return call
+        return {name: value if name in self.rule.carry else self._entered(now, name, value) for name, value in call.items()}
+
+    def _entered(self, now: Pass, name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._entered(now, name, one) for one in value)
+        for at, edges in enumerate(self.edges):
+            if isinstance(value, Tensor):
+                value = now.once((at, name), partial(edges.argument, self, name, here=now.here), value)
+        return value
+
+    def _run(self, one: Recorded, call: Call) -> Any:
+        """What a block returns for a call that is inside; the ladder advances beside it."""
+        now, ladder = cast("Pass", self.now), self.ladder
+        if ladder is None or now.side is None:
+            return self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
+        call, side = ladder.split(call, now)
+        with torch.no_grad():
+            output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
+        hidden = carried_by(self.rule, output)["hidden_states"]
+        now.side = now.side | self._maybe_again(self._climb, one.number, hidden, side | now.side, now.here)
+        return output
+
+    def _wait(self, waiting: list[Recorded], one: Recorded, last: bool) -> Any:
+        """Record a call and return its hidden states as they are; the last one runs all blocks.
+
+        Raises UsageError where the loop changes hidden states between blocks, as those do not exist yet."""
+        if waiting and one.call["hidden_states"] is not waiting[-1].call["hidden_states"]:
+            what = f"hidden states are changed between blocks {waiting[-1].number} and {one.number} of the {self.name}"
+            raise UsageError(what, where="kernels", remedy="use kernels: off")
+        waiting.append(one)
+        return self._run_all(waiting) if last else one.call["hidden_states"]
+
+    def _run_all(self, waiting: list[Recorded]) -> Any:
+        """At once, where all calls are the same and the way through the whole stack takes them; else one by one."""
+        now = cast("Pass", self.now)
+        call = self._inside(now, waiting[0].call) | now.carry
+        if self.whole is not None and all(same(waiting[0].call, one.call) for one in waiting[1:]):
+            advanced = self.whole(self, call, now.here)
+            if advanced is not None:
+                return self._finish(advanced["hidden_states"])
+        output: Any = None
+        for one in waiting:
+            output = self._run(one, call if output is None else self._inside(now, one.call) | carried_by(self.rule, output))
+        return self._finish(output)
+
+    def _finish(self, output: Any) -> Any:
+        """Hand over to the next stage or end the stack; the last block's output, with the hidden states that leave."""
+        now, self.now = cast("Pass", self.now), None
+        carry = now.carry | carried_by(self.rule, output)
         if self.wire is not None and not self.wire.ends:
-            self.wire.send(self._carried(call, side, here))
+            self.wire.send(self._carried(carry, now))
+            hidden = carry["hidden_states"]
         else:
-            call = call | {"hidden_states": self._end(call["hidden_states"], side, here)}
+            hidden = self._end(carry["hidden_states"], now)
         _at(f"after {self.name}")
-        carried = tuple(call.get(name) for name in self.rule.carry)
-        return carried if len(carried) > 1 else carried[0]
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    def _end(self, hidden: Tensor, side: Call | None, here: Running) -> Tensor:
+    def _end(self, hidden: Tensor, now: Pass) -> Tensor:
         """What leaves the stack, whole."""
-        ladder, edges = self.ladder, self.edges
-        if side is not None and ladder is not None:
-            with drawing(replace(here, site=f"{self.name}.end", drawn=0)):
-                hidden = ladder.end(hidden, side)
-            if edges is not None and ladder.handed is not None:
-                ladder.handed = edges.leave(ladder.handed, here)
-        return hidden if edges is None else edges.leave(hidden, here)
+        ladder = self.ladder
+        if now.side is not None and ladder is not None:
+            with drawing(replace(now.here, site=f"{self.name}.end", drawn=0)):
+                hidden = ladder.end(hidden, now.side)
+            if ladder.handed is not None:
+                ladder.handed = self._left(ladder.handed, now.here)
+        return self._left(hidden, now.here)
 
-    def _carried(self, call: Call, side: Call | None, here: Running) -> Carried:
+    def _left(self, hidden: Tensor, here: Running) -> Tensor:
+        """Hidden states outside all edges."""
+        for edges in reversed(self.edges):
+            hidden = edges.leave(hidden, here)
+        return hidden
+
+    def _carried(self, carry: Call, now: Pass) -> Carried:
         """What a later stage needs of this one, hidden states whole."""
 
         def whole(part: Call) -> Call:
             found = {name: part.get(name) for name in self.rule.carry}
-            if self.edges is not None:
-                found["hidden_states"] = self.edges.leave(part["hidden_states"], here)
-            return found
+            return found | {"hidden_states": self._left(part["hidden_states"], now.here)}
 
-        return Carried(whole(call), None if side is None else whole(side))
+        return Carried(whole(carry), None if now.side is None else whole(now.side))
 
-    def _maybe_again(self, step: Any, *args: Any) -> Call:
+    def _maybe_again(self, step: Any, *args: Any) -> Any:
         """`step(*args)`, with its activations kept or, with `recompute`, only its inputs."""
         if self.recompute and torch.is_grad_enabled():
-            return cast("Call", checkpoint(step, *args, use_reentrant=False))
-        return cast("Call", step(*args))
+            return checkpoint(step, *args, use_reentrant=False)
+        return step(*args)
 
-    def step(self, index: int, block: nn.Module, call: Call, here: Running) -> Call:
-        """`call` advanced by one block: what the family's table names as carry is replaced by what the block returned."""
+    def step(self, index: int, block: nn.Module, given: Given, here: Running) -> Any:
+        """What block `index` returns for the arguments `given`, by position and by name as the model's loop gave them."""
         with drawing(self.at(index, here)):
-            return call | carried_by(self.rule, run_block(block, call))
+            return block(*given[0], **given[1])
 
     def at(self, index: int, here: Running) -> Running:
         """`here` inside a block."""
@@ -250,20 +358,44 @@ def _at(site: str) -> None:
         now.site, now.drawn = site, 0
 
 
-class Begins:
-    """Hook before the module that holds a stack."""
+class Around:
+    """Hooks on the module that holds a stack under `child`: they name the place, and see that its loop ran the ports."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, child: str) -> None:
+        self.name, self.child = name, child
 
-    def __call__(self, owner: nn.Module, args: Any) -> None:
-        """Name the place."""
+    def before(self, owner: nn.Module, args: Any) -> None:
+        """Name the place; forget a pass that an error has ended."""
         _at(f"before {self.name}")
+        if isinstance(stack := getattr(owner, self.child), Stack):  # a stage may have none of its blocks
+            stack.now, stack.reached = None, False
+
+    def after(self, owner: nn.Module, args: Any, output: Any) -> None:
+        """Raise UsageError for a loop that passed the ports by, or left before what only its last port does."""
+        stack = getattr(owner, self.child)
+        if not isinstance(stack, Stack):
+            return
+        now, stack.now = stack.now, None
+        what = None
+        if not stack.reached:
+            what = f"{type(owner).__name__} calls no element of its list of blocks"
+        elif now is not None and (stack.edges or stack.wire or now.side is not None or now.waiting is not None):
+            what = f"{type(owner).__name__} leaves the loop over its blocks before the last one"
+        if what is not None:
+            expected, remedy = "a loop that calls every block", "use no plan and no kernels, and another method than side"
+            raise UsageError(what, where=self.name, expected=expected, remedy=remedy)
+
+
+def _given(call: Call, by_position: tuple[str, ...]) -> Given:
+    """A call as its loop wrote it: what was given by position, where checkpointing and recorders look, and by name."""
+    named = {name: value for name, value in call.items() if name not in by_position}
+    return tuple(call[name] for name in by_position), named
 
 
 def run_block(block: nn.Module, call: Call) -> Any:
-    """Call `block`; hidden states go by position, where recorders of hidden states look for them."""
-    return block(call["hidden_states"], **{name: value for name, value in call.items() if name != "hidden_states"})
+    """Call `block`, hidden states by position."""
+    args, kwargs = _given(call, ("hidden_states",))
+    return block(*args, **kwargs)
 
 
 def carried_by(rule: StackRule, output: Any) -> Call:
@@ -272,11 +404,8 @@ def carried_by(rule: StackRule, output: Any) -> Call:
 
 
 def unownable(model: nn.Module) -> str | None:
-    """Why a stack cannot own the loop over this model's blocks, or None: it is handed the arguments of one block for all of them."""
+    """Why a stack cannot own what happens between this model's blocks, or None."""
     config = getattr(model, "config", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1:
-        return f"its blocks have mixed attention types: {', '.join(sorted(kinds))}"
     for side in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
         if getattr(config, side, None):
             return f"it drops whole layers: config.{side} = {getattr(config, side)}"
@@ -290,15 +419,17 @@ def own_stacks(model: nn.Module, family: Family) -> Mapping[StackName, Stack]:
     """
     if (reason := unownable(model)) is not None:
         setting = reason.rpartition(": ")[2].partition(" = ")[0]
-        remedy = f"set {setting} = 0" if setting.startswith("config.") else "train it in one process"
-        raise UsageError(f"this {type(model).__name__} is not supported here: {reason}", remedy=remedy)
+        what = f"this {type(model).__name__} is not supported here: {reason}"
+        raise UsageError(what, remedy=f"set {setting} = 0")
     stacks: dict[StackName, Stack] = {}
     for name, path in stack_paths(model, family).items():
         blocks = model.get_submodule(path)
         if not isinstance(blocks, Stack):
             blocks = Stack(cast("nn.ModuleList", blocks), family.stacks[name], name)
             model.set_submodule(path, blocks)
-            blocks.begins = model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(Begins(name))
+            above, _, child = path.rpartition(".")
+            owner, around = model.get_submodule(above), Around(name, child)
+            blocks.around = owner.register_forward_pre_hook(around.before), owner.register_forward_hook(around.after)
         stacks[name] = blocks
     return stacks
 
@@ -313,8 +444,8 @@ def disown_stacks(model: nn.Module, which: Callable[[Stack], bool] = lambda stac
     for path, stack in stacks_in(model).items():
         if not which(stack):
             continue
-        if stack.begins is not None:
-            stack.begins.remove()
+        for handle in stack.around:
+            handle.remove()
         kind, attributes = stack.plain
         blocks = kind.__new__(kind)
         blocks.__dict__ = attributes | {"training": stack.training, "_modules": {str(n): block for n, block in stack.numbered}}

@@ -78,4 +78,5 @@ FAMILY = Family(
     shape=shape,
     narrow=narrow,
     depth=depth,
+    bounded=False,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,26 @@ class LowRank(NamedTuple):
         if self.weight.dtype == dtype:
             return self
         return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
+
+class BottleneckPart(NamedTuple):
+    """A small network with a residual of its own behind a linear's result y: y + up(dropout(act(down(y)))).
+
+    features: of the bottleneck. tensors: weight [features, n] and bias of `down`, weight [n, features] and
+    bias of `up`; None while the tuning is passed by.
+    """
+
+    features: int
+    activation: Literal["silu", "relu", "gelu"]
+    dropout: float = 0.0
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def with_tensors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> BottleneckPart:
+        """The same made of other tensors, rounded to a dtype."""
+        if self.tensors is None:
+            return self
+        down, down_bias, up, up_bias = (value.to(dtype) for value in tensors if value is not None)
+        return self._replace(tensors=(down, down_bias, up, up_bias))
 
 
 class KeptFeatures(NamedTuple):
@@ -107,10 +127,15 @@ class TunedLinear(TunedModule):
         return {name: value for name, value in own.items() if name not in ("active", "merged", *self.additions)}
 
     def low_rank(self) -> LowRank | None:
-        """The layer as fused kernels compute it, without factors while its tuning is passed by; None: there is no fused form.
+        """The linear map of the layer as fused kernels compute it, all of it but for its `bottleneck`.
 
-        Never inherited: a class that does not define it has none. Always None or never, for one layer.
+        Without factors while its tuning is passed by; None: there is no fused form. Never inherited: a class
+        that does not define it has none. Always None or never, for one layer.
         """
+        return None
+
+    def bottleneck(self) -> BottleneckPart | None:
+        """What acts on the sum of `low_rank` in a fused block; None: nothing. Always None or never, for one layer."""
         return None
 
     @abstractmethod
@@ -142,7 +167,17 @@ class TunedLinear(TunedModule):
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
-    """`layer` as fused kernels compute it, or None where its forward is not exactly known: only torch's own linear and what says it."""
+    """`layer` as fused kernels compute it, or None where it is more than that (a bottleneck) or its forward is not exactly known."""
+    return linear_of(layer) if bottleneck_of(layer) is None else None
+
+
+def bottleneck_of(layer: nn.Module) -> BottleneckPart | None:
+    """What acts behind the linear map of `layer`, where its forward is exactly known; None: nothing."""
+    return layer.bottleneck() if isinstance(layer, TunedLinear) and linear_of(layer) is not None else None
+
+
+def linear_of(layer: nn.Module) -> LowRank | None:
+    """The linear map of `layer`, or None where its forward is not exactly known: only torch's own linear and what says it."""
     if "forward" in vars(layer):  # somebody has put another in its place
         return None
     if type(layer) is nn.Linear:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from petune.parallel.configs import ParallelConfig
     from petune.parallel.fsdp import is_sharded, local
     from petune.parallel.mesh import Mesh, alone, make_mesh, renew
-    from petune.parallel.objective import Batch, Work
+    from petune.parallel.objective import Batch, Objective, Outputs
+    from petune.parallel.placement import Placement, parallelize
     from petune.parallel.plan import ALONE, ParallelPlan, describe, make_plan
     from petune.parallel.runner import Runner
 
@@ -21,16 +22,19 @@ __all__ = [
     "ALONE",
     "Batch",
     "Mesh",
+    "Objective",
+    "Outputs",
     "ParallelConfig",
     "ParallelPlan",
+    "Placement",
     "Runner",
-    "Work",
     "alone",
     "describe",
     "is_sharded",
     "local",
     "make_mesh",
     "make_plan",
+    "parallelize",
     "renew",
 ]
 
@@ -40,7 +44,8 @@ _FILES = {
     **dict.fromkeys(("ALONE", "ParallelPlan", "describe", "make_plan"), "plan"),
     "Runner": "runner",
     **dict.fromkeys(("is_sharded", "local"), "fsdp"),
-    **dict.fromkeys(("Batch", "Work"), "objective"),
+    **dict.fromkeys(("Batch", "Objective", "Outputs"), "objective"),
+    **dict.fromkeys(("Placement", "parallelize"), "placement"),
 }
 
 

@@ -1,41 +1,58 @@
-"""What a task knows and a plan does not: how a model is asked, what its answers cost, which tensors train."""
+"""The objective of a task, as a plan's runner asks it: forward pass, loss, and what trains."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+class Outputs(Protocol):
+    """What a model's forward pass gives: Hugging Face's ModelOutput, or anything else with logits."""
+
+    logits: Tensor
+
+
+def rows_of(outputs: Outputs, rows: Tensor) -> Outputs:
+    """The same outputs with the logits of some rows; `rows` is a mask or indices of the first dimension."""
+    chosen = copy.copy(outputs)
+    chosen.logits = outputs.logits[rows]
+    return chosen
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every tensor of `model` that requires a gradient, by name."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
-def _no_select(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("a vocabulary cut across ranks needs Work.select")
+def _no_select(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a vocabulary cut across ranks needs Objective.select")
 
 
-def _no_sum(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
+def no_fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
+    """None: this loss is made of the outputs of `forward`."""
     return None
 
 
 @dataclass(frozen=True)
-class Work:
-    """forward: (model, batch) -> logits [b, s, V] or [b, classes]. loss: (logits, batch) -> the summed loss of all rows, a scalar.
+class Objective:
+    """forward: (model, batch) -> outputs, whose logits are [b, s, V] or [b, classes]. loss: (outputs, batch) -> the summed loss of all
+    rows, a scalar.
 
-    select: (logits [b, s, any width], batch) -> the logits [n, width] of the positions that count and their labels [n], for a vocabulary
-    cut across ranks. summed: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it without logits,
-    or None for one that does not. tuned: what trains in a model, by name. autocast: entered around every forward.
+    select: (outputs with logits [b, s, any width], batch) -> the logits [n, width] of the positions that count and their labels [n], for a
+    vocabulary cut across ranks. fused_loss: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it
+    without logits, or None for one that does not. tuned: what trains in a model, by name. autocast: entered around every forward.
     """
 
-    forward: Callable[[nn.Module, Batch], Tensor]
-    loss: Callable[[Tensor, Batch], Tensor]
-    select: Callable[[Tensor, Batch], tuple[Tensor, Tensor]] = _no_select
-    summed: Callable[[nn.Module, Batch, int], Tensor | None] = _no_sum
-    tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = _trainable
+    forward: Callable[[nn.Module, Batch], Outputs]
+    loss: Callable[[Outputs, Batch], Tensor]
+    select: Callable[[Outputs, Batch], tuple[Tensor, Tensor]] = _no_select
+    fused_loss: Callable[[nn.Module, Batch, int], Tensor | None] = no_fused_loss
+    tuned: Callable[[nn.Module], Mapping[str, nn.Parameter]] = trainable
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -168,7 +168,7 @@ def make_plan(
     if family is None:
         faults += _needs_family(config, name, model_config)
     if (tp > 1 or pp > 1) and family is not None:
-        faults += _uniform_blocks(model_config)
+        faults += _dropped_blocks(model_config)
     shares, rows = _rows(config.dp or DpConfig(), dp, batch_size, faults)
     cut = None
     if cut_config is not None and family is not None:
@@ -232,13 +232,9 @@ def _needs_family(config: ParallelConfig, cut: str, model_config: Config) -> lis
     return [Problem(f"petune has no table for {kind}, so its blocks are unknown", f"parallel.{name}", remedy=remedy) for name in asked]
 
 
-def _uniform_blocks(model_config: Config) -> list[Problem]:
+def _dropped_blocks(model_config: Config) -> list[Problem]:
     """Why a stack cannot own these blocks; the same reasons as `own_stacks` has, before a weight is loaded."""
-    kinds = sorted(set(getattr(model_config, "layer_types", None) or ()))
     faults = []
-    if len(kinds) > 1:
-        remedy = "use dp, or a model whose layers are all of one kind"
-        faults.append(Problem("blocks with mixed attention types cannot be cut", "model", "one kind", ", ".join(kinds), remedy))
     for side in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
         if drop := getattr(model_config, side, None):
             faults.append(Problem("ranks would drop different layers", "model", f"{side} 0", f"{side} {drop}", f"set {side} to 0"))

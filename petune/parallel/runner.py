@@ -2,8 +2,8 @@
 
 A single process is a plan with axes of size 1 and takes the same path. The loss is a sum over trained tokens divided by the count of the
 whole step, so gradients only ever add up: over micro-batches by autograd, over the tp axis where `Placed` says they are partial, over dp
-because replicas have other rows, over pp where several stages hold one tensor. Each sum happens once, before clipping. The file is a little
-over 300 lines long because a step, and what it asks of other ranks, read the same few facts.
+because replicas have other rows, over pp where several stages hold one tensor. Each sum happens once, before clipping. The file is over 300
+lines long because a step, and what it asks of other ranks, read the same few facts.
 """
 
 from __future__ import annotations
@@ -11,29 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from petune.errors import PetuneError
 from petune.kernels.memory.offloaded_adamw import StreamedAdamW
-from petune.log import say
-from petune.models import attention
-from petune.models.spec import Family
-from petune.models.stack import own_stacks, unownable
 from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portions
-from petune.parallel.fsdp import copies, is_sharded, local, local_like, shard, wholes
+from petune.parallel.fsdp import copies, is_sharded, local, local_like, wholes
 from petune.parallel.launch import process_group
-from petune.parallel.mesh import Axis, Mesh
-from petune.parallel.objective import Batch, Work
-from petune.parallel.pipeline.schedule import Pipeline, cut_stages
-from petune.parallel.plan import ParallelPlan, apportion
-from petune.parallel.tensor.hooks import cross
-from petune.parallel.tensor.shard_params import Placed, cut
-from petune.parallel.tensor.vocabulary import cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
+from petune.parallel.mesh import Axis
+from petune.parallel.objective import Batch, Objective, Outputs, no_fused_loss
+from petune.parallel.pipeline.schedule import Pipeline
+from petune.parallel.placement import Placement
+from petune.parallel.plan import apportion
+from petune.parallel.tensor.vocabulary import has_cut_head, vocabulary_loss
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
 
@@ -41,96 +34,39 @@ T = TypeVar("T")
 
 
 class Runner:
-    """A tuned model placed by a plan. `model` is whole and on the CPU when it comes, and this rank's part on its device from then on.
+    """A placed model that runs: `placement` says where it is, `objective` what it is trained for.
 
-    names: every tuned tensor of the whole model, in its order. tuned: this rank's parts of them, a subset where a stage lacks some.
-    owned: whether stacks own the loop over blocks, so that recomputing and dropout are ours: where the model's family is known and its
-    blocks can all be handed the same arguments. streamed: what updates a model whose blocks rest in host memory, inside `backward`. Such
-    a model, `streams`, is left where it is until `stream` is called.
+    model: whole or the first of this rank's stages. names, shapes, tuned, owned: see Placement. streamed: what updates a
+    model whose blocks rest in host memory, inside `backward`; such a model is left where it is until `stream` is called.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        family: Family | None,
-        plan: ParallelPlan,
-        mesh: Mesh,
-        work: Work,
-        recompute: bool = False,
-        streams: bool = False,
-    ) -> None:
-        self.plan, self.mesh, self.work = plan, mesh, work
+    def __init__(self, placement: Placement, objective: Objective) -> None:
+        self.plan, self.mesh = placement.plan, placement.mesh
+        self.modules, self.names, self.shapes = placement.modules, placement.names, placement.shapes
+        self.tuned, self.placed, self.owned = placement.tuned, placement.placed, placement.owned
+        self.vocabulary, self.model = placement.vocabulary, placement.modules[0]
         self.streamed: StreamedAdamW | None = None
-        whole = work.tuned(model)
-        self.names = tuple(whole)
-        self.shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
-        aliases = _aliases(model, whole)
-        self.placed, self.vocabulary = Placed(), self._vocabulary(model)
-        cut_at_all = plan.cut is not None or plan.pp > 1 or plan.sharding is not None
-        self.owned = family is not None and (cut_at_all or unownable(model) is None)
-        if family is not None and self.owned:
-            recompute = self._translated(model) or recompute
-            attention.use(cast("PreTrainedModel", model))
-            for stack in own_stacks(model, family).values():
-                stack.recompute = recompute
-        elif plan.world > 1 and isinstance(model, PreTrainedModel):
-            attention.use(model)  # masks are drawn by index, which its own attention would not do
-        if family is not None:
-            self.placed = cut(model, family, plan, mesh.at)
-        if self.vocabulary:
-            rows = cut_vocabulary(model, self.vocabulary, mesh.at.tp)
-            self.placed.slices |= rows.slices
-            self.placed.partial |= rows.partial
-        self.modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
-        self.model = self.modules[0]
-        for module in self.modules:
-            if plan.sharding is None and not streams:  # else it moves unit by unit, or as `stream` says
-                module.to(mesh.device)
-            if family is not None:
-                cross(module, family, mesh)
-            if self.vocabulary:
-                hook_vocabulary(module, self.vocabulary, mesh.groups["tp"], mesh.at.tp)
-        self._shard()
-        self.tuned = self._own(aliases)
         self.holders = self._holders()
-        own = replace(work, loss=self._loss)
-        self.pipeline = Pipeline(self.modules, family, plan, mesh, own) if family is not None and plan.pp > 1 else None
+        self.objective = self._over_cut_vocabulary(objective)
+        family, plan = placement.family, self.plan
+        self.pipeline: Pipeline | None = None
+        if family is not None and plan.pp > 1:
+            self.pipeline = Pipeline(self.modules, family, plan, self.mesh, self.objective)
 
     # ------------------------------------------------------------ set up
 
-    @staticmethod
-    def _translated(model: nn.Module) -> bool:
-        """Whether Hugging Face's own checkpointing was on; the stacks recompute instead, as they know where in the batch they are."""
-        names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second is the older transformers'
-        if not getattr(model, next((name for name in names if hasattr(type(model), name)), ""), False):
-            return False
-        disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-        disable()
-        return True
+    def _over_cut_vocabulary(self, objective: Objective) -> Objective:
+        """The same objective for logits of which each rank of the tp axis has some columns, where that is so."""
+        if not self.vocabulary:
+            return objective
+        if not has_cut_head(self.modules[-1]):
+            return replace(objective, fused_loss=no_fused_loss)
+        group, first = self.mesh.groups["tp"], sum(self.vocabulary[: self.mesh.at.tp])
 
-    def _vocabulary(self, model: nn.Module) -> tuple[int, ...]:
-        """Rows of embedding and head per rank of the tp axis; empty where they are whole."""
-        if self.plan.cut is None or not self.plan.cut.vocabulary or self.plan.tp == 1:
-            return ()
-        if (reason := refusal(model)) is not None:
-            say(f"the vocabulary is not cut: {reason}")
-            return ()
-        rows = cast("Any", model).get_input_embeddings().weight.shape[0]
-        return apportion(rows, (1,) * self.plan.tp)
+        def loss(outputs: Outputs, batch: Batch) -> Tensor:
+            return vocabulary_loss(*objective.select(outputs, batch), group, first)
 
-    def _shard(self) -> None:
-        if self.plan.sharding is None:
-            return
-        for module in self.modules:
-            shard(module, self.plan, self.mesh, self.work.tuned(module).values())
-
-    def _own(self, aliases: Mapping[str, str]) -> dict[str, nn.Parameter]:
-        """This rank's tuned tensors by their name in the whole model. Raises PetuneError if placing changed what trains."""
-        found = {aliases[name]: value for module in self.modules for name, value in self.work.tuned(module).items()}
-        trains = {id(value) for module in self.modules for value in module.parameters() if value.requires_grad}
-        if trains != {id(value) for value in found.values()} or not set(found) <= set(self.names):
-            raise PetuneError("placing the model changed what trains; this is a fault of petune")
-        return {name: found[name] for name in self.names if name in found}
+        return replace(objective, loss=loss, fused_loss=no_fused_loss)
 
     def _holders(self) -> dict[str, list[int]]:
         """The pipeline stages that hold each tuned tensor, by rank along pp."""
@@ -210,21 +146,16 @@ class Runner:
     def _forward_backward(self, batch: Batch, total: float, key: int | None) -> Tensor:
         trained = int((batch["labels"] >= 0).sum())  # counted where nothing has to wait for it
         batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
-        with drawing(Running(rows=batch.get("rows"), key=key)), self.work.autocast():
-            loss = None if self.vocabulary else self.work.summed(self.model, batch, trained)
-            logits = self.work.forward(self.model, batch) if loss is None else None
-        if logits is not None:
-            loss = self._loss(logits, batch)
+        objective = self.objective
+        with drawing(Running(rows=batch.get("rows"), key=key)), objective.autocast():
+            loss = objective.fused_loss(self.model, batch, trained)
+            outputs = objective.forward(self.model, batch) if loss is None else None
+        if outputs is not None:
+            loss = objective.loss(outputs, batch)
         assert loss is not None
         if self.streamed is None or bool(loss.isfinite()):
             (loss / total).backward()
         return loss.detach() / total
-
-    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        if not self.vocabulary or not has_cut_head(self.modules[-1]):
-            return self.work.loss(logits, batch)
-        chosen, gold = self.work.select(logits, batch)
-        return vocabulary_loss(chosen, gold, self.mesh.groups["tp"], sum(self.vocabulary[: self.mesh.at.tp]))
 
     def _complete(self) -> None:
         """The sums of the gradient rule, each once."""
@@ -287,8 +218,8 @@ class Runner:
         batch = {name: value.to(self.mesh.device, non_blocking=True) for name, value in batch.items()}
         if self.pipeline is not None:
             return self.pipeline.logits(batch)
-        with self.work.autocast():
-            return self.work.forward(self.model, batch)
+        with self.objective.autocast():
+            return self.objective.forward(self.model, batch).logits
 
     @property
     def speaks(self) -> bool:
@@ -400,9 +331,3 @@ class Runner:
         """Put whole tensors into this rank's parameters."""
         for name, value in self.local(tensors).items():
             self.tuned[name].copy_(value)
-
-
-def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a tie."""
-    names = {id(value): name for name, value in tuned.items()}
-    return {name: names[id(value)] for name, value in model.named_parameters(remove_duplicate=False) if id(value) in names}

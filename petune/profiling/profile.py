@@ -20,7 +20,7 @@ from petune.profiling.operations import Operation, grouped, traced
 from petune.profiling.repeat_step import Rehearsal
 from petune.recipe import Recipe
 from petune.run import distributed
-from petune.run.build import prepare
+from petune.run.build import Base, prepare
 from petune.run.streaming import streams
 
 
@@ -95,14 +95,15 @@ def profile(recipe: Recipe, steps: int = 3, trace: Path | None = None) -> Profil
     if streams(recipe):
         what, where = "the phases of a step whose updates are inside its backward pass cannot be told apart", recipe.where("memory.stream")
         raise UsageError(what, where=where, remedy="set memory.stream=none clip=1.0, or measure whole steps with petune bench")
-    plan = distributed.wanted(recipe)
+    base = Base(recipe)
+    plan = distributed.wanted(recipe, base)
     if plan.world > 1 and not process_group.joined():
         command = f"torchrun --nproc-per-node {plan.world} --no-python petune profile ..."
         remedy = f"{command}, or the whole model in this process: parallel=none"
         raise UsageError(f"this plan is for {plan.world} processes, and here is one", where=recipe.where("parallel"), remedy=remedy)
     with distributed.among(plan):
         mesh = distributed.join(recipe, plan)
-        prepared = prepare(recipe)
+        prepared = prepare(recipe, base=base)
         if plan.world > 1:
             distributed.agree(prepared)
         return take_apart(Rehearsal(prepared, mesh), steps, trace if mesh.main else None)
@@ -121,7 +122,7 @@ def take_apart(rehearsal: Rehearsal, steps: int = 3, trace: Path | None = None) 
     memory = measure(rehearsal)
     seen = traced(rehearsal, Attribution(runner.modules), trace)
     tree = _Tree(paths_of(runner.modules), counts, forward, seen.backward)
-    trained, total = rehearsal.described[1]
+    trained, total = rehearsal.step.described[1]
     return Profile(
         facts=_facts(rehearsal),
         rank=runner.mesh.rank,
@@ -140,12 +141,12 @@ def take_apart(rehearsal: Rehearsal, steps: int = 3, trace: Path | None = None) 
 
 
 def _facts(rehearsal: Rehearsal) -> tuple[str, ...]:
-    plan = rehearsal.runner.plan
-    method, (trained, total) = rehearsal.described
+    plan, step = rehearsal.runner.plan, rehearsal.step
+    method, (trained, total) = step.described
     return (
-        f"model    {rehearsal.prepared.source.note}",
+        f"model    {step.prepared.source.note}",
         f"method   {method}",
-        f"numbers  {rehearsal.place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
+        f"numbers  {step.place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
         *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
     )
 

@@ -1,14 +1,14 @@
 """How fast a recipe trains, and in how much memory: its own step, measured for the methods and memory policies that are asked for.
 
-A step is `Training.step` on the rows a run would see, so clipping, update and the reading of the loss are in it; nothing is scored or
+A step is `Step.take` on the rows a run would see, so clipping, update and the reading of the loss are in it; nothing is scored or
 saved. Its FLOP (one multiply-add is two) are counted from the lengths of its rows, padding left out. A linear of W weights costs a row of T
 tokens 2WT forward, 2WT more where the gradient passes, and 2WT more where the weights themselves train: with N weights in the blocks, 4N a
 token for LoRA on a frozen base and 6N for full fine-tuning. A head of V words adds 4hV for each token that is trained on, 6hV where it
 trains itself. Attention forward, over heads of width d together, is A = 4dT for each of T tokens, half of it if causal; backward 2A.
 
-What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted in the executed ones (HFU),
-where attention's backward is 2.5A and what is recomputed follows from what each block kept. The file is over 300 lines long as counting,
-measuring and drawing are about one figure.
+What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted
+in the executed ones (HFU), where attention's backward is 2.5A and what is recomputed follows from what each
+block kept.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ from petune.models.spec import Role, Site, StackName, find_sites
 from petune.models.stack import Stack
 from petune.parallel import ParallelConfig
 from petune.recipe import Recipe, load_recipe
-from petune.run.audit import Audit
-from petune.run.build import Prepared, choose_place, prepare
-from petune.run.folder import RunFolder
-from petune.run.reporting import Silent
-from petune.run.signals import StopRequest
+from petune.run.build import choose_place, prepare
+from petune.run.step import Step
 from petune.run.summary import peak_memory
-from petune.run.trainer import Training
 from petune.tasks import Example
 
 WARM_UP = 3.0  # seconds of steps before those that count, on a GPU: its clock falls while it warms
@@ -250,51 +246,42 @@ def measure(case: Case, steps: int, warm: float | None = None) -> Measured:
     if place.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    if warm is None:
+        warm = WARM_UP if place.device.type == "cuda" else 0.0
     try:
-        return _measure(case, _Bench(prepare(settled)), steps, (WARM_UP if place.device.type == "cuda" else 0.0) if warm is None else warm)
+        return _measure(case, Step(prepare(settled)), steps, warm)
     except MachineError as error:
         return Measured(case, error=str(error.problems[0].what))
 
 
-class _Bench(Training):
-    """A run that takes steps and leaves nothing behind."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        super().__init__(prepared, RunFolder.of(prepared.recipe), Silent(), StopRequest())
-        self.audit = Audit({}, {})
-
-    def _check_disk(self) -> None:
-        """Nothing is saved, so no room is needed."""
-
-
-def _measure(case: Case, training: _Bench, steps: int, warm: float) -> Measured:
-    began, device = None, training.place.device
+def _measure(case: Case, step: Step, steps: int, warm: float) -> Measured:
+    began, device = None, step.place.device
     while began is None or time.perf_counter() - began < warm:
-        training.step()
+        step.take()
         began = began or time.perf_counter()  # the first step may compile
-    first = training.progress.step
-    seconds = tuple(_timed(training) for _ in range(steps))
-    rows = [training.rows_of(step) for step in range(first, first + steps)]
+    first = step.progress.step
+    seconds = tuple(_timed(step) for _ in range(steps))
+    rows = [step.rows_of(number) for number in range(first, first + steps)]
     counted = flops_of(sketch(case.recipe))
-    kept = _kept(training, counted.linears) if counted else {}
+    kept = _kept(step, counted.linears) if counted else {}
     return Measured(
         case,
-        tokens=tuple(sum(example.tokens for example in step) for step in rows),
+        tokens=tuple(sum(example.tokens for example in row) for row in rows),
         seconds=seconds,
-        flops=tuple(sum(map(counted.model, step)) for step in rows) if counted else (),
-        executed=tuple(sum(counted.executed(example, kept) for example in step) for step in rows) if counted else (),
+        flops=tuple(sum(map(counted.model, row)) for row in rows) if counted else (),
+        executed=tuple(sum(counted.executed(example, kept) for example in row) for row in rows) if counted else (),
         kept=", ".join(f"{name} {count}" for name, count in Counter(one.name for one in kept.values()).items()),
         peak=peak_memory(device) if device.type == "cuda" else None,
         host=_on_host(device),
-        loss=training.progress.last_loss or 0.0,
+        loss=step.progress.last_loss or 0.0,
     )
 
 
-def _timed(training: Training) -> float:
-    _wait(training.place.device)
+def _timed(step: Step) -> float:
+    _wait(step.place.device)
     began = time.perf_counter()
-    training.step()
-    _wait(training.place.device)
+    step.take()
+    _wait(step.place.device)
     return time.perf_counter() - began
 
 
@@ -303,12 +290,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _kept(training: Training, linears: Sequence[Linear]) -> Kept:
+def _kept(step: Step, linears: Sequence[Linear]) -> Kept:
     """What each block kept in the last step."""
-    found = dict.fromkeys(((one.stack, one.block) for one in linears), CHECKPOINT if training.recipe.gradient_checkpointing else ALL)
-    if training.recipe.gradient_checkpointing:
+    found = dict.fromkeys(((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL)
+    if step.recipe.gradient_checkpointing:
         return found
-    for stack in (module for module in training.model.modules() if isinstance(module, Stack)):
+    for stack in (module for module in step.model.modules() if isinstance(module, Stack)):
         for number, block in stack.numbered:
             if isinstance(block, FusedBlock) and not block.spec.said:
                 keep = block.spec.rung.keep

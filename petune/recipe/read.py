@@ -36,16 +36,23 @@ def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, *
         paths, more = _override(written, layer)
         problems += more + accept_classic_keys(written, paths)
         fresh |= paths
-    values, found = validate(written)
-    problems += [(path, in_classic_words(problem, written)) for path, problem in found if not _explained(path, written)]
-    if problems:
-        raise RecipeError(_shown([problem for _, problem in problems], written.name))
-    values.setdefault("name", file.stem if file else "run")
-    recipe = Recipe(**values)
-    recipe._source, recipe._written = file, written
+    recipe = checked(written, file.stem if file else "run", problems)
+    recipe._source = file
     recipe._folder = source.folder if isinstance(source, Recipe) else file.parent if file else Path()
     note = neutral_note(recipe) if neutral else demo_note(written, before, {path[0] for path in fresh}, recipe)
     recipe._notes = (*(source.notes if isinstance(source, Recipe) else ()), *([note] if note else []))
+    return recipe
+
+
+def checked(written: Written, name: str, problems: Sequence[Found] = ()) -> Recipe:
+    """The recipe of what is written, called `name` unless that says a name. Raises RecipeError with every problem found."""
+    values, found = validate(written)
+    more = [(path, in_classic_words(problem, written)) for path, problem in found if not _explained(path, written)]
+    if every := [problem for _, problem in (*problems, *more)]:
+        raise RecipeError(_shown(every, written.name))
+    values.setdefault("name", name)
+    recipe = Recipe(**values)
+    recipe._written = written
     return recipe
 
 

@@ -10,8 +10,6 @@ Inside `drawing`, whatever calls torch.nn.functional.dropout, nn.Dropout among t
 families of `petune.models` dropout meets three shapes, and no other: [rows, features] in the heads of classifiers, [rows, tokens, features]
 in embeddings and blocks, and attention probabilities [rows, heads, queries, keys]. Random layers that hide their draws in torch's own
 kernels cannot be drawn so, and are refused.
-
-Keys, draws, masks and what takes the place of torch's own are one chain with one state, so they share a file of over 300 lines.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -17,9 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, MachineError, UsageError
-from petune.files.hashes import FileHashes
 from petune.kernels.fuse import fuse, fuse_modules
-from petune.kernels.head.hooks import has_fused_head, head_loss
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
@@ -35,14 +35,13 @@ from petune.models.loading import (
     read_config,
     with_padding,
 )
-from petune.models.source import Source, model_files, resolve_model
-from petune.parallel import ALONE, Batch, Mesh, ParallelConfig, ParallelPlan, Runner, Work, make_plan
+from petune.models.source import Source, resolve_model
+from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
 from petune.recipe import Recipe
-from petune.run.evaluate import forward, real_rows
+from petune.run.objective import objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.streaming import refuse_unstreamable, stream, streams
 from petune.saving import export
-from petune.saving.tuning_record import Record
 from petune.tasks import (
     TASKS,
     Encoded,
@@ -53,22 +52,26 @@ from petune.tasks import (
     encode,
     infer_task,
     load_rows,
-    loss_sum,
-    trained_positions,
 )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe with its data read and tokenized; no weights yet."""
+    """A recipe with its data read and tokenized; no weights yet. config: the model's, as it was read."""
 
     recipe: Recipe
     source: Source
+    config: Any
     task: Task
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     encoded: Encoded
     objects: Objects = NO_OBJECTS
+
+    @cached_property
+    def place(self) -> Place:
+        """Where it runs, asked when this process knows its device."""
+        return choose_place(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -97,28 +100,55 @@ def choose_place(recipe: Recipe) -> Place:
     return Place(device, torch.bfloat16 if bf16 else torch.float32)
 
 
-def prepare(recipe: Recipe, labels: tuple[str, ...] | None = None, objects: Objects = NO_OBJECTS) -> Prepared:
+@dataclass(frozen=True)
+class Base:
+    """The model that a recipe names, before a weight is read. Each fact is read when it is first asked for, and once.
+
+    Raises FileError then for a model that is not there.
+    """
+
+    recipe: Recipe
+    objects: Objects = NO_OBJECTS
+
+    @cached_property
+    def source(self) -> Source:
+        """Where it lies."""
+        return resolve_model(self.recipe.model, self.recipe.folder)
+
+    @cached_property
+    def config(self) -> Any:
+        """Its config in transformers."""
+        return read_config(self.source) if self.objects.model is None else self.objects.model.config
+
+
+def prepare(
+    recipe: Recipe,
+    labels: tuple[str, ...] | None = None,
+    objects: Objects = NO_OBJECTS,
+    base: Base | None = None,
+) -> Prepared:
     """Find the model, read and check the rows, tokenize them. Loads no weights and writes nothing.
 
     `objects` are what was given from Python and the recipe names by fingerprint. `labels` are the classes of a model that is already
-    trained, in the order of their ids; the rows may have no others.
+    trained, in the order of their ids; the rows may have no others. `base`: the model, where it was found already.
     Raises UsageError when task, data and model do not go together, DataError for bad rows, FileError for a model that is not there.
     """
-    source = resolve_model(recipe.model, recipe.folder)
-    config = read_config(source) if objects.model is None else objects.model.config
+    base = base or Base(recipe, objects)
+    source, config = base.source, base.config
     kind = kind_of(config)
     name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
     check_fit(name, kind, recipe.data.packing)
-    labels = labels or (objects.labels if name == "classify" else None)
+    labels = labels or (objects.labels if TASKS[name].names_classes else None)
     rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels, objects=objects.data)
     tokenizer = load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
     encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
-    return Prepared(recipe, source, TASKS[name], tokenizer, rows, encoded, objects)
+    return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects)
 
 
 def positions_of(config: Any) -> int | None:
     """The longest sequence a model of this config takes, in tokens; None when its positions are relative and know no end."""
-    return None if config.model_type == "t5" else getattr(config, "max_position_embeddings", None)
+    family = FAMILIES.get(config.model_type)
+    return getattr(config, "max_position_embeddings", None) if family is None or family.bounded else None
 
 
 def load_base(
@@ -128,13 +158,18 @@ def load_base(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     given: PreTrainedModel | None = None,
+    config: Any = None,
 ) -> Loaded:
-    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory."""
+    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory.
+
+    config: the model's, where it was read already; it stays as it is.
+    """
     torch.manual_seed(recipe.seed)
     whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
     head = cast("Head", task.head)
-    loaded = load_model(source, head, labels, dtype) if given is None else adopt_model(given, source, head, labels, dtype)
+    ends = (source, head, labels, dtype)
+    loaded = load_model(*ends, deepcopy(config)) if given is None else adopt_model(given, *ends)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
         loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
@@ -147,12 +182,12 @@ def build(prepared: Prepared) -> nn.Module:
     Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32,
     but for those of a streamed model. Raises UsageError for a recipe that cannot be streamed here.
     """
-    recipe = prepared.recipe
-    place = choose_place(recipe)
+    recipe, place = prepared.recipe, prepared.place
     refuse_unstreamable(recipe, place.dtype, place.device)
     given = prepared.objects.model
     with phase("reading the weights"):
-        loaded = load_base(prepared.source, prepared.task, prepared.rows.labels, recipe, prepared.tokenizer, given)
+        task, labels, tokenizer = prepared.task, prepared.rows.labels, prepared.tokenizer
+        loaded = load_base(prepared.source, task, labels, recipe, tokenizer, given, prepared.config)
     model: nn.Module = loaded.model
     if loaded.note:
         say(loaded.note)
@@ -172,14 +207,15 @@ def build(prepared: Prepared) -> nn.Module:
     return model
 
 
-def plan_of(recipe: Recipe, world: int | None = None) -> ParallelPlan:
+def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) -> ParallelPlan:
     """The parallel plan of a recipe, over `world` processes that exist, or over as many as it asks for. Loads no weights.
 
+    base: the model, where it was found already.
     Raises UsageError for a plan that cannot be, with every reason.
     """
     if recipe.parallel == ParallelConfig():
         return ALONE
-    config = read_config(resolve_model(recipe.model, recipe.folder))
+    config = (base or Base(recipe)).config
     family = FAMILIES.get(config.model_type)
     if recipe.compile:
         raise UsageError("compile does not go with a parallel plan", where=recipe.where("compile"), remedy="set compile: false")
@@ -190,30 +226,15 @@ def plan_of(recipe: Recipe, world: int | None = None) -> ParallelPlan:
 
 def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | None) -> Runner:
     """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the mesh's device."""
-    recipe, task, family = prepared.recipe, prepared.task.name, family_of(model)
-
-    def ask(model: nn.Module, batch: Batch) -> Tensor:
-        return forward(model, batch)
-
-    def loss(logits: Tensor, batch: Batch) -> Tensor:
-        return loss_sum(*real_rows(logits, batch), task, weights)[0]
-
-    def select(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        kept, rows = real_rows(logits, batch)
-        return trained_positions(kept, rows["labels"], task)
-
-    def summed(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
-        if not prepared.task.over_vocabulary or not has_fused_head(model):
-            return None
-        return head_loss(model, batch, ask, shift=task in ("causal", "chat"), trained=trained)
-
-    work = Work(ask, loss, select, summed, tuned_parameters, choose_place(recipe).autocast)
+    recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
+    objective = replace(objective_of(prepared.task, weights), autocast=prepared.place.autocast)
     with phase(f"moving the model to {mesh.device}"):
-        runner = Runner(model, family, mesh.plan, mesh, work, recompute=recipe.gradient_checkpointing, streams=streams(recipe))
+        where = parallelize(model, family, mesh.plan, mesh, objective.tuned, recompute=again, streams=streams(recipe))
+        runner = Runner(where, objective)
     with phase("fusing the blocks"):
         _fuse(runner, recipe)
     if streams(recipe):
-        stream(runner, recipe, choose_place(recipe).autocast())
+        stream(runner, recipe, prepared.place.autocast())
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
         remedy = "set gradient_checkpointing: false, or parallel: none"
         raise UsageError("replicas of this model cannot recompute: its blocks are not ours", where="gradient_checkpointing", remedy=remedy)
@@ -268,23 +289,3 @@ def _with_new(method: Any, model: nn.Module, loaded: Loaded) -> Any:
         return method
     named = head_modules(model, loaded.family, method.also_train)
     return replace(method, also_train=tuple(dict.fromkeys((*named, *loaded.new))))
-
-
-def rebuild(
-    recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`) loaded strictly, in eval mode on
-    its device.
-
-    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
-    run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
-    """
-    source = resolve_model(recipe.model, recipe.folder)
-    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
-    files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
-    record.check_files(files, weights=False)  # before a config is read that could say anything
-    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
-        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
-        hashes.result()
-    model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
-    return model.to(choose_place(recipe).device).eval(), tokenizer

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,24 +19,26 @@ from torch import nn
 from petune.errors import Stopped, UsageError
 from petune.log import say
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
-from petune.parallel.launch import orders, process_group
+from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
-from petune.recipe import Recipe, load_recipe
-from petune.run.build import Prepared, choose_place, plan_of
+from petune.recipe import Recipe
+from petune.run.build import Base, Prepared, choose_place, plan_of
 from petune.run.folder import RANK_LOGS, RunFolder
+from petune.run.job import Job
 from petune.run.signals import StopAsked
 from petune.saving.fingerprint import fingerprint
 
 MUST_AGREE = ("petune", "torch", "transformers")  # packages of one version on every rank
 
 
-def wanted(recipe: Recipe) -> ParallelPlan:
+def wanted(recipe: Recipe, base: Base | None = None) -> ParallelPlan:
     """The plan of a recipe for the processes that were started, or, where only this one was, for those it asks for.
 
+    base: its model, where that was found already.
     Raises UsageError for a plan that cannot be, or one that needs another number of processes than a launcher has started.
     """
     started = process_group.started()[1]
-    plan = plan_of(recipe, started if started > 1 else None)
+    plan = plan_of(recipe, started if started > 1 else None, base)
     if started > 1 and plan.world != started:
         remedy = "name a backend: parallel=dp" if plan.world == 1 else "start as many, or let petune train start them"
         expected, found = f"{plan.world} processes", str(started)
@@ -44,29 +46,18 @@ def wanted(recipe: Recipe) -> ParallelPlan:
     return plan
 
 
-def start(
-    plan: ParallelPlan,
-    recipe: Recipe,
-    folder: RunFolder,
-    *,
-    resume: bool | str | Path,
-    overwrite: bool,
-    allow_change: Collection[str],
-    restarts: int,
-) -> None:
-    """Start every rank of a run on this machine and wait for their end; up to `restarts` times one that was killed or froze is replaced.
+def launch_ranks(plan: ParallelPlan, job: Job, restarts: int = 0) -> None:
+    """Start every rank of a job on this machine and wait for their end; up to `restarts` times one that was killed or froze is replaced.
 
     Raises what the first of them to fail has raised.
     """
-    for note in recipe.notes if recipe.source is None else ():  # the ranks read a file, which says no more that there was none
+    recipe = job.recipe
+    for note in recipe.notes if recipe.source is None else ():  # the ranks are given a file, and say nothing of it
         say(f"recipe   {note}")
     with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
-        command = [sys.executable, "-m", "petune", *_written(recipe, folder, Path(scratch))]
-        command += ["--resume"] if resume is True else ["--from", str(resume)] if resume else []
-        command += ["--overwrite"] if overwrite else []
-        command += [word for key in allow_change for word in ("--allow-change", key)]
-        command += ["--since", str(time.time())]
-        launch(command, plan.world, restarts=restarts, log_folder=folder.path / RANK_LOGS, on_line=say)
+        file = replace(job, since=time.time()).write(Path(scratch))
+        command = [sys.executable, "-m", "petune", "--job", str(file)]
+        launch(command, plan.world, restarts=restarts, log_folder=job.folder.path / RANK_LOGS, on_line=say)
 
 
 def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
@@ -80,28 +71,6 @@ def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
             }[name]
             what = f"{name} in memory cannot reach the processes of a parallel plan"
             raise UsageError(what, where=recipe.where("parallel"), remedy=f"{remedy}; or set parallel: none")
-
-
-def going_on(folder: RunFolder, since: float) -> bool:
-    """Whether this rank was started anew for a run that has begun since the first ranks were: then it is taken up again.
-
-    A rank that replaces one always is: nobody waits for it before the run has begun. Where all ranks start anew, nobody is left to ask.
-    """
-    if orders.generation():
-        return True
-    begun = folder.path / "resolved.yaml"
-    return process_group.restarted() > 0 and folder.has_resolved() and not folder.is_being_replaced() and begun.stat().st_mtime >= since
-
-
-def _written(recipe: Recipe, folder: RunFolder, scratch: Path) -> list[str]:
-    """The words that make a rank read this very recipe: its file where it has one, and every key that differs from it."""
-    source = recipe.source
-    if source is None:
-        source = scratch / "recipe.yaml"  # which says the name
-        source.write_text(recipe.to_yaml(), encoding="utf-8")
-    in_file, meant = load_recipe(source).resolved(), recipe.resolved() | {"out": str(folder.path)}
-    changed = {key: value for key, value in meant.items() if in_file.get(key) != value}
-    return [str(source), "--settings", json.dumps(changed)]
 
 
 def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from petune.errors import TrainingFault
-from petune.tasks import METRICS, Example, Scorer, collate, loss_sum
-
-Batch = dict[str, Tensor]
+from petune.errors import RecipeError, TrainingFault
+from petune.models import family_of
+from petune.parallel import Batch, Outputs
+from petune.recipe import Recipe
+from petune.tasks import METRICS, Example, Scorer, Task, collate, loss_sum
 
 
 def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int, shortest: int = 1) -> Iterator[Batch]:
@@ -24,17 +25,25 @@ def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int
         yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
 
 
-def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits in the model's output dtype: [batch, seq, vocab], or [batch, classes]. Labels never reach the model's own loss."""
+def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
+    """What the model answers, its logits in its output dtype: [batch, seq, vocab], or [batch, classes].
+
+    Labels never reach the model's own loss.
+    """
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "rows")}
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and batch["labels"].dim() == 2:
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
-    if getattr(config, "model_type", "") != "bert":  # a cache would let packed samples see one another
+    family = family_of(model)
+    if family is None or family.caches:  # a cache would let packed samples see one another
         inputs["use_cache"] = False
-    logits = model(**inputs).logits
-    assert isinstance(logits, Tensor)
-    return logits
+    outputs: Outputs = model(**inputs)
+    return outputs
+
+
+def forward(model: nn.Module, batch: Batch) -> Tensor:
+    """The logits of `outputs_of`."""
+    return outputs_of(model, batch).logits
 
 
 def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
@@ -49,6 +58,22 @@ def real_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+class Metric(NamedTuple):
+    """What says which state of a run is the best."""
+
+    name: str
+    larger_is_better: bool
+
+
+def metric_of(recipe: Recipe, task: Task) -> Metric:
+    """The metric that a recipe names, or its task's own. Raises RecipeError for one that the task does not have."""
+    name, known = recipe.metric or task.metric, METRICS[task.name]
+    if name not in known:
+        what, expected = f"task {task.name} has no metric {name!r}", ", ".join(known)
+        raise RecipeError(what, where=recipe.where("metric"), expected=expected)
+    return Metric(name, (known[name] if recipe.direction == "auto" else recipe.direction) == "max")
 
 
 Ask = Callable[[Batch], Tensor | None]  # logits of a batch; None in a process that only passes them on

@@ -12,11 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, UsageError
+from petune.files.hashes import FileHashes
 from petune.methods import without_tuning
 from petune.methods.configs import method_of
+from petune.models.loading import load_tokenizer
 from petune.models.source import model_files, resolve_model
-from petune.recipe import load_recipe
-from petune.run.build import Prepared, choose_place, load_base, prepare, rebuild
+from petune.recipe import Recipe, load_recipe
+from petune.run.build import Prepared, choose_place, load_base, prepare
 from petune.run.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
@@ -203,3 +205,23 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
     if not (path / "resolved.yaml").is_file():
         raise FileError("this is not a run folder", where=str(path), expected="a folder with resolved.yaml", remedy="give what `out` was")
     return Run(path, verify_base, replace(NO_OBJECTS, model=base))
+
+
+def rebuild(
+    recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`) loaded strictly, in eval mode on
+    its device.
+
+    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
+    run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
+    """
+    source = resolve_model(recipe.model, recipe.folder)
+    tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
+    files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
+    record.check_files(files, weights=False)  # before a config is read that could say anything
+    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
+        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
+        hashes.result()
+    model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
+    return model.to(choose_place(recipe).device).eval(), tokenizer

@@ -4,10 +4,10 @@
     copies              | N to the host |                      |                | N + 1 to the host |
     disk     N - 3, committed as every checkpoint is, then the newest whole copy; those between are skipped
 
-What the host does for a copy, it does while the device computes: `take` notes what is to be copied, and `begin`, called when the next step
-is on its way, sends it off on another stream. Of two copies in host memory one is written while the other takes the newest step: nothing is
-allocated per step, a step never waits for the disk, and what is written cannot change. The file is a little over 300 lines long, as the
-layout of a copy, the copy and the thread that writes it are read together.
+What the host does for a copy, it does while the device computes: `take` notes what is to be copied, and
+`begin`, called when the next step is on its way, sends it off on another stream. Of two copies in host memory
+one is written while the other takes the newest step: nothing is allocated per step, a step never waits for
+the disk, and what is written cannot change.
 """
 
 from __future__ import annotations

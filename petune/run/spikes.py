@@ -8,7 +8,7 @@ it, and numbers that hardly vary do not narrow it to nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -71,18 +71,20 @@ def said(places: Sequence[str]) -> str:
     return f"rows {', '.join(places[:5])}{' and more' if len(places) > 5 else ''}"
 
 
-def report_spike(action: str, found: str, step: int, places: Sequence[str], back: int | None) -> tuple[str, dict[str, Any]]:
-    """What was done about the spike of `step`: a line for a person, and what the step's record says of it.
+def spike_record(action: str, found: str, places: Sequence[str], back: int | None) -> dict[str, Any]:
+    """What the record of a step says of its spike. back: the step of the state that the run has gone back to, if any."""
+    rewound = {} if back is None else {"rewound_to": back}
+    return {"spike": action, "outside": found, "rows": list(places)} | rewound
 
-    back: the step of the state that the run has gone back to, where it has.
-    """
+
+def spike_line(record: Mapping[str, Any]) -> str:
+    """What was done about the spike in a step's record, for a person."""
     done = {
         "warn": "the update was made",
         "skip": "the update was left out",
-        "rewind": f"back to the state of step {back}; what was trained since is left out",
-    }[action]
-    line = f"SPIKE at step {step}, {done}: {found}; {said(places)}"
-    return line, {"spike": action, "outside": found, "rows": list(places)} | ({} if back is None else {"rewound_to": back})
+        "rewind": f"back to the state of step {record.get('rewound_to')}; what was trained since is left out",
+    }[record["spike"]]
+    return f"SPIKE at step {record['step']}, {done}: {record['outside']}; {said(record['rows'])}"
 
 
 def spike_fault(found: str, step: int, places: Sequence[str], saved: Any, in_a_row: int) -> TrainingFault:

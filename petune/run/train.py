@@ -1,32 +1,28 @@
-"""`petune.train`: settles what is meant, then trains in this process or starts those of a parallel plan. The loop is petune.run.trainer."""
+"""`petune.train`: settles what is meant, then trains in this process (petune.run.rank) or starts those of a parallel plan."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from petune.errors import Stopped, UsageError
-from petune.log import phase
-from petune.parallel import ParallelPlan
+from petune.errors import UsageError
 from petune.parallel.launch import process_group
-from petune.recipe import Recipe, differences, load_recipe, settings_text
+from petune.recipe import Recipe, load_recipe, settings_text
 from petune.run import distributed
-from petune.run.build import prepare
+from petune.run.build import Base
 from petune.run.callbacks import Callback, Callbacks
-from petune.run.entrance import entered, refuse_unknown
+from petune.run.entrance import refuse_unknown
 from petune.run.finished import Run, load_run
 from petune.run.folder import RunFolder
+from petune.run.job import Job
 from petune.run.notebook import fitting_reporter
-from petune.run.objects import Objects, take_objects
-from petune.run.reporting import Logged, Reporter, Silent
-from petune.run.signals import StopNow, StopRequest
-from petune.run.trainer import Training
+from petune.run.objects import take_objects
+from petune.run.rank import Here, finished, run_rank
+from petune.run.reporting import Reporter
 from petune.tasks import Table
 
 __all__ = ["Run", "load_run", "settle", "train"]
@@ -90,72 +86,25 @@ def train(
         settled = load_recipe(settled, {"dtype": objects.dtype})
     distributed.refuse_objects(settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks})
     refuse_unknown(allow_change)
-    job = _Job(
-        settled, RunFolder.of(settled), reporter or fitting_reporter(), objects, Callbacks(callbacks), resume, overwrite, allow_change
-    )
-    folder, plan = job.folder, distributed.wanted(settled)
-    starts = plan.world > 1 and not process_group.joined()
-    if restarts and not starts:
-        remedy = "leave it out, or name a parallel backend"
-        raise UsageError("there are no processes here that petune could start anew", where="--restarts", remedy=remedy)
-    first = process_group.started()[0] == 0
-    alone = entered(folder, resume=bool(resume), overwrite=overwrite, allow_change=allow_change) if first else nullcontext()
-    with alone:  # the lock comes before anything is read that another run may change
-        if resume is True and folder.finished() and not differences(folder.resolved(), settled.resolved()):
-            if first:
-                folder.sweep()
-            job.reporter.note(f"{folder.path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out")
-            return Run(folder.path, objects=objects)
-        if not starts:
-            return _train_here(job, plan)
+    job = Job(settled, RunFolder.of(settled), resume, overwrite, allow_change)
+    here = Here(reporter or fitting_reporter(), objects, Callbacks(callbacks))
+    base = Base(settled, objects)
+    plan = distributed.wanted(settled, base)
+    if plan.world == 1 or process_group.joined():
+        if restarts:
+            what, remedy = "there are no processes here that petune could start anew", "leave it out, or name a parallel backend"
+            raise UsageError(what, where="--restarts", remedy=remedy)
+        return run_rank(job, base, plan, here)
+    with job.entered():
+        if job.is_done():
+            return finished(job, here)
         if overwrite:
-            folder.clear_rank_logs()
-    distributed.start(plan, settled, folder, resume=resume, overwrite=overwrite, allow_change=allow_change, restarts=restarts)
-    return load_run(folder.path)
+            job.folder.clear_rank_logs()
+    distributed.launch_ranks(plan, job, restarts)
+    return load_run(job.folder.path)
 
 
 train.__doc__ = (train.__doc__ or "") + settings_text()
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What `train` was asked for, settled."""
-
-    recipe: Recipe
-    folder: RunFolder
-    reporter: Reporter
-    objects: Objects
-    callbacks: Callbacks
-    resume: bool | str | Path
-    overwrite: bool
-    allow_change: Collection[str]
-
-
-def _train_here(job: _Job, plan: ParallelPlan) -> Run:
-    """Train in this process, alone or as one rank of `plan`."""
-    stop, folder, objects = StopRequest(), job.folder, job.objects
-    with stop.listening(), distributed.among(plan):
-        mesh = distributed.join(job.recipe, plan)
-        folder = distributed.one_folder(folder)
-        with phase("reading config, data and tokenizer"):
-            prepared = prepare(job.recipe, objects=objects)
-        if plan.world > 1:
-            distributed.agree(prepared)
-        if not mesh.main:
-            Training(prepared, folder, Silent(), stop, mesh).run(job.resume, job.allow_change)
-            return load_run(folder.path)
-        logged = Logged(job.reporter, folder.log, folder.metrics)
-        try:
-            # refuses what cannot train, before anything is written
-            training = Training(prepared, folder, logged, stop, mesh, job.callbacks)
-            if not job.resume:
-                folder.begin(training.run_id, overwrite=job.overwrite)
-            training.run(job.resume, job.allow_change)
-        except BaseException as error:
-            if folder.has_resolved() and not isinstance(error, Stopped | StopNow):
-                logged.write_error(process_group.explain(error))
-            raise
-    return Run(folder.path, objects=objects, tuned=None if objects.model is None else (training.model.eval(), training.tokenizer))
 
 
 def settle(
@@ -164,4 +113,6 @@ def settle(
     """The recipe that is meant: a file, a shipped name, a mapping, or a run folder, which stands for its own resolved recipe."""
     if isinstance(recipe, str | Path) and (Path(recipe) / "resolved.yaml").is_file():
         recipe = load_run(recipe).recipe
+    if isinstance(recipe, Recipe) and not overrides and not settings:
+        return recipe
     return load_recipe(recipe, overrides, settings or {})

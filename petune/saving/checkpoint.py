@@ -1,8 +1,8 @@
 """Resumable state on disk: a checkpoint is a folder committed whole, and valid exactly when its manifest verifies.
 
-Temporary name, fsync of every file, SHA-256 manifest, one rename, fsync of the parent; pointer and rotation only after it, and the pointer
-is a hint nobody depends on. Tensors are safetensors and all else JSON: nothing that is read here can run code.
-This is over 300 lines because the optimizer's state has no use but with a checkpoint.
+Temporary name, fsync of every file, SHA-256 manifest, one rename, fsync of the parent; pointer and rotation
+only after it, and the pointer is a hint nobody depends on. Tensors are safetensors and all else JSON: nothing
+that is read here can run code.
 """
 
 # Names inside a folder of checkpoints:

@@ -35,6 +35,16 @@ class Task:
         return self.head not in ("classify", "tokens")
 
     @property
+    def shifts(self) -> bool:
+        """Whether the logits of a token are about the next one."""
+        return self.head == "causal"
+
+    @property
+    def names_classes(self) -> bool:
+        """Whether a whole row has one label, of classes that are named."""
+        return self.head == "classify"
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """The formats of rows it can learn from."""
         return TASK_FORMATS[self.name]

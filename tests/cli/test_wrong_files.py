@@ -17,7 +17,7 @@ from tests.wrong_recipes import WRONG as WRONG_RECIPES
 
 @pytest.fixture(autouse=True)
 def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.run.trainer.build", lambda prepared: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("petune.run.step.build", lambda prepared: pytest.fail("weights were loaded"))
 
 
 def test_the_tables_are_as_long_as_promised() -> None:

@@ -46,6 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora on q and v": dict(method="lora", r=4, targets=["q", "v"]),
     "lora on the mlp": dict(method="lora", r=3, targets=["gate", "up", "down"]),
     "full": dict(method="full"),
+    "adapter": dict(method="adapter", reduction=4),
 }
 
 
@@ -59,7 +60,7 @@ def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     petune.wrap(plain, **settings, kernels="off")
     with torch.no_grad():
         for path, value in plain.named_parameters():
-            if "lora_B" in path:
+            if "lora_B" in path or "adapter_" in path:
                 value.normal_(std=0.1)
     fused = copy.deepcopy(plain)
     assert fuse(fused, family_of(fused), "reference")

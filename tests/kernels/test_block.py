@@ -51,10 +51,10 @@ def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(na
 
 
 @pytest.mark.parametrize("tile", [1, 4, 100])
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize(("name", "method"), [("llama", "lora"), ("bert", "lora"), ("bert", "adapter")])
 @pytest.mark.parametrize("keep", ["projections", "attention", "input"])
-def test_tiling_the_mlp_changes_nothing(name: str, keep: Any, tile: int) -> None:
-    fused, plain = pair(name, METHODS["lora"])
+def test_tiling_the_mlp_changes_nothing(name: str, method: str, keep: Any, tile: int) -> None:
+    fused, plain = pair(name, METHODS[method])
     stand_on(fused, Rung(keep), tile)
     assert_alike(fused, plain, batch(name), TOLERANCE.get(name, 2e-6))
 
@@ -75,9 +75,9 @@ def test_state_names_and_values_survive_fusing(name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, keep: Any) -> None:
-    fused, plain = pair(name, METHODS["lora"] | {"dropout": 0.3})
+@pytest.mark.parametrize(("name", "method"), [("llama", "lora"), ("bert", "lora"), ("llama", "adapter"), ("bert", "adapter")])
+def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, method: str, keep: Any) -> None:
+    fused, plain = pair(name, METHODS[method] | {"dropout": 0.3})
     for module in (*fused.modules(), *plain.modules()):
         if name == "bert" and isinstance(module, nn.Dropout):
             module.p = 0.2
@@ -148,8 +148,9 @@ def test_evaluation_generation_and_unfusing_give_what_the_model_gave() -> None:
     assert_alike(fused.train(), plain.train(), inputs, 1e-6)
 
 
-def test_a_tuning_that_is_passed_by_is_not_computed() -> None:
-    fused, plain = pair("llama", METHODS["lora"])
+@pytest.mark.parametrize("method", ["lora", "adapter"])
+def test_a_tuning_that_is_passed_by_is_not_computed(method: str) -> None:
+    fused, plain = pair("llama", METHODS[method])
     inputs = {name: value for name, value in batch("llama").items() if name != "labels"}
     with petune.methods.without_tuning(fused), petune.methods.without_tuning(plain), torch.no_grad():
         torch.testing.assert_close(
@@ -160,18 +161,15 @@ def test_a_tuning_that_is_passed_by_is_not_computed() -> None:
         )
 
 
-@pytest.mark.parametrize(("method", "words"), [("adapter", "AdapterLinear"), ("side", "ladder")])
-def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_why(
-    method: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.fuse.say", said.append)
-    model = petune.wrap(MODELS["llama"](), method=method, kernels="reference", reduction=2)
-    assert not blocks(model) and any(words in line for line in said)
+    model = petune.wrap(MODELS["llama"](), method="dora", kernels="reference")
+    assert not blocks(model) and any("DoraLinear" in line for line in said)
     assert type(model.model.norm).__name__ != "LlamaRMSNorm"
     with pytest.raises(UsageError, match="no block"):
-        petune.wrap(MODELS["llama"](), method=method, kernels="reference", base_dtype="fp8", reduction=2)
+        petune.wrap(MODELS["llama"](), method="dora", kernels="reference", base_dtype="fp8")
 
 
 def test_nothing_is_fused_on_a_cpu_unless_it_is_asked_for() -> None:

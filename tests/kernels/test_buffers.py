@@ -25,7 +25,7 @@ from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.models.spec import Role
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_linear import BottleneckPart, LowRank
 from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
 
 
@@ -149,7 +149,9 @@ def hollow() -> Ops:
         y = out if out is not None else made(x)
         return y, made(x, len(x), dtype=wide), made(x, len(x), dtype=wide), x if residual is None else made(x)
 
-    def activate(u: Tensor, act: str, gated: bool, low: Any, a: Tensor | None, paired: bool, out: Tensor | None = None) -> Any:
+    def activate(
+        u: Tensor, act: str, gated: bool, low: Any = None, a: Tensor | None = None, paired: bool = False, out: Tensor | None = None
+    ) -> Any:
         return out if out is not None else made(u, len(u), u.shape[1] // (1 + gated)), None if a is None else made(u, len(u), len(a))
 
     def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Any) -> Tensor:
@@ -163,7 +165,10 @@ def hollow() -> Ops:
     def rope_backward(*grads: Tensor) -> Tensor:
         return made(grads[0], len(grads[0]), sum(one.shape[1] * one.shape[2] for one in grads[:3]))
 
-    rest = dict.fromkeys(("add_low", "cross_entropy_", "quantise", "drop"), made)
+    def add_low(x: Tensor | None, y: Tensor, low: Any) -> Tensor:
+        return made(low[0], *y.shape)
+
+    rest = dict.fromkeys(("cross_entropy_", "quantise", "drop"), made)
     return Ops(
         "hollow",
         rms_norm=rms,
@@ -175,6 +180,7 @@ def hollow() -> Ops:
         activate=activate,
         activate_backward=activate_backward,
         linear_low=linear_low,
+        add_low=add_low,
         **rest,
     )
 
@@ -212,9 +218,20 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     norms = [(norm,) if one.kind == "rms" else (norm, norm) for one in program.norms]
     how = attending.How(shape.causal, 1.0, 1)
     angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
-    needs = [need and place % 4 != 1 for place, need in enumerate(needs_of(shape, program))]  # there are no biases
+    linears = 4 * sum(len(place.paths) for place in program.groups)
+    needs = [need and (place % 4 != 1 or place >= linears) for place, need in enumerate(needs_of(shape, program))]  # linears have no bias
     needs[-sum(map(len, norms)) :] = [False] * sum(map(len, norms))
-    return program, Run(ops, groups, norms, [None] * len(program.dropouts), [how], angles), needs
+    behind = [
+        (BottleneckPart(own, "silu", 0.0, tuple(torch.empty(*size, **frozen) for size in ((own, w), (own,), (w, own), (w,)))), None)
+        for own, w in ((one.bottleneck, shape.width) for one in shape.sublayers if one.bottleneck)
+    ]
+    return program, Run(ops, groups, norms, [None] * len(program.dropouts), [how], angles, bottlenecks=behind), needs
+
+
+def adapted(shape: BlockShape) -> BlockShape:
+    """The block with bottlenecks of a sixteenth of its width, and nothing else that trains."""
+    sublayers = tuple(replace(one, bottleneck=shape.width // 16) for one in shape.sublayers)
+    return replace(shape, ranks=Ranks(), described=sublayers)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +243,10 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
         replace(LLAMA, ranks=Ranks(), trained=True),
         BERT,
         replace(BERT, ranks=Ranks(q=8, k=8, v=8, o=8, up=8, down=8)),
+        adapted(LLAMA),
+        adapted(BERT),
     ],
-    ids=["lora", "lora of q and v", "lora of rank 128", "full", "bert", "bert with all roles"],
+    ids=["lora", "lora of q and v", "lora of rank 128", "full", "bert", "bert with all roles", "adapter", "bert's adapter"],
 )
 @pytest.mark.parametrize(("keep", "tile"), [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)])
 def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_merged_weights_are_used_and_come_back_into_the_bank() -> None:
 
 
 def test_files_of_a_tuning_are_those_of_the_unfused_model_byte_by_byte(tmp_path: Path) -> None:
-    for method in ("lora", "full"):
+    for method in ("lora", "full", "adapter"):
         for name, model in zip(("fused", "plain"), pair("llama", METHODS[method]), strict=True):
             petune.save(model, tmp_path / method / name)
         for file in (tmp_path / method / "plain").iterdir():
@@ -663,8 +663,8 @@ def in_bf16(seed: int, method: str, name: str = "llama", weights: torch.dtype = 
     plain: Any = MODELS[name]()
     petune.wrap(plain, **METHODS[method], kernels="off")
     for path, value in plain.named_parameters():
-        value.data = value.data.float() if "lora" in path else value.data.to(weights)
-        if "lora_B" in path:
+        value.data = value.data.float() if "lora" in path or "adapter_" in path else value.data.to(weights)
+        if "lora_B" in path or "adapter_" in path:
             value.data.normal_(std=0.1)
     if name == "llama":
         plain.model.rotary_emb.float()
@@ -673,7 +673,7 @@ def in_bf16(seed: int, method: str, name: str = "llama", weights: torch.dtype = 
     return fused.train(), plain.train()
 
 
-@pytest.mark.parametrize("method", ["lora", "lora of a rank too large to fold", "full"])
+@pytest.mark.parametrize("method", ["lora", "lora of a rank too large to fold", "full", "adapter"])
 @pytest.mark.parametrize("keep", ["all", "input"])
 def test_in_bf16_a_fused_model_is_as_near_to_the_truth_as_the_unfused_one(keep: Any, method: str) -> None:
     ours, theirs = [], []

@@ -91,7 +91,7 @@ def tuned(name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Modu
     petune.wrap(model, **settings, kernels="off")
     with torch.no_grad():
         for path, value in model.named_parameters():
-            if "lora_B" in path:
+            if "lora_B" in path or "adapter_" in path:
                 value.normal_(std=0.1)
     assert fuse(model, family_of(model), "reference")
     return model.train()
@@ -148,9 +148,11 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 # ------------------------------------------------------------------ the same numbers
 
+RECORDED = ["lora", "lora on q and v", "full", "adapter"]
+
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("settings", [LORA, METHODS["lora on q and v"], METHODS["full"]], ids=["lora", "q and v", "full"])
+@pytest.mark.parametrize("settings", [METHODS[name] for name in RECORDED], ids=RECORDED)
 @pytest.mark.parametrize("name", ["bert", "llama", "qwen3"])
 def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: dict[str, Any]) -> None:
     model, plain, recorder = pair(name, settings)
@@ -254,6 +256,11 @@ DROPS: dict[str, tuple[str, dict[str, Any], Callable[[], nn.Module]]] = {
     "of connections": ("bert", LORA, lambda: bert(hidden_dropout_prob=0.2)),
     "of attention": ("bert", LORA, lambda: bert(attention_probs_dropout_prob=0.2)),
     "of all": ("bert", LORA | {"dropout": 0.3}, lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
+    "of all, in adapters": (
+        "bert",
+        METHODS["adapter"] | {"dropout": 0.3},
+        lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2),
+    ),
     "of all, in full": ("bert", METHODS["full"], lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
 }
 

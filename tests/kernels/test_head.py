@@ -1,6 +1,5 @@
-"""The head and its cross-entropy in one step against autograd of the plain formula, and Hugging Face's models with it against themselves.
-
-The file is over 300 lines long because the step, the vocabulary in slices, the models and the loop are held against each other's oracles.
+"""The head and its cross-entropy in one step against autograd of the plain formula, and Hugging Face's models with it against
+themselves.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def unpad(model: Any) -> None:
     family = family_of(model)
     assert family is not None
     (stack,) = own_stacks(model, family).values()
-    stack.edges = Unpadded()
+    stack.edges.append(Unpadded())
     FindSegments(model, model.base_model, stack.rule.causal).register(model, model.base_model)
 
 
@@ -323,7 +323,7 @@ def both_stacks(name: str) -> tuple[Any, Any, dict[str, list[tuple[int, ...]]]]:
     owners = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
     finder = None
     for side, stack in own_stacks(model, family_of(model)).items():  # type: ignore[arg-type]
-        stack.edges = Unpadded()
+        stack.edges.append(Unpadded())
         finder = FindSegments(model, owners[side], stack.rule.causal, feeds=side == "encoder", encoder=finder)
         finder.register(model, owners[side])
         saw(side, stack[0])

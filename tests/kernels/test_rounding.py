@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from benchmarks import exact
+from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.fp8 import Eight
+from petune.kernels.block.linear_steps import Product
+from petune.kernels.block.packed_linear import Group
+from petune.kernels.block.steps import Run
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
+from petune.kernels.memory.shape import GroupPlace
 from petune.kernels.reference import wide
+from petune.models.tuned_linear import BottleneckPart, LowRank
 
 RANKS = (16, 40, 72)  # gate | up in the activation and in the product, s of down by the activation and by itself
 LOST = 0.5  # what a product rounded before its update keeps is about a fifth
@@ -55,6 +61,32 @@ def test_products_in_eight_bits_meet_their_update_before_they_are_rounded() -> N
     ops = reference_ops()
     base, zero = Eight(weight, None, ops, ()), torch.zeros_like(b)
     assert 0.95 < exact.share(lambda b: base.linear_low(x, (s, zero if b is None else b), ops, None), b, change) < 1.05
+
+
+@pytest.mark.parametrize("base", ["dense", "fp8"])
+def test_a_bottleneck_meets_the_product_that_it_acts_on_before_that_is_rounded(base: str) -> None:
+    x, weight, *_ = layer(128)
+    down = (torch.randn(16, 128) / 8).bfloat16()
+    ops, zero = reference_ops(), torch.zeros(128).bfloat16()
+    frozen = Eight(weight, zero, ops, ()) if base == "fp8" else None
+    group = Group([LowRank(weight, zero)], torch.bfloat16, 0, ops, frozen)
+    product = Product("x", "s", "y", 0, GroupPlace("out", ("o",), ("o",), 0), None, behind=0)
+    bottleneck = Bottleneck("y", "n", 16, 0, 4, None)
+
+    def site(up: torch.Tensor | None) -> torch.Tensor:
+        up = torch.zeros(128, 16).bfloat16() if up is None else up
+        tensors = (down, zero[:16], up, zero)
+        run = Run(ops, [group], [], [], [], None, bottlenecks=[(BottleneckPart(16, "relu", tensors=tensors), None)])
+        values = {"x": x, "s": None}
+        product.forward(run, values)
+        bottleneck.forward(run, values)
+        return values["n"]
+
+    y = site(None)
+    inner = (y @ down.T).relu().double()
+    up = torch.randn(128, 16)
+    up = (up * (exact.SMALL * y.double().norm() / (inner @ up.double().T).norm())).bfloat16()
+    assert 0.95 < exact.share(site, up, inner @ up.double().T) < 1.05
 
 
 def test_a_tuned_head_keeps_its_update_in_the_logits() -> None:

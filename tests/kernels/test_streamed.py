@@ -20,7 +20,8 @@ from petune.kernels.block import fold
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.fuse import fuse
 from petune.kernels.memory import offloaded_adamw
-from petune.kernels.memory.offloaded_adamw import Event, Rule, StreamedAdamW, Traffic, adamw_, random_bits, random_words, rounded
+from petune.kernels.memory.adamw import Rule, adamw_, random_bits, random_words, rounded
+from petune.kernels.memory.offloaded_adamw import Event, StreamedAdamW, Traffic
 from petune.kernels.triton import adamw as kernel
 from petune.models import llama
 from tests.methods.zoo import batch, tiny

@@ -153,25 +153,22 @@ class Kept:
     def __init__(self, model: nn.Module) -> None:
         self.counts = {"ladder": 0, "blocks": 0, "around": 0, "tail": 0}
         self.running = ["around"]
-        self.last = stacks(model)[-1]
+        last = stacks(model)[-1]
         for stack in stacks(model):
-            stack.register_forward_pre_hook(lambda *_: self.running.append("blocks"))
-            stack.register_forward_hook(self.left)
+            for block in stack.blocks:
+                block.register_forward_pre_hook(lambda *_: self.running.append("blocks"))
+                block.register_forward_hook(lambda *_: self.running.pop() and None)
             for name in ("begin", "step", "end"):
-                setattr(stack.side, name, self.watched(getattr(stack.side, name)))
+                setattr(stack.side, name, self.watched(getattr(stack.side, name), name == "end" and stack is last))
 
-    def left(self, stack: nn.Module, *_: Any) -> None:
-        self.running.pop()
-        if stack is self.last:
-            self.running = ["tail"]
-
-    def watched(self, method: Any) -> Any:
+    def watched(self, method: Any, last: bool) -> Any:
         def run(*args: Any) -> Any:
             self.running.append("ladder")
             try:
                 return method(*args)
             finally:
                 self.running.pop()
+                self.running = ["tail"] if last else self.running
 
         return run
 

@@ -36,10 +36,11 @@ from petune.methods.registry import tune
 from petune.models import family_of
 from petune.parallel.fsdp import local
 from petune.parallel.mesh import make_mesh
-from petune.parallel.objective import Work
+from petune.parallel.objective import Objective, Outputs
+from petune.parallel.placement import parallelize
 from petune.parallel.plan import ALONE, ParallelPlan
 from petune.parallel.runner import Runner
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.tasks import loss_sum
 from petune.tasks.loss import count, trained_positions
 from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny
@@ -163,9 +164,21 @@ def total(case: Case, step: int) -> float:
     return sum(count(collate(chosen, case)) for chosen in rows(case, step))
 
 
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+def answer(model: nn.Module, batch: Batch) -> Outputs:
     """The forward pass of training and evaluation."""
-    return forward(model, {name: value for name, value in batch.items() if name != "rows"})
+    return outputs_of(model, {name: value for name, value in batch.items() if name != "rows"})
+
+
+@dataclass
+class Answer:
+    """Outputs that are logits alone."""
+
+    logits: Tensor
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Its logits."""
+    return answer(model, batch).logits
 
 
 def summed(logits: Tensor, batch: Batch, case: Case) -> Tensor:
@@ -173,12 +186,12 @@ def summed(logits: Tensor, batch: Batch, case: Case) -> Tensor:
     return loss_sum(logits, batch, case.task)[0]
 
 
-def work(case: Case) -> Work:
+def objective(case: Case) -> Objective:
     """What a runner needs to know of the task."""
-    return Work(
-        forward=logits_of,
-        loss=lambda logits, batch: summed(logits, batch, case),
-        select=lambda logits, batch: trained_positions(logits, batch["labels"], case.task),
+    return Objective(
+        forward=answer,
+        loss=lambda outputs, batch: summed(outputs.logits, batch, case),
+        select=lambda outputs, batch: trained_positions(outputs.logits, batch["labels"], case.task),
         tuned=tuned_parameters,
     )
 
@@ -237,7 +250,9 @@ def oracle(case: Case) -> Trace:
 def place(case: Case, plan: ParallelPlan) -> Runner:
     """The case's model on this rank."""
     model = build(case)
-    runner = Runner(model, family_of(model), plan, make_mesh(plan, CPU), work(case), recompute=case.recompute)
+    mesh = make_mesh(plan, CPU)
+    where = parallelize(model, family_of(model), plan, mesh, tuned_parameters, recompute=case.recompute)
+    runner = Runner(where, objective(case))
     if case.fused and plan is case.plan:
         assert fuse_modules(runner.modules, "reference", CPU, "blocks are cut").sites
     return runner

@@ -17,9 +17,10 @@ from petune.models import family_of
 from petune.parallel import collectives
 from petune.parallel.mesh import make_mesh
 from petune.parallel.pipeline.schedule import SELECTIVE
+from petune.parallel.placement import parallelize
 from petune.parallel.runner import Runner
 from tests.methods.zoo import stir, tiny
-from tests.parallel.harness import CPU, Case, build, collate, rows, total, tune, work
+from tests.parallel.harness import CPU, Case, build, collate, objective, rows, total, tune
 from tests.parallel.plans import BACKENDS, settings_of
 from tests.pool import run
 
@@ -64,13 +65,14 @@ def _backward(case: Case, model: Any = None) -> tuple[Notes, Notes, int, int]:
     sent = Sent()
     forward: Notes = []
 
-    def loss(logits: Tensor, batch: Any) -> Tensor:
+    def loss(outputs: Any, batch: Any) -> Tensor:
         forward.extend(sent.notes)
         sent.notes.clear()
-        return plain.loss(logits, batch)
+        return plain.loss(outputs, batch)
 
-    plain = work(case)
-    runner = Runner(model, family_of(model), case.plan, make_mesh(case.plan, CPU), replace(plain, loss=loss))
+    plain = objective(case)
+    where = parallelize(model, family_of(model), case.plan, make_mesh(case.plan, CPU), plain.tuned)
+    runner = Runner(where, replace(plain, loss=loss))
     batch = collate(runner.share(rows(case, 0)[0]), case)
     for _ in range(2):  # the first step of a pipeline finds out what will travel
         forward.clear()

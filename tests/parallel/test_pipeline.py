@@ -22,14 +22,14 @@ from petune.models import attention, family_of
 from petune.models.spec import Family
 from petune.models.stack import own_stacks
 from petune.parallel.mesh import Coordinate, make_mesh
-from petune.parallel.objective import Batch, Work
+from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline, cut_stages
 from petune.parallel.pipeline.stage_module import SELECTIVE
 from petune.parallel.pipeline.stages import ends_of
 from petune.parallel.plan import ParallelPlan, Stage
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
-from petune.run.evaluate import forward
+from petune.run.evaluate import outputs_of
 from petune.tasks import count, loss_sum
 from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny
 from tests.pool import run
@@ -97,10 +97,14 @@ def batch(name: str, *, rows: int = ROWS, length: int = 9, seed: int = 1) -> Bat
     return found | {"rows": torch.arange(rows) + 10}
 
 
-def work(case: Case, ask: Callable[[nn.Module, Batch], Tensor] = forward) -> Work:
+def objective(case: Case, ask: Callable[[nn.Module, Batch], Outputs] = outputs_of) -> Objective:
     """How a task asks the model, and what an answer costs."""
     task = case.name.partition("-")[2]
-    return Work(ask, lambda logits, batch: loss_sum(logits, batch, task)[0], tuned=tuned_parameters, autocast=case.autocast)
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        return loss_sum(outputs.logits, batch, task)[0]
+
+    return Objective(ask, loss, tuned=tuned_parameters, autocast=case.autocast)
 
 
 def stages(*spans: str) -> tuple[Stage, ...]:
@@ -119,10 +123,10 @@ def plan_of(spans: Sequence[Stage], schedule: str = "1f1b", pieces: int | None =
     return ParallelPlan(pp=world, stages=tuple(spans), schedule=schedule, microbatches=pieces or len(spans))
 
 
-def place(case: Case, plan: ParallelPlan, ask: Callable[[nn.Module, Batch], Tensor] = forward) -> Pipeline:
+def place(case: Case, plan: ParallelPlan, ask: Callable[[nn.Module, Batch], Outputs] = outputs_of) -> Pipeline:
     """This rank's part of the case."""
     model, mesh = build(case), make_mesh(plan, CPU)
-    return Pipeline(cut_stages(model, family(model), plan, mesh.at), family(model), plan, mesh, work(case, ask))
+    return Pipeline(cut_stages(model, family(model), plan, mesh.at), family(model), plan, mesh, objective(case, ask))
 
 
 def on_stage(case: Case, plan: ParallelPlan, batches: Sequence[Batch]) -> dict[str, Any]:
@@ -148,10 +152,10 @@ def all_names(model: nn.Module) -> dict[str, str]:
 
 def alone(case: Case, batches: Sequence[Batch]) -> dict[str, Any]:
     """The same in one process, by the model's own forward."""
-    model, task, total = build(case), work(case), sum(count(one) for one in batches)
+    model, task, total = build(case), objective(case), sum(count(one) for one in batches)
     plain = [{name: value for name, value in one.items() if name != "rows"} for one in batches]
     with torch.no_grad(), case.autocast():
-        logits = task.forward(model.eval(), plain[0])
+        logits = task.forward(model.eval(), plain[0]).logits
     model.train()
     losses = []
     for one, asked in zip(batches, plain, strict=True):
@@ -290,8 +294,8 @@ def test_a_withheld_mask_would_be_noticed() -> None:
     case, plan = Case("bert-classify", "lora"), plan_of(stages("e0-1", "e1-2"))
     expected = alone(case, [batch(case.name)])["losses"][0]
 
-    def forgetful(model: nn.Module, asked: Batch) -> Tensor:
-        return forward(model, {name: value for name, value in asked.items() if name != "attention_mask" or not ends_of(model).incoming})
+    def forgetful(model: nn.Module, asked: Batch) -> Outputs:
+        return outputs_of(model, {name: value for name, value in asked.items() if name != "attention_mask" or not ends_of(model).incoming})
 
     def loss() -> float:
         pipeline = place(case, plan, forgetful)
@@ -352,7 +356,11 @@ def test_a_stage_that_would_send_what_nobody_expects_says_so() -> None:
         pipeline.backward(batch(case.name), 2, 1.0)
         if pipeline.chunks[0].last:
             return ""
-        pipeline.chunks[0].work = work(case, lambda model, asked: forward(model, {name: value[:, 1:] for name, value in asked.items()}))
+
+        def shorter(model: nn.Module, asked: Batch) -> Outputs:
+            return outputs_of(model, {name: value[:, 1:] for name, value in asked.items()})
+
+        pipeline.chunks[0].objective = objective(case, shorter)
         with pytest.raises(DistributedError) as caught:
             pipeline.backward(batch(case.name), 2, 1.0)
         return str(caught.value)

@@ -333,9 +333,9 @@ def test_a_model_without_a_table_has_replicas_only() -> None:
 
 
 @pytest.mark.parametrize("config", [ParallelConfig(sp=CutConfig()), ParallelConfig(pp=PpConfig(size=2))])
-def test_blocks_that_differ_from_one_another_are_refused(config: ParallelConfig) -> None:
+def test_blocks_may_differ_from_one_another_but_not_be_dropped(config: ParallelConfig) -> None:
     mixed = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-    assert "full_attention, sliding_attention" in faults(config, "qwen2-causal", **mixed)["model"]
+    assert plan(config, "qwen2-causal", **mixed).cut or plan(config, "qwen2-causal", **mixed).pp == 2
     assert "decoder_layerdrop 0.1" in faults(config, "bart-seq2seq", decoder_layerdrop=0.1)["model"]
     assert plan(ParallelConfig(dp=DpConfig()), "qwen2-causal", **mixed).dp == 2
 

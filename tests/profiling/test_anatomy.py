@@ -66,9 +66,9 @@ def test_the_tree_is_the_model(family: str, rehearse: Rehearse) -> None:
     rehearsal = rehearse(family, METHODS["lora"], accumulate=1)
     found = take_apart(rehearsal, steps=1)
     parts = {part.path: part for part in found.models[0].walk()}
-    assert list(parts) == [name for name, _ in rehearsal.model.named_modules()]
+    assert list(parts) == [name for name, _ in rehearsal.runner.model.named_modules()]
     whole = parts[""]
-    assert whole.parameters == sum(value.numel() for value in rehearsal.model.parameters())
+    assert whole.parameters == sum(value.numel() for value in rehearsal.runner.model.parameters())
     assert whole.trained == sum(value.numel() for value in rehearsal.tuned.values())
     assert whole.calls == len(rehearsal.batches()) == 1
     assert whole.forward_s is not None

@@ -47,7 +47,7 @@ def expected(rehearsal: Rehearsal) -> dict[str, tuple[int, int]]:
     N are the weights of linears, n those of low-rank factors, times the tokens. Below the first block nothing trains, so what reads its
     input has no gradient to hand on.
     """
-    model = cast("Any", rehearsal.model)
+    model = cast("Any", rehearsal.runner.model)
     rows, length = rehearsal.batches()[0]["input_ids"].shape
     tokens, config = rows * length, model.config
     attention = 4 * rows * config.num_attention_heads * length**2 * (config.hidden_size // config.num_attention_heads)

@@ -77,8 +77,8 @@ def test_the_parts_sum_to_the_peak(method: str, rehearse: Rehearse) -> None:
     assert found.frozen + found.tuned + found.at_peak + found.optimizer + found.activations + found.other == found.peak
     assert found.tuned == found.gradients == 4 * trained
     assert found.optimizer == 2 * 4 * trained + 4 * len(rehearsal.tuned)  # two moments, and the number of the step
-    frozen = sum(value.numel() for value in rehearsal.model.parameters() if not value.requires_grad)
-    buffers = sum(value.numel() * value.element_size() for value in rehearsal.model.buffers())
+    frozen = sum(value.numel() for value in rehearsal.runner.model.parameters() if not value.requires_grad)
+    buffers = sum(value.numel() * value.element_size() for value in rehearsal.runner.model.buffers())
     assert found.frozen == 4 * frozen + buffers
     assert found.update >= found.frozen + found.tuned + found.gradients + found.optimizer
     assert found.reserved == 0

@@ -16,8 +16,6 @@ each serves heads / kv_heads of them in a row. Five forms, chosen once per devic
              distance and its gradient, a soft cap
     sdpa     whatever else, and what the others mean: torch's scaled_dot_product_attention or its formula, its
              backward by computing the forward again; dense masks and biases are its alone
-
-The file is a little over 300 lines long because the forms and the choice between them rest on the same few facts.
 """
 
 from __future__ import annotations

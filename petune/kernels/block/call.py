@@ -19,19 +19,26 @@ from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_linear import BottleneckPart, LowRank
 from petune.rng.dropout import Drop
 
-Parts = tuple[tuple[LowRank, ...], ...]  # of each group
 Where = tuple[nn.Module, str] | None  # an attribute of a module
+
+
+class Parts(NamedTuple):
+    """The layers of a block as they are at one moment: the linears of each group, and the bottlenecks."""
+
+    groups: tuple[tuple[LowRank, ...], ...]
+    bottlenecks: tuple[BottleneckPart, ...] = ()
 
 
 @dataclass
 class Spec:
     """What a block is made of, and what it is to keep.
 
-    layers: of each group of the program. norms: (module, name) of each norm tensor. dropouts: where each
-    probability is, which counts while training. rung and tile may be changed between steps.
+    layers: of each group of the program; behind: with its bottlenecks. norms: (module, name) of each norm
+    tensor. dropouts: where each probability is, which counts while training. rung and tile may be changed
+    between steps.
     """
 
     program: Program
@@ -39,6 +46,7 @@ class Spec:
     norms: Sequence[tuple[nn.Module, str]]
     dropouts: Sequence[tuple[nn.Module, str]]
     ops: Ops
+    behind: Sequence[nn.Module] = ()
     rung: Rung = field(default_factory=Rung)
     tile: int | None = None
     store: Store | None = None
@@ -99,26 +107,29 @@ def _probability(owner: nn.Module, name: str) -> float:
 
 class Draws(NamedTuple):
     """What drops out in one call of a block, None where nothing does. groups: of the input of each part's
-    update; drops: of each of the program's dropouts."""
+    update; drops: of each of the program's dropouts; bottlenecks: within each."""
 
     groups: tuple[tuple[Drop | None, ...], ...]
     drops: tuple[Drop | None, ...]
+    bottlenecks: tuple[Drop | None, ...] = ()
 
     @classmethod
     def nothing(cls, parts: Parts, program: Program) -> Draws:
         """What is drawn where nothing drops out."""
-        return cls(tuple((None,) * len(group) for group in parts), (None,) * len(program.dropouts))
+        groups = tuple((None,) * len(group) for group in parts.groups)
+        return cls(groups, (None,) * len(program.dropouts), (None,) * len(program.bottlenecks))
 
     @property
     def all(self) -> list[Drop]:
         """One after the other."""
-        every = (*(draw for group in self.groups for draw in group), *self.drops)
+        every = (*(draw for group in self.groups for draw in group), *self.drops, *self.bottlenecks)
         return [draw for draw in every if draw is not None]
 
     def replaced(self, by: Iterator[Drop]) -> Draws:
         """Others in the places of `all`."""
         groups = tuple(tuple(draw and next(by) for draw in group) for group in self.groups)
-        return Draws(groups, tuple(draw and next(by) for draw in self.drops))
+        drops, behind = (tuple(draw and next(by) for draw in own) for own in (self.drops, self.bottlenecks))
+        return Draws(groups, drops, behind)
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class Call:
         """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and
         B."""
         found = []
-        for at, (place, parts, draws) in enumerate(zip(self.spec.program.groups, self.parts, self.draws.groups, strict=True)):
+        for at, (place, parts, draws) in enumerate(zip(self.spec.program.groups, self.parts.groups, self.draws.groups, strict=True)):
             first = place.first
             drops = [self._dropping(draw) for draw in draws]
             own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype) for k, part in enumerate(parts)]
@@ -174,12 +185,17 @@ class Call:
 
     def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> Run:
         """A pass of these groups."""
-        own, norms = iter(tensors[4 * sum(map(len, self.parts)) :]), []
+        own, norms = iter(tensors[4 * sum(map(len, self.parts.groups)) :]), []
+        behind = [
+            (part.with_tensors([next(own) for _ in range(4)], self.dtype), self._dropping(draw))
+            for part, draw in zip(self.parts.bottlenecks, self.draws.bottlenecks, strict=True)
+        ]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
             weight = weight + norm.offset if norm.offset else weight
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
-        return Run(self.spec.ops, groups, norms, [self._dropping(draw) for draw in self.draws.drops], self.hows, self.angles)
+        drops = [self._dropping(draw) for draw in self.draws.drops]
+        return Run(self.spec.ops, groups, norms, drops, self.hows, self.angles, bottlenecks=behind)
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:
         """`draw` as a function of a matrix and of which rows of the whole it is."""

@@ -76,6 +76,11 @@ class Eight:
         y = _product(self.ops.quantise(x), self.by_output, self.output_scale, x.dtype)
         return y if self.bias is None else y.add_(self.bias)
 
+    def linear32(self, x: Tensor) -> Tensor:
+        """See petune.kernels.block.linear.FrozenWeight."""
+        y = _product(self.ops.quantise(x), self.by_output, self.output_scale, torch.float32)
+        return y if self.bias is None else y.add_(self.bias)
+
     def inlet(self, m: int, rank: int) -> Tensor | None:
         """See petune.kernels.block.linear.FrozenWeight."""
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from petune.kernels.block.module import MEMORY, FusedBlock
+from petune.kernels.block.module import FusedBlock
 from petune.models.stack import Stack
 
 
@@ -58,12 +58,10 @@ class InDtype:
         return stack.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, stack: Stack, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The call, its hidden states and those of an encoder in the dtype that autocast and the blocks compute
-        in, where that is the same."""
-        call = dict(zip(stack.arguments, args, strict=False)) | kwargs
-        device = call["hidden_states"].device.type
+        """The call, its hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
+        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        device = hidden.device.type
         dtype = cast("FusedBlock", stack.blocks[0]).spec.computes_in(device)
-        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
+        if hidden.dtype == dtype or not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
             return args, kwargs
-        read = {name: call[name].to(dtype) for name in ("hidden_states", MEMORY) if call.get(name) is not None}
-        return (), call | read
+        return ((hidden.to(dtype), *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden.to(dtype)})

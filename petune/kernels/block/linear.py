@@ -84,6 +84,10 @@ class FrozenWeight(Protocol):
         """x W^T + bias, [m, k] -> [m, sum of outputs]."""
         ...
 
+    def linear32(self, x: Tensor) -> Tensor:
+        """The same as it is summed, before it is rounded: float32, float64 for float64."""
+        ...
+
     def inlet(self, m: int, rank: int) -> Tensor | None:
         """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no use for it."""
         ...
@@ -141,6 +145,11 @@ class Dense:
     def linear(self, x: Tensor) -> Tensor:
         """See FrozenWeight."""
         return F.linear(x, self.weight, self.bias)
+
+    def linear32(self, x: Tensor) -> Tensor:
+        """See FrozenWeight."""
+        y = matmul32(x, self.weight.T)
+        return y if self.bias is None else y.add_(self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
         """See FrozenWeight."""

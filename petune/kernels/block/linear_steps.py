@@ -57,7 +57,7 @@ class Low(Step):
 @dataclass(eq=False)
 class Product(Step):
     """y = x W^T + bias + s b^T of a group. norm: the step that gave x, from which x need not be made again
-    for the gradients of A."""
+    for the gradients of A. behind: which of the block's bottlenecks reads y, not rounded."""
 
     x: str
     s: str
@@ -66,6 +66,7 @@ class Product(Step):
     place: GroupPlace
     keep: Level | None
     norm: Normalize | None = None
+    behind: int | None = None
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.x, self.s), (self.y,), self.place.tensors
@@ -76,7 +77,7 @@ class Product(Step):
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        v[self.y] = run.groups[self.at].product(v[self.x], v[self.s], v.get(self.inlet))
+        v[self.y] = _product(run, self.at, self.behind, v[self.x], v[self.s], v.get(self.inlet))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step. In the place of the gradient of s stands what an activation has made of that of b."""
@@ -92,7 +93,7 @@ class Product(Step):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.y: shape.linears(self.place)[1] * shape.itemsize}
+        return {self.y: _result(shape, self.place, self.behind)}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. What no norm wrote into the room before s is copied there."""
@@ -139,7 +140,8 @@ class Activated(Step):
     """d = m W^T + bias + s b^T with m = act(gate) * up or act(up), which lives in here alone. above, at: the
     groups of up and of down.
 
-    low: of the update of u, which the activation may add. drop: the dropout of m, or None.
+    low: of the update of u, which the activation may add. drop: the dropout of m, or None. behind: which of
+    the block's bottlenecks reads d, not rounded.
     """
 
     u: str
@@ -153,6 +155,7 @@ class Activated(Step):
     place: GroupPlace
     drop: int | None = None
     keep: Level | None = None
+    behind: int | None = None
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.u, self.low), (self.s, self.d), self.place.tensors
@@ -169,7 +172,7 @@ class Activated(Step):
         if drop is not None:
             m, inlet = drop(m, run.rows), None
         v[self.s] = s = down.low(m) if s is None else s
-        v[self.d] = down.product(m, s, inlet)
+        v[self.d] = _product(run, self.at, self.behind, m, s, inlet)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -196,8 +199,8 @@ class Activated(Step):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        _, outputs, rank = shape.linears(self.place)
-        return {self.s: rank * shape.itemsize, self.d: outputs * shape.itemsize}
+        rank = shape.linears(self.place)[2]
+        return {self.s: rank * shape.itemsize, self.d: _result(shape, self.place, self.behind)}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step."""
@@ -232,7 +235,19 @@ class Activated(Step):
             yield self._activated(shape, rows)
 
 
+def _product(run: Run, at: int, behind: int | None, x: Tensor, s: Tensor | None, inlet: Tensor | None) -> Tensor:
+    """What a group makes of x: rounded, or as it was summed for a bottleneck that is not passed by."""
+    if behind is None or run.bottlenecks[behind][0].tensors is None:
+        return run.groups[at].product(x, s, inlet)
+    return run.groups[at].sum32(x, s)
+
+
 # ------------------------------------------------------------------ what products cost
+
+
+def _result(shape: BlockShape, place: GroupPlace, behind: int | None) -> int:
+    """Bytes of a row of what a product gives."""
+    return shape.linears(place)[1] * (shape.itemsize if behind is None else max(4, shape.itemsize))
 
 
 def _beside(shape: BlockShape, place: GroupPlace) -> int:

@@ -27,12 +27,12 @@ from petune.kernels.block.layout import Layout, places_of
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
 from petune.log import say
-from petune.models.tuned_linear import LowRank, TunedLinear
+from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drawing
 
 # What blocks read beside hidden states, as transformers names it
-MEMORY, _BIAS, _MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
+_MEMORY, _BIAS, _MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
 Places = Callable[[], Tensor]  # see petune.kernels.block.layout.places_of
 
 
@@ -44,6 +44,8 @@ class FusedBlock(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block's own arguments and result."""
         given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
+        if (memory := given.get(_MEMORY)) is not None and torch.is_autocast_enabled(memory.device.type):
+            given[_MEMORY] = memory.to(torch.get_autocast_dtype(memory.device.type))  # as it does for every linear
         reason = self.declines(hidden_states, given)
         if reason is None:
             return self._fused(hidden_states, given)
@@ -102,7 +104,7 @@ class FusedBlock(nn.Module):
         for mask in (given.get(name) for name in _MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
-        memory, inputs = given.get(MEMORY), self.spec.program.inputs
+        memory, inputs = given.get(_MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
             return "it attends to an encoder" if memory is not None else "it is handed no hidden states of an encoder"
         if "bias" in inputs and (reason := self._declines_bias(given.get(_BIAS))) is not None:
@@ -119,7 +121,7 @@ class FusedBlock(nn.Module):
         return "padding is left out, and its bias is one of padded rows" if dense and running().segments is not None else None
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
-        parts, memory = self.parts(), given.get(MEMORY)
+        parts, memory = self.parts(), given.get(_MEMORY)
         layout = Layout.of(hidden, memory)
         bias = self.bias(given.get(_BIAS), layout.longest)
         draws = self.draws(parts, *places_in(layout, hidden, memory))
@@ -150,7 +152,7 @@ class FusedBlock(nn.Module):
         return tuple({"hidden_states": out, _BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
 
     def linears(self) -> Parts:
-        """The linears as they are at this moment.
+        """The layers as they are at this moment.
 
         Raises UsageError where a layer has been exchanged for another: which of the two was to be computed
         would be a guess.
@@ -160,26 +162,28 @@ class FusedBlock(nn.Module):
                 raise UsageError(
                     f"a layer of a fused block was exchanged: {name}", found=type(parent._modules.get(name)).__name__, remedy=_FIRST
                 )
-        return tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        groups = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
+        return Parts(groups, tuple(_behind(layer) for layer in self.spec.behind))
 
     def parts(self) -> Parts:
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
-        for at, (bank, parts) in enumerate(zip(self.spec.banks, found, strict=True) if torch.is_grad_enabled() else ()):
+        for at, (bank, parts) in enumerate(zip(self.spec.banks, found.groups, strict=True) if torch.is_grad_enabled() else ()):
             if bank is not None and bank.base.repacks and not bank.intact(parts):
                 layers = self.spec.layers[at]
                 self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
         return found
 
     def tensors(self, parts: Parts) -> list[Tensor | None]:
-        """What autograd must know of: the tensors of `parts`, then the norms'."""
+        """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
+        behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         norms = [getattr(*norm) for norm in self.spec.norms]
-        return [tensor for group in parts for part in group for tensor in part.tensors] + norms
+        return [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
 
     def call(self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
         """A call of these parts."""
         spec = self.spec
-        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts[0][0].weight.device.type))
+        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts.groups[0][0].weight.device.type))
 
     def hows(
         self, layout: Layout, forms: Sequence[Backend], draws: Draws, masks: Sequence[Tensor | None] = (None, None)
@@ -227,13 +231,17 @@ class FusedBlock(nn.Module):
         def one(p: float, places: Places) -> Drop | None:
             return draw(places(), p) if p and self.training else None
 
-        program, chances, groups, drops = self.spec.program, self.spec.probabilities, [], []
+        program, chances, groups, drops, behind = self.spec.program, self.spec.probabilities, [], [], []
         for kind, at in program.order:
             if kind == "group":
-                groups.append(tuple(one(part.dropout, across if program.across[at] else places) for part in parts[at]))
+                own = across if program.across[at] else places
+                groups.append(tuple(one(part.dropout, own) for part in parts.groups[at]))
+            elif kind == "bottleneck":
+                part = parts.bottlenecks[at]
+                behind.append(None if part.tensors is None else one(part.dropout, places))
             else:
                 drops.append(one(chances[at], places))
-        return Draws(tuple(groups), tuple(drops))
+        return Draws(tuple(groups), tuple(drops), tuple(behind))
 
 
 def places_in(layout: Layout, hidden: Tensor, memory: Tensor | None) -> tuple[Places, Places]:
@@ -261,6 +269,14 @@ def _part(layer: nn.Module) -> LowRank:
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None
+    if part is None:
+        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
+    return part
+
+
+def _behind(layer: nn.Module) -> BottleneckPart:
+    """The bottleneck of a layer that has been seen to have one."""
+    part = layer.bottleneck() if isinstance(layer, TunedLinear) else None
     if part is None:
         raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
     return part

@@ -191,6 +191,12 @@ class Group:
                 y[:, rows] = self.ops.linear_low(x, part.weight, part.bias, (s[:, ranks], self.b[rows, ranks]))
         return y
 
+    def sum32(self, x: Tensor, s: Tensor | None) -> Tensor:
+        """x W^T + bias + s b^T of a single linear, not rounded: float32, float64 for float64."""
+        assert self.whole is not None and not self.defers
+        y = self.whole.linear32(x)
+        return y if s is None else y.add_(matmul32(s, self.b.T))
+
     def deferred(self, s: Tensor | None) -> Low | None:
         """The update that `product` has left to the activation."""
         return (s, self.b) if s is not None and self.defers else None

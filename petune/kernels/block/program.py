@@ -1,8 +1,8 @@
 """The steps of a fused block, compiled from the sub-layers of its family's table.
 
 Values are named after their sub-layer: h = norm(x), qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d
-= m W_down, r = x + o or x + d; raw is q | k | v before positions and heads' norms, s the low-rank input of a
-group's update (petune/kernels/block/linear.py).
+= m W_down, adapted = o or d with what its bottleneck adds, r = x + o or x + d; raw is q | k | v before positions
+and heads' norms, s the low-rank input of a group's update (petune/kernels/block/linear.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from typing import Literal
 
 from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
+from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
@@ -19,6 +20,8 @@ from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
+
+Drawn = Literal["group", "drop", "bottleneck"]  # what has a dropout of its own
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Program:
     groups: tuple[GroupPlace, ...]
     norms: tuple[Norm, ...]
     dropouts: tuple[str, ...]  # paths
-    order: tuple[tuple[Literal["group", "drop"], int], ...]  # in which the block's own forward draws what drops out
+    bottlenecks: tuple[str, ...]  # paths of the linears that they are behind
+    order: tuple[tuple[Drawn, int], ...]  # in which the block's own forward draws what drops out
     schedules: Schedules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +96,8 @@ def of_shape(shape: BlockShape) -> Program:
 
 def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     """The roles whose products the backward pass of a rung makes again, and whether it attends again."""
-    tensors = 4 * sum(len(group.paths) for group in program.groups) + 2 * len(program.norms)
+    linears = len(program.bottlenecks) + sum(len(group.paths) for group in program.groups)
+    tensors = 4 * linears + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
     roles = frozenset(role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles)
@@ -104,6 +109,7 @@ def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
     roles = [role for group in program.groups for role in group.roles]
     tuned = [getattr(shape.ranks, role) > 0 for role in roles]
     own = [need for lora in tuned for need in (shape.trained, shape.trained, lora, lora)]
+    own += [True] * (4 * len(program.bottlenecks))
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))
 
 
@@ -118,14 +124,18 @@ class _Build:
         self.groups: list[GroupPlace] = []
         self.norms: list[Norm] = []
         self.dropouts: list[str] = []
-        self.order: list[tuple[Literal["group", "drop"], int]] = []
+        self.bottlenecks: list[str] = []
+        self.order: list[tuple[Drawn, int]] = []
         self.inputs = [self.x]
-        self.tensors = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)  # the place of the next norm's first tensor
+        self.linears_end = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)
+        behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
+        self.tensors = self.linears_end + 4 * behind  # the place of the next norm's first tensor
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
         groups, norms, dropouts, order = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.order)
-        return Program(self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y, groups, norms, dropouts, order)
+        behind = tuple(self.bottlenecks)
+        return Program(self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y, groups, norms, dropouts, behind, order)
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
@@ -133,7 +143,10 @@ class _Build:
         name = "mlp" if isinstance(core, Mlp) else "attention" if core.memory is None else "cross"
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
         keep: Level | None = None if out is None else "projections"  # a norm behind the product reads it on the way back
-        branch = self.mlp(name, h, core, keep) if isinstance(core, Mlp) else self.attention(name, h, core, keep)
+        behind, own = (len(self.bottlenecks), None) if sublayer.bottleneck else (None, keep)
+        branch = self.mlp(name, h, core, own, behind) if isinstance(core, Mlp) else self.attention(name, h, core, own, behind)
+        if sublayer.bottleneck:
+            branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep)
         if out is not None:
             branch = self.norm(f"{name}.n", branch, out)
         if sublayer.drop is not None:
@@ -141,6 +154,14 @@ class _Build:
             branch = f"{name}.dropped"
         self.steps.append(Add(branch, x, f"{name}.r", normed=read or after is not None))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
+
+    def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None) -> str:
+        """n = y + up(act(down(y)))."""
+        at = len(self.bottlenecks)
+        self.bottlenecks.append(sublayer.core.region.leave)
+        self.order.append(("bottleneck", at))
+        self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, self.linears_end + 4 * at, keep))
+        return n
 
     def norm(self, h: str, x: str, norm: Norm) -> str:
         """h = norm(x)."""
@@ -168,16 +189,16 @@ class _Build:
         self.order.append(("group", len(self.groups) - 1))
         return self.groups[-1]
 
-    def linears(self, group: GroupPlace, x: str, s: str, y: str, keep: Level | None, low: Level) -> str:
-        """y = x W^T + bias + s b^T."""
+    def linears(self, group: GroupPlace, x: str, s: str, y: str, keep: Level | None, low: Level, behind: int | None = None) -> str:
+        """y = x W^T + bias + s b^T. behind: the bottleneck that reads y."""
         at = self.groups.index(group)
         norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == x), None)
         if norm is not None and norm.into is None:
             norm.into = at, group
-        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm)]
+        self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm, behind)]
         return y
 
-    def attention(self, name: str, h: str, core: Attention, keep: Level | None) -> str:
+    def attention(self, name: str, h: str, core: Attention, keep: Level | None, behind: int | None) -> str:
         """o = attention(h) W_o."""
         sizes, sources = self.sizes, []
         for at, group in enumerate(core.groups):
@@ -205,9 +226,10 @@ class _Build:
             self.inputs.append("bias")
         bias = None if core.bias is None else "bias"
         self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias))
-        return self.linears(self.group("out", LinearGroup((("o", core.out),))), a, f"{name}.s_o", f"{name}.o", keep, "input")
+        out = self.group("out", LinearGroup((("o", core.out),)))
+        return self.linears(out, a, f"{name}.s_o", f"{name}.o", keep, "input", behind)
 
-    def mlp(self, name: str, h: str, core: Mlp, keep: Level | None) -> str:
+    def mlp(self, name: str, h: str, core: Mlp, keep: Level | None, behind: int | None) -> str:
         """d = act(h W_up) W_down."""
         up = self.group("up", core.up)
         self.linears(up, h, f"{name}.s", f"{name}.u", "all", "all")
@@ -215,7 +237,7 @@ class _Build:
         down = self.group("down", LinearGroup((("down", core.down),)))
         above, at, gated = len(self.groups) - 2, len(self.groups) - 1, len(up.paths) == 2
         names = f"{name}.u", f"{name}.s", f"{name}.s_down", f"{name}.d"
-        self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down, drop, keep))
+        self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down, drop, keep, behind))
         return f"{name}.d"
 
 

@@ -18,7 +18,7 @@ from petune.kernels.reference import Act
 from petune.kernels.single_modules import is_rms_norm
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
 from petune.models.stack import Stack
-from petune.models.tuned_linear import low_rank_of
+from petune.models.tuned_linear import bottleneck_of, linear_of
 
 _ACT_KEYS = ("hidden_act", "activation_function", "dense_act_fn")  # of a config
 _ACTS: dict[str, Act] = {
@@ -39,7 +39,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         core = sublayer.core
         for path in core.region.sites.values():
             layer = block.get_submodule(path)
-            if low_rank_of(layer) is None:
+            if linear_of(layer) is None or (bottleneck_of(layer) is not None and path != core.region.leave):
                 return f"{path} is a {type(layer).__name__}"
     if (act := _ACTS.get(name)) is None:
         return f"its activation {name!r} has no kernel"
@@ -60,6 +60,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
             (block.get_submodule(norm.path), name) for norm in program.norms for name in ("weight", "bias")[: 1 + (norm.kind == "layer")]
         ],
         dropouts=[_where(block, path) for path in program.dropouts],
+        behind=[block.get_submodule(path) for path in program.bottlenecks],
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
         carry=stack.rule.carry,
@@ -93,8 +94,10 @@ def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
 
 def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
-    none, the scale."""
+    none, the scale, the bottleneck that a method has put behind it."""
     core = sublayer.core
+    part = bottleneck_of(block.get_submodule(core.region.leave))
+    sublayer = replace(sublayer, bottleneck=0 if part is None else part.features)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
     scale = float(cast("Any", block.get_submodule(core.at)).scaling) if core.scale is None else core.scale

@@ -20,6 +20,7 @@ from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.op_cost import Cost, Kind, add, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from petune.kernels.memory.shape import BlockShape, GroupPlace
+from petune.models.tuned_linear import BottleneckPart
 
 _MIDDLE: Level = "projections"
 Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs
@@ -33,7 +34,7 @@ class Run:
     norms: weight, or weight and bias, of each norm. drops: of each dropout of the block, None where nothing
     drops out. hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m.
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
-    rows: those of the tile in work, None for all.
+    rows: those of the tile in work, None for all. bottlenecks: each with its own dropout.
     """
 
     ops: Ops
@@ -46,6 +47,7 @@ class Run:
     wants: frozenset[str] = frozenset()
     grads: dict[str, Tensor] = field(default_factory=dict)
     rows: slice | None = None
+    bottlenecks: Sequence[tuple[BottleneckPart, Dropping | None]] = ()
 
     def at(self, rows: slice | None) -> None:
         """Tell the groups which rows of the call they are given."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -45,18 +44,21 @@ class Unpadded:
     `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask of them.
     """
 
-    def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
+    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """See petune.models.stack.Edges."""
-        here = replace(running())
-        segments, memory = here.segments, here.memory
-        if segments is None and memory is None:
-            return call, here
-        masks = dict.fromkeys(call.keys() & _MASKS) if segments is not None else {"encoder_attention_mask": None}
-        return {name: _entered(name, value, segments, memory) for name, value in call.items()} | masks, here
+        return carry | {"hidden_states": self.part(carry["hidden_states"], here)}, here
 
-    def enter_side(self, stack: Stack, call: Call, here: Running) -> Call:
-        """See petune.models.stack.Edges: a ladder's call is made from one that has entered."""
-        return call
+    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
+        """See petune.models.stack.Edges: the encoder's hidden states have rows and padding of their own."""
+        own = here.memory if name == _ACROSS else here.segments
+        if name in _MASKS:
+            gone = own is not None or (name == "encoder_attention_mask" and here.memory is not None)
+            return None if gone else value
+        return cast("Tensor", _packed(value, own))
+
+    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+        """See petune.models.stack.Edges: a ladder's carry is made from one that has entered."""
+        return carry
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""
@@ -70,19 +72,12 @@ class Unpadded:
 _MASKS = {"attention_mask", "encoder_attention_mask"}
 
 
-def _entered(name: str, value: Any, segments: Segments | None, memory: Segments | None) -> Any:
-    """One argument of a call: the encoder's hidden states have rows and padding of their own."""
-    own = memory if name == _ACROSS else segments
-    return value if own is None or name in _MASKS else _packed(value, own)
-
-
-def _packed(value: Any, segments: Segments) -> Any:
-    """`value` of a call with its tokens packed, where it has some."""
-    if isinstance(value, tuple):
-        return tuple(_packed(one, segments) for one in value)
-    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] in (1, segments.shape[0]) and value.shape[1] == segments.shape[1]:
-        return pack(value, segments)
-    return value
+def _packed(value: Any, segments: Segments | None) -> Any:
+    """`value` with its tokens packed, where it is a tensor that has some."""
+    if segments is None or not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    rows, tokens = segments.shape
+    return pack(value, segments) if value.shape[0] in (1, rows) and value.shape[1] == tokens else value
 
 
 # ------------------------------------------------------------------ where they are found

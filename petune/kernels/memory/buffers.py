@@ -133,13 +133,14 @@ def _of_gradients(grads: dict[str, int]) -> dict[str, int]:
 
 
 def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None) -> int:
-    """Bytes alive at once beside what blocks keep: in the fullest phase of a block, and its gradients, which
-    are float32 until its end.
+    """Bytes alive at once beside what blocks keep: in the fullest phase of a block, its gradients, which are
+    float32 until its end, and its bottlenecks in the dtype of the computation.
 
     A weight that trains has its gradient summed over tiles, so that the largest is there twice.
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
-    gradients = 4 * (_stacked(shape) + (shape.parameters + twice) * shape.trained)
+    tuned = _stacked(shape) + shape.bottlenecks
+    gradients = shape.bottlenecks * shape.itemsize + 4 * (tuned + (shape.parameters + twice) * shape.trained)
     return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients
 
 

@@ -19,7 +19,7 @@ from petune.kernels.memory.policy import Policy, choose
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.log import say
 from petune.models.stack import Stack
-from petune.models.tuned_linear import low_rank_of
+from petune.models.tuned_linear import linear_of
 from petune.rng.context import running
 
 GIB = 2**30
@@ -154,7 +154,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     """A fused block as the cost model sees it, computing in `dtype` or else in that of its weights."""
     program, sizes = spec.program, spec.program.sizes
     roles = (role for group in program.groups for role in group.roles)
-    parts = {role: low_rank_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
+    parts = {role: linear_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
     down = parts["down"]
     assert down is not None
     ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}

@@ -115,11 +115,17 @@ class BlockShape:
         return self.width * (self.qkv + self.queries + self.gu + self.columns)
 
     @property
+    def bottlenecks(self) -> int:
+        """Numbers of its bottlenecks."""
+        features = [sublayer.bottleneck for sublayer in self.sublayers if sublayer.bottleneck]
+        return sum(2 * self.width * own + self.width + own for own in features)
+
+    @property
     def adapters(self) -> int:
-        """Numbers of the low-rank factors."""
+        """Numbers of the low-rank factors and of bottlenecks."""
         ranks, mlp, keys = self.ranks, self.width + self.columns, self.kv_heads * self.head_dim
         from_width = ranks.q * (self.width + self.queries) + (ranks.k + ranks.v) * (self.width + keys)
-        return from_width + ranks.o * (self.queries + self.width) + (ranks.gu + ranks.down) * mlp
+        return from_width + ranks.o * (self.queries + self.width) + (ranks.gu + ranks.down) * mlp + self.bottlenecks
 
     @property
     def defers(self) -> bool:

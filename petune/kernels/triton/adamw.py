@@ -1,6 +1,6 @@
 """One step of AdamW in one pass: weight, gradient and both moments are read once, and what changes is written once.
 
-The random bits of stochastic rounding are those of `petune.kernels.memory.offloaded_adamw`, made where they are needed.
+The random bits of stochastic rounding are those of `petune.kernels.memory.adamw`, made where they are needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.memory.offloaded_adamw import Rule
+from petune.kernels.memory.adamw import Rule
 from petune.rng.dropout import MIX32
 
 _A, _B = (tl.constexpr(multiplier) for multiplier in MIX32)

@@ -15,8 +15,6 @@ is made twice: along keys for the gradient of q, along queries for those of k an
 diagonals of its tiles where the gradient of the bias is asked for. Each program owns what it writes, so nothing is
 added up atomically and the same call gives the same bits. A launch depends on shapes and on the longest segments
 alone, never on a value in memory.
-
-The two passes share their mask and their tiles, so they share a file of over 300 lines.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Starting every rank of a run on this machine with torch's elastic agent, and saying in one message how it ended.
 
-The agent starts and watches the ranks and can start all of them anew. What is added: how a stop and a failure end (ranks that save are
-waited for, ranks that hang are killed within seconds), which of several errors is the cause, which failures are worth a restart, and that a
-rank which died is replaced alone where the others can wait for it (petune.parallel.launch.replacing). The agent is kept because it does the
-rest well (environments, output, a full restart), and a replacement needs of it only that another process stands in its table. The
-rendezvous listens on 127.0.0.1 alone, every rank dies with this process, and no report of the agent's own reaches the user. The file is
-over 300 lines long because what the agent is given, how it ends the ranks and how that is judged are one decision.
+The agent starts and watches the ranks and can start all of them anew. What is added: how a stop and a failure
+end (ranks that save are waited for, ranks that hang are killed within seconds), which of several errors is
+the cause, which failures are worth a restart, and that a rank which died is replaced alone where the others
+can wait for it (petune.parallel.launch.replacing). The agent is kept because it does the rest well
+(environments, output, a full restart), and a replacement needs of it only that another process stands in its
+table. The rendezvous listens on 127.0.0.1 alone, every rank dies with this process, and no report of the
+agent's own reaches the user.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The ranks of one run as a process group: joining it, agreeing at the start, meeting, and saying who failed.
 
-Everything but tensors goes through the rendezvous store as text, so nothing is pickled. A thread of every rank writes a beat to the store
-once a second and reads the others': a rank that is killed or frozen is named, whatever the main thread waits for, and a process whose
-peers or launcher are gone does not outlive them for long. The file is over 300 lines long because joining, beating and naming the one who
-failed share one small state.
+Everything but tensors goes through the rendezvous store as text, so nothing is pickled. A thread of every
+rank writes a beat to the store once a second and reads the others': a rank that is killed or frozen is named,
+whatever the main thread waits for, and a process whose peers or launcher are gone does not outlive them for
+long.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from petune.log import say
 from petune.models.spec import Family
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.mesh import Coordinate, Mesh
-from petune.parallel.objective import Batch, Work
+from petune.parallel.objective import Batch, Objective
 from petune.parallel.pipeline.stage_io import WORDS, Kind, Kinds, Slot, decoded, encoded, lengths_of
 from petune.parallel.pipeline.stage_module import LOSS, PADDING, SELECTIVE, Chunk, Now
 from petune.parallel.pipeline.stages import cut_stage
@@ -96,7 +96,7 @@ class Pipeline:
     All ranks of the pp axis call the same methods with the same batch.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], family: Family, plan: ParallelPlan, mesh: Mesh, work: Work) -> None:
+    def __init__(self, modules: Sequence[nn.Module], family: Family, plan: ParallelPlan, mesh: Mesh, objective: Objective) -> None:
         self.modules, self.plan, self.device = list(modules), plan, mesh.device
         self.group = mesh.groups["pp"]
         self.stacks = tuple(family.stacks)
@@ -104,7 +104,7 @@ class Pipeline:
         self.now = Now()
         numbers = stages_of(plan, mesh.at.pp)
         self.chunks = [
-            Chunk(module, number, work, self.now, number == self.final) for module, number in zip(self.modules, numbers, strict=True)
+            Chunk(module, number, objective, self.now, number == self.final) for module, number in zip(self.modules, numbers, strict=True)
         ]
         if mesh.main and plan.schedule == "zero-bubble" and not (SELECTIVE and all(chunk.ends.splits for chunk in self.chunks)):
             say("zero-bubble: some stages make their backward pass in one, as torch cannot split it here; interleaved does as well")

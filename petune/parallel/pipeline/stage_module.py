@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from petune.errors import DistributedError
-from petune.parallel.objective import Batch, Work
+from petune.parallel.objective import Batch, Objective, Outputs, rows_of
 from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave
 from petune.parallel.pipeline.stages import ends_of
 from petune.rng.context import Running
@@ -37,9 +37,9 @@ class Now:
 class Chunk(nn.Module):
     """A stage: (what arrived, the piece's batch) -> what goes on; from the last stage its part of the loss, or nothing but `now.logits`."""
 
-    def __init__(self, model: nn.Module, number: int, work: Work, now: Now, last: bool) -> None:
+    def __init__(self, model: nn.Module, number: int, objective: Objective, now: Now, last: bool) -> None:
         super().__init__()
-        self.model, self.number, self.work, self.now, self.last = model, number, work, now, last
+        self.model, self.number, self.objective, self.now, self.last = model, number, objective, now, last
         self.ends = ends_of(model)
         self.incoming: Kinds = ()
         self.outgoing: Kinds = ()
@@ -51,19 +51,19 @@ class Chunk(nn.Module):
         kinds = [kind for kind in self.incoming if kind is not None]
         constants = [value for value, kind in zip(received, kinds, strict=True) if answered and not kind.differentiable]
         arrived = [value.detach() if not kind.differentiable else value for value, kind in zip(received, kinds, strict=True)]
-        logits = self.run(arrived, batch)
+        outputs = self.run(arrived, batch)
         if self.last:
-            return self._linked(constants, [self._loss(logits, batch)])[0] if self.now.training else self._keep(logits, batch)
+            return self._linked(constants, [self._loss(outputs, batch)])[0] if self.now.training else self._keep(outputs.logits, batch)
         leaving = [value.contiguous() for value in self._expected(self.ends.collect())]
         return tuple(self._linked(constants, leaving))
 
-    def run(self, arrived: Sequence[Tensor], batch: Batch) -> Tensor:
+    def run(self, arrived: Sequence[Tensor], batch: Batch) -> Outputs:
         """The model's forward pass with what came laid out for its stacks."""
         values = iter(arrived)
         self.ends.put([None if kind is None else next(values) for kind in self.incoming])
         asked = {name: value for name, value in batch.items() if name != "rows"}
-        with drawing(Running(rows=batch["rows"], key=self.now.key)), self.work.autocast():
-            return self.work.forward(self.model, asked)
+        with drawing(Running(rows=batch["rows"], key=self.now.key)), self.objective.autocast():
+            return self.objective.forward(self.model, asked)
 
     def _expected(self, leaving: Sequence[Tensor | None]) -> list[Tensor]:
         """The tensors that leave. Raises DistributedError when they are not what the next stage waits for, which would hang it."""
@@ -82,12 +82,12 @@ class Chunk(nn.Module):
             return list(cast("Any", Leave).apply(len(constants), *constants, *leaving))
         return [cast("Any", Leave).apply(0, value)[0] if value.requires_grad else value.detach() for value in leaving]
 
-    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+    def _loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         asked = {name: value for name, value in batch.items() if name != "rows"}
         if self.now.padded:
             here = batch["rows"] != PADDING
-            logits, asked = logits[here], {name: value[here] for name, value in asked.items()}
-        lost = self.work.loss(logits, asked) if len(logits) else logits.sum()
+            outputs, asked = rows_of(outputs, here), {name: value[here] for name, value in asked.items()}
+        lost = self.objective.loss(outputs, asked) if len(outputs.logits) else outputs.logits.sum()
         return lost.to(LOSS) / self.now.total
 
     def _keep(self, logits: Tensor, batch: Batch) -> Tensor:

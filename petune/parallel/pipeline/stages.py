@@ -158,7 +158,7 @@ def _take_out_blocks(model: nn.Module, path: str, stack: Stack, span: tuple[int,
         ladder.keep(start, end)
     for index, _ in stack.numbered:
         if not start <= index < end:
-            del stack._modules[str(index)]
+            stack.give_away(index)
     if start == end:
         stack._modules.pop("side", None)
         model.set_submodule(path, NoBlocks(stack.rule))

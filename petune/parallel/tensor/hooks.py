@@ -40,7 +40,7 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
     shape, overlap = family.shape(cast("Any", model).config), make_overlap(plan, group, rank, mesh.device)
     model.register_forward_pre_hook(RefuseRecording(plan), with_kwargs=True)
     for _, stack in stacks_of(model, family):
-        stack.edges = StackEdges(plan, group, rank)
+        stack.edges.append(StackEdges(plan, group, rank))
         for index, block in stack.numbered:
             for region in stack.rule.regions:
                 if child_of(block, region.enter) is not None:
@@ -206,48 +206,47 @@ class StackEdges(Shared):
     group: dist.ProcessGroup
     rank: int
 
-    def enter(self, stack: Stack, call: Call) -> tuple[Call, Running]:
+    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
         """See petune.models.stack.Edges."""
-        call, here = dict(call), running()
-        across = call.get("encoder_hidden_states")
-        if across is not None and (self.plan.connection == "sequence" or stack.ladder is None):
-            # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and its backbone has no gradient
-            call["encoder_hidden_states"] = copy(across, self.group)
         if self.plan.connection == "whole":
-            return call, here
-        length = call["hidden_states"].shape[1]
+            return carry, here
+        length = carry["hidden_states"].shape[1]
         if length < len(self.plan.sequence):
             found = f"{length} tokens for {len(self.plan.sequence)} ranks"
             raise UsageError("a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch")
         sizes = apportion(length, self.plan.sequence)
         here = replace(here, sizes=sizes, token=sum(sizes[: self.rank]))
-        call["hidden_states"] = self.part(call["hidden_states"], here)
-        self._positions(call, here)
+        carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
         if self.plan.attention == "sequence":
-            self._bias(stack, stack.numbered[0][1], call, length)
-        return call, here
+            carry |= self._bias(stack, stack.numbered[0][1], carry, length)
+        return carry, here
 
-    def _positions(self, call: Call, here: Running) -> None:
-        """Own positions for whoever works on own tokens: attention cut by sequence, and a ladder, which makes its rotary from the ids."""
-        own = slice(here.token, here.token + here.sizes[self.rank])
-        if call.get("position_ids") is not None:
-            call["position_ids"] = call["position_ids"][..., own]
-        if self.plan.attention == "sequence" and call.get("position_embeddings") is not None:
-            call["position_embeddings"] = tuple(one[:, own] for one in call["position_embeddings"])
+    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
+        """See petune.models.stack.Edges: own positions for whoever works on own tokens, which are attention cut by sequence
+        and a ladder, which makes its rotary from the ids."""
+        by_sequence = self.plan.connection == "sequence"
+        if name == "encoder_hidden_states" and (by_sequence or stack.ladder is None):
+            # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and its backbone
+            # has no gradient
+            return copy(value, self.group)
+        own = slice(here.token, here.token + here.sizes[self.rank]) if by_sequence else slice(None)
+        if name == "position_ids":
+            return value[..., own]
+        return value[:, own] if name == "position_embeddings" and self.plan.attention == "sequence" else value
 
-    def _bias(self, stack: Stack, first: nn.Module, call: Call, length: int) -> None:
-        """A learned position bias is made by the first block from the lengths it sees: give it that of the whole sequence instead."""
-        if stack.rule.bias is None or call.get("position_bias") is not None or stack.numbered[0][0] != 0:
-            return
+    def _bias(self, stack: Stack, first: nn.Module, carry: Call, length: int) -> Call:
+        """A learned position bias is made by the first block from the lengths it sees: that of the whole sequence instead."""
+        if stack.rule.bias is None or carry.get("position_bias") is not None or stack.numbered[0][0] != 0:
+            return {}
         makers = [module for module in first.modules() if getattr(module, "has_relative_attention_bias", False)]
-        call["position_bias"] = cast("Any", makers[0]).compute_bias(length, length, device=call["hidden_states"].device)
+        device = carry["hidden_states"].device
+        return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
 
-    def enter_side(self, stack: Stack, call: Call, here: Running) -> Call:
+    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
         """See petune.models.stack.Edges."""
-        if self.plan.connection == "sequence" and stack.numbered[0][0] == 0:
-            call = dict(call)
-            self._bias(stack, cast("Any", stack._modules["side"]).blocks[0], call, sum(here.sizes))
-        return call
+        if self.plan.connection == "whole" or stack.numbered[0][0] != 0:
+            return carry
+        return carry | self._bias(stack, cast("Any", stack._modules["side"]).blocks[0], carry, sum(here.sizes))
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""

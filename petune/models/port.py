@@ -1,0 +1,122 @@
+"""Port: one block of a stack as the model's own loop sees it.
+
+The loop is Hugging Face's, so every block gets the mask, the positions and the bias that the loop makes for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from petune.rng.context import Running
+
+if TYPE_CHECKING:
+    from petune.models.stack import Stack
+
+Call = dict[str, Any]  # a block's arguments by name; "hidden_states" is always there
+Given = tuple[tuple[Any, ...], Call]  # the same as they are written in a call: by position, by name
+T = TypeVar("T")
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Elsewhere:
+    """Stand-in for a block that lives in another process: its class, its attributes that are plain values, the
+    names of its arguments."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.kind = block.__class__
+        self.values = {name: value for name, value in vars(block).items() if isinstance(value, PLAIN)}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("kind", "values") or name not in self.values:  # a copy asks before it has any
+            raise AttributeError(f"this block lives in another process, and nothing is known of its {name!r}")
+        return self.values[name]
+
+
+class Port:
+    """One block of one iteration over a stack. It has the class and the attributes of its block, and calling it runs the
+    block inside the stack's pass (see Stack.advance).
+
+    first, last: whether the iteration begins or ends with it, blocks that live elsewhere not counted."""
+
+    __slots__ = ("_block", "_first", "_last", "_number", "_stack")
+
+    def __init__(self, stack: Stack, number: int, block: nn.Module | Elsewhere, first: bool, last: bool) -> None:
+        for name, value in zip(Port.__slots__, (block, first, last, number, stack), strict=True):
+            object.__setattr__(self, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the block."""
+        return self._block.kind if type(self._block) is Elsewhere else self._block.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._block, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._block)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns."""
+        return self._stack.advance(self._number, self._block, self._first, self._last, args, kwargs)
+
+    forward = __call__  # for a loop that steps around hooks
+
+
+@dataclass
+class Recorded:
+    """A call of a port that is not run yet."""
+
+    number: int
+    block: nn.Module
+    call: Call
+    by_position: tuple[str, ...]
+
+
+@dataclass
+class Pass:
+    """The state of a stack between its first port and its last.
+
+    here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as the blocks
+    see it. side: the ladder's carry. waiting: the calls so far, where all blocks are to run at once."""
+
+    here: Running
+    carry: Call = field(default_factory=dict)
+    side: Call | None = None
+    waiting: list[Recorded] | None = None
+    made: dict[tuple[Hashable, int], tuple[Any, Any]] = field(default_factory=dict)
+
+    def once(self, what: Hashable, make: Callable[[Any], T], value: Any) -> T:
+        """`make(value)`, made once in a pass for each `what` and each object: blocks are handed the same tensors."""
+        key = what, id(value)
+        if key not in self.made:
+            self.made[key] = value, make(value)  # the value too, so that no other object gets its id
+        found: T = self.made[key][1]
+        return found
+
+
+def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The arguments of a block that may be given by position."""
+    parameters = signature(kind.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
+
+
+def same(one: Call, other: Call) -> bool:
+    """Whether two calls have the same arguments but for the hidden states: the same objects, or equal plain values."""
+    rest = one.keys() | other.keys()
+    return all(_same(one.get(name), other.get(name)) for name in rest - {"hidden_states"})
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(_same, one, other))
+    return one is other or (isinstance(one, PLAIN) and isinstance(other, PLAIN) and one == other)

@@ -1,0 +1,154 @@
+"""`parallelize`: a tuned model is cut and placed by a plan, axis by axis, in the one order in which that can be done.
+
+    stack       blocks become stacks, which recompute and draw dropout by themselves      (whole model, on the CPU)
+    cut         tensors are narrowed to this rank's slices, embedding and head by rows     tp, sp
+    stages      what other stages hold is taken out                                        pp
+    move        what is left goes to the device
+    cross       what crosses ranks is hooked in
+    shard       weights are spread over replicas                                           dp with shard: true
+
+Cutting comes before stages, as a slice is named in the whole model; hooks come after moving, as some hold tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from petune.errors import PetuneError
+from petune.log import say
+from petune.models import attention
+from petune.models.spec import Family
+from petune.models.stack import own_stacks, unownable
+from petune.parallel.fsdp import shard
+from petune.parallel.mesh import Mesh
+from petune.parallel.objective import trainable
+from petune.parallel.pipeline.schedule import cut_stages
+from petune.parallel.plan import ParallelPlan, apportion
+from petune.parallel.tensor.hooks import cross
+from petune.parallel.tensor.shard_params import Placed, cut
+from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, refusal
+
+Tuned = Callable[[nn.Module], Mapping[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model where its plan wants it. modules: the model, or this rank's stages of it.
+
+    names: every tuned tensor of the whole model, in its order; shapes: of each of them, whole. tuned: this rank's parts
+    of them, a subset where a stage lacks some. owned: whether stacks own the loop over blocks, so that recomputing and
+    dropout are ours: where the family is known and its blocks can all be handed the same arguments. vocabulary: rows of
+    embedding and head per rank of the tp axis, empty where they are whole.
+    """
+
+    modules: list[nn.Module]
+    family: Family | None
+    plan: ParallelPlan
+    mesh: Mesh
+    names: tuple[str, ...]
+    shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
+    tuned: dict[str, nn.Parameter]
+    owned: bool
+    placed: Placed = field(default_factory=Placed)
+    vocabulary: tuple[int, ...] = ()
+
+
+def parallelize(
+    model: nn.Module,
+    family: Family | None,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    tuned: Tuned = trainable,
+    *,
+    recompute: bool = False,
+    streams: bool = False,
+) -> Placement:
+    """Cut and place `model`, which is whole and on the CPU, in place.
+
+    tuned: what trains in a model, by name. streams: it is left on the CPU, to be streamed. Raises UsageError for a layer
+    that says nothing of how it is cut, PetuneError if placing changed what trains.
+    """
+    whole = tuned(model)
+    shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
+    aliases = _aliases(model, whole)
+    vocabulary = _vocabulary(model, plan)
+    owned = _stack(model, family, plan, recompute)
+    placed = _cut(model, family, plan, mesh, vocabulary)
+    modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
+    for module in modules:
+        if plan.sharding is None and not streams:  # else it moves unit by unit, or as the stream says
+            module.to(mesh.device)
+        if family is not None:
+            cross(module, family, mesh)
+        if vocabulary:
+            hook_vocabulary(module, vocabulary, mesh.groups["tp"], mesh.at.tp)
+    for module in modules if plan.sharding is not None else ():
+        shard(module, plan, mesh, tuned(module).values())
+    here = _tuned_here(modules, tuned, aliases, tuple(whole))
+    return Placement(modules, family, plan, mesh, tuple(whole), shapes, here, owned, placed, vocabulary)
+
+
+def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a tie."""
+    names = {id(value): name for name, value in tuned.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(value)] for name, value in every if id(value) in names}
+
+
+def _vocabulary(model: nn.Module, plan: ParallelPlan) -> tuple[int, ...]:
+    """Rows of embedding and head per rank of the tp axis; empty where they are whole."""
+    if plan.cut is None or not plan.cut.vocabulary or plan.tp == 1:
+        return ()
+    if (reason := refusal(model)) is not None:
+        say(f"the vocabulary is not cut: {reason}")
+        return ()
+    return apportion(cast("Any", model).get_input_embeddings().weight.shape[0], (1,) * plan.tp)
+
+
+def _stack(model: nn.Module, family: Family | None, plan: ParallelPlan, recompute: bool) -> bool:
+    """Let stacks own the loop over blocks; whether they do."""
+    cut_at_all = plan.cut is not None or plan.pp > 1 or plan.sharding is not None
+    if family is None or not (cut_at_all or unownable(model) is None):
+        if plan.world > 1 and isinstance(model, PreTrainedModel):
+            attention.use(model)  # masks are drawn by index, which its own attention would not do
+        return False
+    recompute = _translated(model) or recompute
+    attention.use(cast("PreTrainedModel", model))
+    for stack in own_stacks(model, family).values():
+        stack.recompute = recompute
+    return True
+
+
+def _translated(model: nn.Module) -> bool:
+    """Whether Hugging Face's own checkpointing was on; the stacks recompute instead, as they know where in the batch they are."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second is the older transformers'
+    if not getattr(model, next((name for name in names if hasattr(type(model), name)), ""), False):
+        return False
+    disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
+    return True
+
+
+def _cut(model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh, rows: tuple[int, ...]) -> Placed:
+    """Narrow what the tp axis cuts: linears and, by `rows`, the vocabulary."""
+    placed = Placed() if family is None else cut(model, family, plan, mesh.at)
+    if rows:
+        more = cut_vocabulary(model, rows, mesh.at.tp)
+        placed.slices |= more.slices
+        placed.partial |= more.partial
+    return placed
+
+
+def _tuned_here(modules: list[nn.Module], tuned: Tuned, aliases: Mapping[str, str], names: tuple[str, ...]) -> dict[str, nn.Parameter]:
+    """This rank's tuned tensors by their name in the whole model. Raises PetuneError if placing changed what trains."""
+    found = {aliases[name]: value for module in modules for name, value in tuned(module).items()}
+    trains = {id(value) for module in modules for value in module.parameters() if value.requires_grad}
+    if trains != {id(value) for value in found.values()} or not set(found) <= set(names):
+        raise PetuneError("placing the model changed what trains; this is a fault of petune")
+    return {name: found[name] for name in names if name in found}

@@ -1,0 +1,284 @@
+"""The state of a run on disk: checkpoints, snapshots, `best`, `tuned/`, and the way back from them.
+
+A state is continued only where rows, base and method are those it was saved with. Whatever call a kill comes in,
+`best` names a checkpoint that is there (docs/reliability.md has the table).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from petune.errors import FileError, TrainingFault
+from petune.log import phase
+from petune.methods import frozen_tensors
+from petune.parallel.launch import process_group
+from petune.run import state
+from petune.run.audit import Audit, comparable, digest
+from petune.run.evaluate import Metric
+from petune.run.folder import RunFolder
+from petune.run.progress import Progress
+from petune.run.reporting import Logged
+from petune.run.signals import StopRequest
+from petune.run.snapshot import KEPT, Snapshots, age
+from petune.run.step import Step
+from petune.run.summary import command_to_go_on
+from petune.run.tuned_files import TunedFiles
+from petune.saving import checkpoint, export
+
+
+class Saver:
+    """Saves the state of `step` in a run folder and puts it back: the keeper of a run.
+
+    run_id: of the run whose state it is. came_from: what the header says of a run that was resumed.
+    """
+
+    def __init__(self, step: Step, folder: RunFolder, reporter: Logged, stop: StopRequest, metric: Metric) -> None:
+        self.step, self.folder, self.reporter, self.stop, self.metric = step, folder, reporter, stop, metric
+        self.recipe, self.runner, self.run_id = step.recipe, step.runner, uuid.uuid4().hex
+        self.main = self.runner.mesh.main
+        self.packer = checkpoint.OptimizerPacker()
+        root, device = folder.checkpoints, self.runner.mesh.device
+        self.snapshots = Snapshots(root, device, state.write_packed, lambda: self.progress.step, folder.is_lost)
+        self.trusted = 0  # the last step at which the frozen weights were compared
+        self.came_from: list[str] = []
+        self.files = TunedFiles(step, reporter)
+        step.keeper = self
+        if self.main:
+            self._check_disk()
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.step.progress
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Hash the base's files while the device trains, and write the last snapshot at the end."""
+        with self.files.hashing(), self.snapshots:
+            yield
+
+    def _check_disk(self) -> None:
+        """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and for the tuned files."""
+        tuned, whole = state.bytes_of_state(self.runner, self.step.optimizer)
+        kept = self.recipe.keep + (KEPT + 1 if self.recipe.snapshot_every else 0)
+        checkpoint.require_free(self.folder.path, (kept + 2) * whole + tuned)
+
+    def has_lost_folder(self) -> bool:
+        """Whether the run folder is no longer this run's: nothing more is written there, and all stop; `save` keeps the state elsewhere."""
+        if self.main and self.folder.is_lost(self.run_id):
+            self.reporter.detach()
+            self.stop.name = self.stop.name or "the loss of the run folder"
+        return self.reporter.detached
+
+    # ------------------------------------------------------------ saving
+
+    def save(self) -> Path:
+        """Commit a checkpoint of this very step, point `best` at the best one, rotate.
+
+        Raises TrainingFault if a frozen tensor moved.
+        """
+        self._check_frozen()
+        root = self.folder.checkpoints
+        tuned, optimizer = self._whole_state()
+        path = root / f"step-{self.progress.step}"
+        if self.main:
+            with phase("writing the checkpoint"):
+                if self.has_lost_folder():
+                    self._rescue(tuned, optimizer)
+                path = self._commit(root, tuned, optimizer)
+            best = self.progress.best_step
+            self._point_best()
+            checkpoint.rotate(root, self.recipe.keep, [] if best is None else [root / f"step-{best}"])
+        self.runner.barrier()  # nobody reads it, or computes on, before it is whole
+        return path
+
+    def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
+        return state.whole_state(self.runner, self.step.optimizer, self.step.make_optimizer)
+
+    def _commit(self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Path:
+        def write(place: Path) -> None:
+            state.write_packed(place, *state.pack_state(tuned, optimizer))
+
+        return checkpoint.commit(root, self.progress.step, write, run_id=self.run_id, facts=self._facts())
+
+    def _rescue(self, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Keep the state in a new folder beside the one that is gone, from which the run can go on, and say where."""
+        place = self.folder.beside()
+        place.begin(self.run_id)
+        path = self._commit(place.checkpoints, tuned, optimizer)
+        what, go_on = f"the state of step {self.progress.step}", command_to_go_on(place.path, self.step.prepared.objects)
+        raise self.folder.lost(f"{what} is kept in {path}", f"go on with: {go_on}")
+
+    def _check_frozen(self) -> None:
+        """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside then."""
+        try:
+            with phase("comparing the frozen weights with their checksums"):
+                self.step.audit.check_frozen()
+        except TrainingFault:
+            if self.main:
+                self.snapshots.distrust(self.trusted)
+            raise
+        self.trusted = self.progress.step
+
+    def snapshot(self) -> None:
+        """Begin to copy the state of this step; the main process writes it while all go on."""
+        tuned, optimizer = self._whole_state()
+        if self.main and not self.has_lost_folder():
+            whole = self.runner.uncut
+            tensors, facts = state.pack_state(tuned, optimizer, self.packer if whole else None)
+            step, own = self.progress.step, not whole
+            self.snapshots.take(step, tensors, facts, run_id=self.run_id, facts=self._facts(), own=own)
+
+    def begin(self) -> None:
+        """Begin to copy the snapshot that was taken last."""
+        self.snapshots.begin()
+
+    def settle(self) -> None:
+        """Wait, on the device, until that copy is whole."""
+        self.snapshots.settle()
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same for a state to be continued, and the progress it belongs to."""
+        return {
+            "progress": asdict(self.progress),
+            "rows": self.step.prepared.rows.sha256,
+            "frozen": self.step.frozen or digest(self.step.audit.frozen_before),
+            "method": self.recipe.method_name,
+        }
+
+    def _point_best(self) -> None:
+        self.folder.point_best(self.progress.best_step, self.metric.name, self.progress.best_value)
+
+    # ------------------------------------------------------------ going back
+
+    def restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
+        """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
+        if self.main:
+            self.folder.sweep()
+        self.runner.barrier()
+        found = checkpoint.candidates(self.folder.checkpoints)
+        if process_group.inside() and resume is True:  # every machine must see the run folder
+            process_group.agree({"newest checkpoint": found[0].name if found else "none"})
+        if resume is True and not found:
+            self.run_id = self.folder.run_id() or self.run_id
+            self.reporter.note("this run has no checkpoint yet: it starts from the beginning")
+            if self.main:
+                self._point_best()
+                self._cut_metrics(-1)
+            return
+        path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
+        same = not allow_change and manifest.facts.get("rows") == self.step.prepared.rows.sha256
+        progress = self._progress_of(path, manifest, self.step.steps.total if same else None)  # else it may be longer
+        if self.main:
+            self.folder.refuse_other_run(manifest.run_id, path)
+            self._refuse_foreign(manifest.facts, path, allow_change)
+        state.restore_parts(path, self.runner, self.step.optimizer, self.step.make_optimizer)
+        self.step.progress, self.run_id = progress, manifest.run_id
+        self.runner.barrier()
+        self.trusted = manifest.step
+        if self.main:
+            self._point_best()  # first: whatever call a kill comes in, `best` names a checkpoint that is there
+            checkpoint.set_aside(self.folder.checkpoints, manifest.step)
+        when = age(manifest, path)
+        self.came_from = [f"resumed  at step {manifest.step}{when}"]
+        self.reporter.note(f"resumed from {path} at step {manifest.step}{when}")
+        if self.main:
+            self._cut_metrics(manifest.step)
+
+    def rewind(self) -> int:
+        """Take the newest state on disk, but go on after the step that has spiked: the steps between count as made, and train nothing.
+
+        Returns the step of that state.
+        """
+        self.snapshots.drain()
+        self.runner.barrier()
+        path, manifest = self._saved_state()
+        self.folder.refuse_other_run(manifest.run_id, path)
+        saved, now = self._progress_of(path, manifest, self.step.steps.total), self.progress
+        state.restore_parts(path, self.runner, self.step.optimizer, self.step.make_optimizer)
+        self.step.progress = replace(saved, step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes)
+        self.runner.barrier()  # nobody saves while another reads
+        return manifest.step
+
+    def _progress_of(self, path: Path, manifest: checkpoint.Manifest, planned: int | None) -> Progress:
+        return state.progress_of(path, manifest, self.folder.checkpoints, planned, *self.metric)
+
+    def _cut_metrics(self, step: int) -> None:
+        """Drop the records of steps that are trained again, and say how many those are."""
+        if (last := self.folder.cut_metrics(step)) > max(step, 0):
+            again = f"steps {max(step, 0) + 1} to {last}"
+            self.reporter.note(f"lost since this state was saved, and trained again: {again}")
+
+    def _saved_state(self, chosen: Path | None = None) -> tuple[Path, checkpoint.Manifest]:
+        """The checkpoint at `chosen`, or else the newest checkpoint or snapshot that verifies; the same on every rank."""
+        if chosen is None:
+            path, manifest, skipped = checkpoint.newest_good(self.folder.checkpoints)
+            for problem in skipped:
+                self.reporter.note(f"NOT RESUMED FROM: {problem}")
+        else:
+            state.refuse_tuned_folder(chosen)
+            path, manifest = chosen, checkpoint.verify(chosen)
+        if process_group.inside():
+            process_group.agree({"checkpoint": f"step {manifest.step} of run {manifest.run_id}"})
+        return path, manifest
+
+    def _refuse_foreign(self, facts: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
+        self.step.audit = Audit({}, frozen_tensors(self.step.model) if self.step.frozen is None else {})
+        now = self._facts()
+        if not comparable(str(facts["frozen"])):
+            what = "NOT COMPARED WITH THE BASE of this checkpoint"
+            self.reporter.note(f"{what}: its checksum is of another version of petune")
+            facts = {**facts, "frozen": now["frozen"]}
+        state.refuse_foreign(facts, now, path, allow_change)
+
+    def go_back_to_best(self) -> None:
+        """Put the best state into the model; if its checkpoint is damaged, say so and keep the last."""
+        progress, saved, fault = self.progress, {}, None
+        if progress.best_step is None or progress.best_step == progress.step:
+            return
+        best = self.folder.checkpoints / f"step-{progress.best_step}"
+        try:
+            self.folder.refuse_other_run(checkpoint.verify(best).run_id, best)
+            saved = state.tuned_of(best)
+        except FileError as error:
+            fault = error
+        if self.runner.any([fault is not None])[0]:  # where one process cannot read it, none goes back
+            why = fault or "another process cannot"
+            self.reporter.note(f"THE BEST CHECKPOINT CANNOT BE READ, tuned/ holds the last state: {why}")
+            progress.best_step, progress.best_scores = progress.step, progress.scores
+            return
+        self.runner.fill(saved)
+        self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric.name}, not the last")
+
+    # ------------------------------------------------------------ tuned/
+
+    def drain(self) -> None:
+        """Wait until the newest snapshot is on disk, and say how many there were."""
+        if not self.has_lost_folder():
+            self.snapshots.drain()
+        if (line := self.snapshots.summary()) is not None:
+            self.reporter.note(line)
+
+    def write_tuned(self) -> str | None:
+        """Write `tuned/` in the main process; its identity there, None elsewhere.
+
+        Raises MachineError where the folder was lost, after it was written elsewhere.
+        """
+        model = self.files.whole_model()  # which one process builds alone, while the others wait to leave
+        if model is None:
+            return None
+        self.files.wait()
+        lost = self.has_lost_folder()
+        tuned = (self.folder.beside() if lost else self.folder).tuned
+        self.files.write(model, tuned)
+        if lost:
+            raise self.folder.lost(f"what was trained is kept in {tuned}", "petune.load reads it; the run's records are gone")
+        return export.identity(tuned)

@@ -1,0 +1,255 @@
+"""One optimizer step of a recipe: forward and backward over its micro-batches, clip, judge, update. It knows no folder.
+
+The rows of step k are a pure function of seed, epoch and k, and the learning rate of k alone, so a run that is
+resumed needs no cursor but the step. Gradients are sums over rows, divided once by the trained tokens of the whole
+step, so accumulation changes memory and not numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import TrainingFault, UsageError
+from petune.log import phase
+from petune.methods import count_parameters, describe, frozen_tensors
+from petune.parallel import Batch, Mesh, alone, local
+from petune.parallel.launch import process_group
+from petune.rng.dropout import step_key
+from petune.rng.generators import rng_state, seed_others, set_rng_state
+from petune.run import distributed, state
+from petune.run.audit import Audit, digest, frozen_checksums
+from petune.run.build import Prepared, build, run_on
+from petune.run.progress import Progress
+from petune.run.schedule import learning_rate, plan_steps, units_of_step
+from petune.run.spikes import SpikeRule, refuse_non_finite, spike_fault, spike_record
+from petune.run.summary import explain_memory
+from petune.tasks import Example, class_weights, collate, count, pad_token_id
+
+_T = TypeVar("_T")
+Generators = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Keeper(Protocol):
+    """What saves the state that steps change, as a step calls it."""
+
+    def begin(self) -> None:
+        """Begin to copy the last state, if one is to be copied: the passes of the next step are on the device."""
+
+    def settle(self) -> None:
+        """Wait, on the device, until that copy is whole: an update changes the state next."""
+
+    def save(self) -> object:
+        """Save the state of a run that ends before its next update; where it is, in words or as a path."""
+
+    def rewind(self) -> int:
+        """Put back the newest saved state, with its progress but for the step; the step it was saved at."""
+
+
+class KeepsNothing:
+    """The keeper of steps that are only measured. A spike that would need a saved state raises UsageError."""
+
+    def begin(self) -> None:
+        """Nothing is copied."""
+
+    def settle(self) -> None:
+        """Nothing is copied."""
+
+    def save(self) -> NoReturn:
+        """Raises UsageError."""
+        raise UsageError("this step is a spike, and nothing is saved here", where="on_spike", remedy="set on_spike=off")
+
+    rewind = save
+
+
+class Step:
+    """The optimizer step of a recipe, in memory: runner with its model, optimizer, rows, audit and spike rule.
+
+    Each process of a group has one. described: the method in words; trained and all parameters. fingerprint: of the
+    whole base, as all ranks agreed on it; None in one process. frozen: digest of the whole model's frozen tensors on
+    the main one of several ranks, None elsewhere. audit: watches nothing until it is replaced by `make_audit`.
+    """
+
+    def __init__(self, prepared: Prepared, mesh: Mesh | None = None) -> None:
+        self.prepared, self.recipe = prepared, prepared.recipe
+        recipe, self.place = self.recipe, prepared.place
+        mesh = mesh or alone(self.place.device)
+        self.keeper: Keeper = KeepsNothing()
+        self.progress, self.audit = Progress(), Audit({}, {})
+        self.units = prepared.encoded.train
+        seed_others(recipe.seed)
+        self.weights = self._class_weights()
+        with self.explain_memory("loading of the model"):
+            model = build(prepared)
+            self._note_whole(model, mesh)
+            self.runner = run_on(model, prepared, mesh, self.weights)
+        self.model, self.tuned = self.runner.model, self.runner.tuned
+        rows = recipe.batch_size * recipe.accumulate
+        self.steps = plan_steps(len(self.units), rows, recipe.epochs, recipe.max_steps, recipe.warmup)
+        self.make_optimizer = partial(state.make_optimizer, recipe)
+        self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
+        self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
+
+    # ------------------------------------------------------------ set up
+
+    def _class_weights(self) -> Tensor | None:
+        weights = class_weights(self.recipe.class_weights, self.units, self.prepared.rows.labels or ())
+        return None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
+
+    def _note_whole(self, model: nn.Module, mesh: Mesh) -> None:
+        """What can be said of the tuned model only before it is cut."""
+        self.described = describe(model), count_parameters(model)
+        self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
+        whole = mesh.plan.world > 1 and mesh.main
+        with phase("taking checksums of the whole model") if whole else nullcontext():
+            self.frozen = digest(frozen_checksums(model)) if whole else None
+        if process_group.inside():
+            process_group.barrier()  # the main process had more to do
+
+    def make_audit(self) -> Audit:
+        """An audit of this process' tensors as they are now."""
+        runner, streamed = self.runner, self.runner.streamed
+        frozen = {name: value for module in runner.modules for name, value in frozen_tensors(module).items()}
+        moving, has_gradient = (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
+        here = {name: local(value) for name, value in frozen.items()}
+        return Audit(moving, here, runner.names, runner.any, has_gradient)
+
+    def explain_memory(self, doing: str) -> AbstractContextManager[None]:
+        """Turns running out of memory inside the block into a MachineError that says where and what to change."""
+        return explain_memory(self.recipe, lambda: self.progress.step + 1, doing)
+
+    # ------------------------------------------------------------ rows
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This replica's padded batches of step `step` (from 0), one per forward pass, on the CPU.
+
+        `rows` numbers them within the step.
+        """
+        numbered, size = list(enumerate(self.rows_of(step))), self.recipe.batch_size
+        found = (self._batch(chunk, self.prepared.encoded.packed) for chunk in _chunks(numbered, size))
+        return [batch for batch in found if batch is not None]
+
+    def rows_of(self, step: int) -> list[Example]:
+        """What step `step` (from 0) trains on, over all replicas; masks are drawn here, for all of it, whatever the plan."""
+        seed = self.recipe.seed
+        units = [self.units[index] for index in units_of_step(step, self.steps, seed)]
+        return self.prepared.encoded.drawn(units, f"seed {seed} step {step}")
+
+    def batches(self, units: Sequence[Example], size: int) -> Iterator[Batch | None]:
+        """This replica's batches of an evaluation; None for one it has no part in."""
+        yield from (self._batch(chunk) for chunk in _chunks(list(enumerate(units)), size))
+
+    def _batch(self, numbered: Sequence[tuple[int, Example]], packed: bool = False) -> Batch | None:
+        """This replica's rows of one forward pass, padded.
+
+        Where all replicas must go forward together, a row that counts for nothing stands in for none.
+        """
+        mine = self.runner.share(numbered)
+        if not mine and self.runner.plan.sharding is None:
+            return None
+        rows = mine or [(-1, numbered[0][1])]
+        pad, shortest = pad_token_id(self.prepared.tokenizer), self.runner.plan.tp
+        examples = [example for _, example in rows]
+        batch = collate(examples, self.prepared.task.name, pad, packed=packed, shortest=shortest)
+        return batch | {"rows": torch.tensor([number for number, _ in rows])}
+
+    def _places(self, step: int) -> list[str]:
+        return [example.where for example in self.rows_of(step)]
+
+    # ------------------------------------------------------------ the step
+
+    def take(self) -> dict[str, Any]:
+        """Forward and backward over the next step's micro-batches, clip, update. Returns the record to log.
+
+        Raises TrainingFault, before the update, when loss or gradient is not finite, when no label of the step is
+        trained and for a spike that ends the run; where updates are made inside the backward pass, a gradient that
+        is not finite is found after them.
+        """
+        began, number, runner = time.perf_counter(), self.progress.step, self.runner
+        process_group.at_step(number)
+        generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
+        lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
+        for module in runner.modules:
+            module.train()
+        micro = self.micro_batches(number)
+        with self.explain_memory("forward and backward pass"):
+            loss = self.passes(micro, number)
+        norm = runner.clip(self.recipe.clip)
+        refuse_non_finite(loss, norm, number + 1, lambda: self._places(number), made=runner.streamed is not None)
+        found = self.spikes.judge(loss, norm, self.progress, runner.any)
+        trained, back = found is None or self.recipe.on_spike == "warn", None
+        if trained:
+            self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if found is not None and not trained:
+            back = self._leave_out(found, number, generators)
+        record = self._record(loss, norm, lr, time.perf_counter() - began, trained)
+        if found is not None:
+            record |= spike_record(self.recipe.on_spike, found, self._places(number), back)
+        return record
+
+    def passes(self, micro: Sequence[Batch], number: int) -> float:
+        """Forward and backward over the batches of step `number`, which leaves complete gradients; the loss.
+
+        Raises TrainingFault where no label is trained.
+        """
+        total = self.runner.sum([sum(count(_real(batch), self.weights) for batch in micro)])[0]
+        if not total:
+            remedy = "look at the rows with petune data"
+            raise TrainingFault("every label of this step is masked", where=f"step {number + 1}", remedy=remedy)
+        return self.runner.backward(micro, total, self._dropout_key(number), self.keeper.begin)
+
+    def _update(self) -> None:
+        self.audit.after_backward()
+        self.keeper.settle()
+        with self.explain_memory("optimizer step"):
+            self.optimizer.step()
+        self.audit.after_update()
+
+    def _dropout_key(self, step: int) -> int | None:
+        """What the masks of a step are drawn from; None leaves them to torch, where recomputing or compiling is not ours."""
+        runner, recipe = self.runner, self.recipe
+        theirs = recipe.compile or (not runner.owned and (runner.plan.world == 1 or recipe.gradient_checkpointing))
+        return None if theirs else step_key(recipe.seed, step)
+
+    def _leave_out(self, found: str, number: int, generators: Generators) -> int | None:
+        """End the run before a step that has spiked, or make no update of it; the step that was gone back to, if any.
+
+        `generators`: their state before the step, which the checkpoint of that moment has.
+        """
+        if self.spikes.ends(self.progress):
+            set_rng_state(*generators, "before the step")
+            in_a_row, self.progress.spikes = self.progress.spikes, 0  # a run that goes on from here may meet as many again
+            raise spike_fault(found, number + 1, self._places(number), self.keeper.save(), in_a_row)
+        return self.keeper.rewind() if self.recipe.on_spike == "rewind" else None
+
+    def _record(self, loss: float, norm: float, lr: float, seconds: float, trained: bool) -> dict[str, Any]:
+        progress = self.progress
+        tokens = sum(example.tokens for example in self.rows_of(progress.step))
+        progress.advance(loss, tokens, seconds, trained=trained)
+        return {
+            "step": progress.step,
+            "epoch": round(progress.step / self.steps.per_epoch, 4),
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": progress.tokens,
+            "tokens_per_s": round(tokens / max(seconds, 1e-9), 1),
+        }
+
+
+def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    yield from (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _real(batch: Batch) -> Batch:
+    """The batch without rows that only fill it up."""
+    return {name: value[batch["rows"] >= 0] for name, value in batch.items()}
