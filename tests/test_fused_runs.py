@@ -45,6 +45,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5, lora": ("t5", {"method": DROPPED}),
     "t5, full, recomputed": ("t5", {"method": "full", "gradient_checkpointing": True}),
     "bart, lora": ("bart", {"method": DROPPED}),
+    "t5, side": ("t5", {"method": {"name": "side", "reduction": 4}}),
+    "bart, side": ("bart", {"method": {"name": "side", "reduction": 4}}),
+    "t5, adapter": ("t5", {"method": {"name": "adapter", "reduction": 4}}),
     "bart, input offloaded": ("bart", {"memory": {"keep": "input", "offload": "input"}}),
 }
 

@@ -137,8 +137,6 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("llama-causal", {"method": "adapter"}, "block 0: self_attn.o_proj is a AdapterLinear"),
-        ("llama-causal", {"method": {"name": "side", "reduction": 4}}, "a ladder climbs beside it"),
         ("llama-causal", {"kernels": "off"}, "kernels: off"),
         ("llama-causal", {"compile": True}, "compile: true"),
         ("llama-causal", {"parallel": {"tp": 2}}, "the parallel plan cuts them"),
@@ -153,6 +151,14 @@ def test_blocks_that_are_not_fused_have_a_reason(name: str, settings: dict[str, 
     assert told.policies == () and told.forecast is found
     (line,) = told.lines
     assert line.startswith("blocks   unfused: ") and line.endswith(reason)
+
+
+def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> None:
+    settings = {"method": {"name": "side", "reduction": 4}, "device": "cuda"}
+    found = forecast(recipe_of("llama-causal", tmp_path, **settings), memory=[H200])
+    told = outlook(found, "H200")
+    assert told.policies == () and told.forecast is found
+    assert told.lines == ("blocks   fused, and keep nothing: a ladder climbs beside them",)
 
 
 def test_what_is_asked_for_by_name_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

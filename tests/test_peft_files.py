@@ -20,6 +20,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 from petune.errors import FileError, UsageError
 from petune.methods import tuned_state, wrap
 from petune.saving import export
+from tests.methods.zoo import tiny
 from tests.tiny_models import IDS, bart, bart_classifier, bert, edit, llama, llama_classifier, logits, stir, t5, tuned
 
 FILE = "adapter_model.safetensors"
@@ -40,6 +41,11 @@ def gpt2() -> nn.Module:
 
 def tied_llama() -> nn.Module:
     return llama(tie=True)
+
+
+def gemma() -> nn.Module:
+    model: nn.Module = tiny("gemma3-causal")
+    return model
 
 
 def by_peft(make: Any, folder: Path, **settings: Any) -> nn.Module:
@@ -78,6 +84,7 @@ WRITTEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "t5 decoder alone": (t5, {"targets": r"decoder\..*\.(q|v)"}),
     "llama": (llama, {}),
     "llama with its head": (llama_classifier, {}),
+    "gemma3": (gemma, {}),
     "one block": (llama, {"targets": r"model\.layers\.1\..*_proj"}),
     "everything linear": (llama, {"targets": "all-linear"}),
     "an embedding": (llama, {"targets": ["embed_tokens", "q_proj"]}),

@@ -195,13 +195,13 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = 
         ("do not go with compile", "remove base_dtype"),
     ),
     **{
-        f"base_dtype under {method}": (
-            {"method": "lora", "base_dtype": "fp8"},
+        f"base_dtype under {method}, not under {kept}": (
+            {"method": kept, "base_dtype": "fp8"},
             {"method": method, "base_dtype": "fp8"},
             "base_dtype",
-            ("beside the factors of lora", "set method: lora"),
+            ("fused blocks that do not train", "set method: lora, adapter or side"),
         )
-        for method in ("full", "side", "adapter")
+        for method, kept in (("full", "lora"), ("full", "adapter"), ("dora", "side"))
     },
     **{
         f"checkpointing beside {keep}": (

@@ -308,7 +308,7 @@ def test_reentrant_checkpointing_gives_the_gradients_of_the_plain_list(name: str
     assert_same_gradients(found[1][1], found[0][1], 0)
 
 
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", [*GENERATING, "gemma3-causal"])
 def test_generation_is_that_of_the_plain_list(name: str) -> None:
     for beams in (1, 3):
         settings = {**GENERATE, "num_beams": beams}

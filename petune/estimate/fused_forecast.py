@@ -24,6 +24,7 @@ from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, Policy, choose
 from petune.kernels.memory.policy_hook import SPARE, fixed_bytes, pinnable, resident_bytes, rounded, shape_of
+from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
 from petune.recipe import Recipe
 from petune.run.streaming import refuse_unfused, streams
@@ -110,6 +111,8 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
     fused = _fused(drawn, plan)
     if isinstance(fused, str):
         return f"unfused: {fused}"
+    if method_of(drawn.recipe.method).ladder:
+        return "fused, and keep nothing: a ladder climbs beside them"
     if device is None:
         return _without_device(drawn.recipe)
     if memory is None:

@@ -183,8 +183,6 @@ def _refusals(model: nn.Module, family: Family | None) -> list[str]:
 
 def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> str | None:
     """Fuse the blocks of one stack, all or none. Returns why it could not be, or None."""
-    if stack.ladder is not None:
-        return "a ladder climbs beside it"
     if isinstance(stack.blocks[0], FusedBlock):
         for hook in stack._forward_pre_hooks.values():
             if isinstance(hook, Governor):
@@ -214,7 +212,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         block.__dict__["spec"] = spec
         block.__class__ = fused_class(cast("Any", type(block)))
         _hooks_of(model).append(block.register_state_dict_post_hook(dense))
-    stack.recompute = False  # the blocks do it themselves, as their rungs say
+    if stack.ladder is None:  # whose levels are nobody else's to compute again
+        stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
     if plan.ops.name == "triton" and plan.memory.stream == "none":  # addresses are part of a graph, and streamed weights change theirs
         stack.whole = Graphs()

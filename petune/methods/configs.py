@@ -82,7 +82,7 @@ class Method:
     needs_family: bool = False  # it finds its places by the family's table alone
     trains_base: bool = False  # every parameter trains, and nothing is left of the base
     mergeable: bool = False  # it ends in a plain model: what is tuned lies in the base's weights, or can be summed into them
-    fusable: bool = False  # its layers have a form in fused blocks, beside frozen weights
+    fusable: bool = False  # blocks can be fused under it, with their weights frozen
     row_cut: bool = True  # its layers can be cut by their inputs across ranks
     ladder: bool = False  # a network of its own climbs beside the blocks
 
@@ -97,7 +97,7 @@ METHODS: dict[str, Method] = {
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
-    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, ladder=True),
+    "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, fusable=True, ladder=True),
 }
 
 

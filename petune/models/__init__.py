@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from petune.models import bart, bert, llama, t5
+from petune.models import bart, bert, gemma3, llama, t5
 from petune.models.spec import Family
 
 FAMILIES: dict[str, Family] = {
@@ -15,6 +15,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": llama.FAMILY,
     "qwen2": llama.FAMILY,
     "qwen3": llama.FAMILY,
+    "gemma3_text": gemma3.FAMILY,
 }
 
 

@@ -166,6 +166,12 @@ def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreT
 
 
 def _refuse_headless(config: Any, head: Head) -> None:
+    """Raise UsageError for a type of model without such a head, and for one that is more than its text model."""
+    inner = getattr(getattr(config, "text_config", None), "model_type", None)
+    if inner in FAMILIES:
+        what = f"a model of type {config.model_type} holds more than the text model that petune tunes"
+        remedy = f"save its text model by itself, as type {inner}, and train that"
+        raise UsageError(what, where="model", expected=inner, found=config.model_type, remedy=remedy)
     if type(config) not in AUTO[head]._model_mapping:
         what = f"transformers has no {AUTO[head].__name__} for models of type {config.model_type}"
         raise UsageError(what, where="task", remedy="choose another model or another task")

@@ -244,8 +244,8 @@ RULES = (
     Rule(
         ("base_dtype", "method"),
         lambda recipe: recipe.base_dtype is None or method_of(recipe.method).fusable,
-        "it quantises linears that do not train, beside the factors of lora",
-        "remove base_dtype, or set method: lora",
+        "it quantises linears of fused blocks that do not train",
+        "remove base_dtype, or set method: lora, adapter or side",
     ),
     Rule(
         ("method", "parallel"),

@@ -75,9 +75,9 @@ def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(type_: T
     assert type_("plan", "llama_lora", "--device", "RTX 4090", "--memory", "24").code == 0
 
 
-def test_plan_says_why_blocks_are_not_fused(type_: Type) -> None:
+def test_plan_says_what_blocks_beside_a_ladder_keep(type_: Type) -> None:
     shown = type_("plan", "llama_side", "--device", "H200").out
-    assert "blocks   unfused: decoder: a ladder climbs beside it" in shown and "activations are an estimate" in shown
+    assert "blocks   fused, and keep nothing: a ladder climbs beside them" in shown and "activations are an estimate" in shown
 
 
 def test_a_memory_setting_that_does_not_fit_is_exit_2(type_: Type) -> None:

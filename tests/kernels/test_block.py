@@ -16,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import petune
 from petune.errors import UsageError
+from petune.kernels.block import fold
 from petune.kernels.configs import Rung
-from petune.kernels.fuse import unfuse
+from petune.kernels.fuse import fuse, unfuse
 from petune.models import attention, family_of
 from petune.models.spec import Family
 from petune.models.stack import own_stacks
@@ -170,6 +171,28 @@ def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_
     assert type(model.model.norm).__name__ != "LlamaRMSNorm"
     with pytest.raises(UsageError, match="no block"):
         petune.wrap(MODELS["llama"](), method="dora", kernels="reference", base_dtype="fp8")
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_blocks_beside_a_ladder_run_ahead_alone_and_it_reads_what_they_give(
+    name: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fold, "backward", None)
+    fused, plain = pair(name, {"method": "side", "reduction": 2})
+    assert len(blocks(fused)) == 3
+    rungs: list[str] = []
+    monkeypatch.setattr(fold, "forward", lambda *args, own=fold.forward: (rungs.append(args[3]), own(*args))[1])
+    assert_alike(fused, plain, batch(name, padded), TOLERANCE.get(name, 2e-6))
+    assert rungs == ["input"] * 3 and not blocks(fused)[0].spec.said
+
+
+def test_a_ladder_beside_fused_blocks_still_computes_its_levels_again() -> None:
+    model = petune.wrap(MODELS["llama"](), method="side", reduction=2, kernels="off")
+    (stack,) = own_stacks(model, cast("Family", family_of(model))).values()
+    stack.recompute = True
+    assert fuse(model, family_of(model), "reference")
+    assert stack.recompute
 
 
 def test_nothing_is_fused_on_a_cpu_unless_it_is_asked_for() -> None:

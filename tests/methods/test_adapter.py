@@ -25,6 +25,7 @@ PLACES = {
     },
     "llama-causal": {"model.layers": LLAMA},
     "qwen3-causal": {"model.layers": LLAMA},
+    "gemma3-causal": {"model.layers": LLAMA},
 }
 
 

@@ -282,7 +282,7 @@ def test_side_dropout_acts_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", [*GENERATING, "qwen3-causal"])
+@pytest.mark.parametrize("name", [*GENERATING, "qwen3-causal", "gemma3-causal"])
 def test_generation_with_a_cache_is_generation_without(name: str, beams: int) -> None:
     model = sided(name)
     settings = {**GENERATE, "num_beams": beams}

@@ -48,7 +48,7 @@ AUTO = {
     "t5-seq2seq": t5("wi", "wo"),
     "t5-gated": t5("wi_0", "wi_1", "wo"),
     "t5-classify": {f"transformer.{name}" for name in t5("wi", "wo")},
-    **{name: per_block({"model.layers": LLAMA}) for name in ZOO if name.split("-")[0] in ("llama", "mistral", "qwen2", "qwen3")},
+    **{name: per_block({"model.layers": LLAMA}) for name in ZOO if name.split("-")[0] in ("llama", "mistral", "qwen2", "qwen3", "gemma3")},
 }
 
 
@@ -198,7 +198,7 @@ HEADS = {
     "bart-classify": "classification_head",
     "t5-classify": "classification_head",
 }
-HEADS |= {f"{name}-classify": "score" for name in ("llama", "mistral", "qwen2", "qwen3")}
+HEADS |= {f"{name}-classify": "score" for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3")}
 
 
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])

@@ -18,6 +18,9 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -95,6 +98,15 @@ _T5: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
+# One block of each type of attention, a window shorter than a batch's texts, a scale of its own
+_GEMMA: dict[str, Any] = {
+    **_DECODER,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 4,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 5.0,
+}
 _GATED = {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
 ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -114,6 +126,8 @@ ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2-classify": (Qwen2ForSequenceClassification, Qwen2Config, _DECODER),
     "qwen3-causal": (Qwen3ForCausalLM, Qwen3Config, {**_DECODER, "head_dim": 16}),
     "qwen3-classify": (Qwen3ForSequenceClassification, Qwen3Config, {**_DECODER, "head_dim": 16}),
+    "gemma3-causal": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
+    "gemma3-classify": (Gemma3TextForSequenceClassification, Gemma3TextConfig, _GEMMA),
 }
 FOUR = ("bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal")  # one model of each family
 # No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is about.

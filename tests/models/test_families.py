@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import BertModel, LlamaModel, T5EncoderModel
+from transformers import BertModel, Gemma3Config, LlamaModel, T5EncoderModel
 
 from petune.errors import UsageError
 from petune.methods import merge, wrap
 from petune.models import FAMILIES, family_of
+from petune.models.loading import outline
+from petune.models.source import Source
 from petune.models.spec import Family, find_sites, linears, stack_paths
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, frozen, prompt, stir, tiny
 
@@ -23,6 +25,7 @@ ROLES = {
     "bart": {"encoder": ("qkvo", "up down", 2), "decoder": ("qkvoqkvo", "up down", 3)},
     "t5": {"encoder": ("qkvo", "up down", 2), "decoder": ("qkvoqkvo", "up down", 3)},
     "llama": {"decoder": ("qkvo", "gate up down", 2)},
+    "gemma3": {"decoder": ("qkvo", "gate up down", 2)},
 }
 
 
@@ -189,3 +192,9 @@ def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model = merge(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(type(model).from_pretrained(tmp_path).eval()(**batch(name)).logits, model(**batch(name)).logits)
+
+
+def test_a_model_that_holds_more_than_a_text_model_is_refused_with_what_to_do() -> None:
+    config = Gemma3Config(text_config=tiny("gemma3-causal").config)
+    with pytest.raises(UsageError, match=r"type gemma3 holds more than the text model(.|\n)*save its text model by itself"):
+        outline(Source("config:g.json", "config", "g.json", None, ""), config, "causal", torch.float32)

@@ -16,16 +16,20 @@ from petune.models.stack import Stack
 
 @dataclass(frozen=True)
 class Ready:
-    """Whether the blocks of the stack at `path` below an owner compute by themselves at this moment, and so attend within segments."""
+    """Whether all blocks of the stack at `path` below an owner compute by themselves at this moment, and so attend within segments.
+
+    Those of a ladder beside them attend by masks.
+    """
 
     path: str
 
     def __call__(self, owner: nn.Module) -> bool:
         """Asked before the owner's forward."""
-        blocks = cast("Stack", owner.get_submodule(self.path)).blocks
+        stack = cast("Stack", owner.get_submodule(self.path))
+        blocks = stack.blocks
         embeddings = cast("Any", owner).get_input_embeddings().weight
         alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
-        return alike and all(cast("FusedBlock", block).unready(embeddings.device) is None for block in blocks)
+        return alike and stack.ladder is None and all(cast("FusedBlock", block).unready(embeddings.device) is None for block in blocks)
 
 
 def dense(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

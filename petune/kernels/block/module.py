@@ -26,6 +26,7 @@ from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.layout import Layout, places_of
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
+from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
@@ -132,6 +133,7 @@ class FusedBlock(nn.Module):
         inputs = self.inputs(hidden, memory, bias)
         if torch.is_grad_enabled():
             return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
+        call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
         return self.result(forward(call, inputs, self.tensors(parts))[0].view(hidden.shape), bias)
 
     def bias(self, given: Tensor | None, longest: int) -> Tensor | None:

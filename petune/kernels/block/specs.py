@@ -20,7 +20,7 @@ from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRu
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
 
-_ACT_KEYS = ("hidden_act", "activation_function", "dense_act_fn")  # of a config
+_ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")  # of a config
 _ACTS: dict[str, Act] = {
     "silu": "silu",
     "swish": "silu",
@@ -134,6 +134,8 @@ def _stranger(block: nn.Module, activation: str) -> str | None:
 def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
     """A norm that computes something else than the table says, or with another epsilon than the first."""
     for norm, module in norms:
+        if norm.offset:
+            return f"its norm {type(module).__name__} scales by {norm.offset:g} + weight, which no kernel does yet"
         if not is_rms_norm(module) if norm.kind == "rms" else type(module) is not nn.LayerNorm:
             return f"its norm {type(module).__name__} is not {'an RMS norm' if norm.kind == 'rms' else 'a LayerNorm'}"
         if _eps(module) != _eps(norms[0][1]):

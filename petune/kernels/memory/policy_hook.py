@@ -52,7 +52,7 @@ class Governor:
 
     def __call__(self, stack: Stack, args: Any, kwargs: Any) -> None:
         """Before the stack's forward."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or stack.ladder is not None:  # beside which blocks have no backward pass
             return
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         found = running().segments
