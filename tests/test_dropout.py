@@ -336,7 +336,7 @@ def test_what_cannot_be_drawn_by_index_is_refused_by_name(name: str) -> None:
 
 
 def test_attention_dropout_by_position_is_refused_too() -> None:
-    with drawing(Running(key=KEY)), pytest.raises(UsageError, match=r"petune\.attention\.use"):
+    with drawing(Running(key=KEY)), pytest.raises(UsageError, match=r"petune\.models\.attention\.use"):
         F.scaled_dot_product_attention(HEADS, HEADS, HEADS, None, 0.1)
 
 

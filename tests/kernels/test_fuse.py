@@ -13,7 +13,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 import petune
 import petune.kernels.fuse as fusing
@@ -154,6 +162,23 @@ def test_a_mask_of_another_kind_goes_to_the_models_own_block() -> None:
     fused, _ = pair("llama", LORA)
     assert "as its mask" in str(block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 9)}))
     assert block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 1, 9, 9)}) is None
+
+
+def test_a_window_that_no_mask_says_goes_to_the_models_own_block() -> None:
+    config = MistralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
+    fused = petune.wrap(MistralForCausalLM(config), method="lora", r=2, kernels="reference")
+    block = block_of(fused)
+    assert "window of 8 tokens" in str(block.declines(torch.zeros(2, 9, 32), {"attention_mask": None}))
+    assert block.declines(torch.zeros(2, 8, 32), {"attention_mask": None}) is None
+    assert block.declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 1, 9, 9)}) is None
 
 
 def test_a_call_in_training_that_says_nothing_of_a_cache_has_none_and_runs_fused() -> None:

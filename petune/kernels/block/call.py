@@ -55,6 +55,7 @@ class Spec:
     homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)  # where each layer is: its parent, and the name there
     hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
+    window: int | None = None  # tokens of attention's sliding window, which only a mask can say
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
 
     @property

@@ -95,6 +95,8 @@ class FusedBlock(nn.Module):
         mask = given.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
+        if mask is None and self.spec.window and hidden.shape[1] > self.spec.window:
+            return f"it has a sliding window of {self.spec.window} tokens and no mask that says so"
         if hidden.dtype != dtype:
             return f"hidden states are {_short(hidden.dtype)}, blocks compute in {_short(dtype)}"
         return self.unready(hidden.device)

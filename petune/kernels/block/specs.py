@@ -62,6 +62,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         behind=[block.get_submodule(path) for path in program.bottlenecks],
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
+        window=next((w for module in block.modules() if (w := getattr(module, "sliding_window", None))), None),
     )
 
 
