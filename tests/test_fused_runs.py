@@ -43,7 +43,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, adapter": ("llama", {"method": {"name": "adapter", "reduction": 4}}),
     "llama, side": ("llama", {"method": {"name": "side", "reduction": 4}}),
     "t5, lora": ("t5", {"method": DROPPED}),
+    "t5, full, recomputed": ("t5", {"method": "full", "gradient_checkpointing": True}),
     "bart, lora": ("bart", {"method": DROPPED}),
+    "t5, side": ("t5", {"method": {"name": "side", "reduction": 4}}),
+    "bart, side": ("bart", {"method": {"name": "side", "reduction": 4}}),
+    "t5, adapter": ("t5", {"method": {"name": "adapter", "reduction": 4}}),
+    "bart, input offloaded": ("bart", {"memory": {"keep": "input", "offload": "input"}}),
 }
 
 
@@ -84,11 +89,11 @@ def test_a_shipped_recipe_ends_alike_with_and_without_fused_blocks(name: str, tm
     ],
     ids=["auto", "gradient_checkpointing", "memory"],
 )
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", ["llama", "bert", "bart", "t5"])
 def test_blocks_of_a_run_are_fused_and_keep_what_the_recipe_says(family: str, changes: dict[str, Any], rung: Rung, tmp_path: Path) -> None:
     made = training(recipe(tmp_path, family, "run", kernels="reference", **changes))
     blocks = [module for module in made.model.modules() if isinstance(module, FusedBlock)]
-    assert len(blocks) == 2
+    assert len(blocks) == (4 if family in ("bart", "t5") else 2)
     made.audit = Audit(made.tuned, {})
     made.take()
     assert {block.spec.rung for block in blocks} == {rung}

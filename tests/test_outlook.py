@@ -142,7 +142,6 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
         ("llama-causal", {"parallel": {"tp": 2}}, "the parallel plan cuts them"),
         ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts them"),
         ("llama-causal", {"parallel": {"dp": {"size": 2, "shard": True}}}, "the parallel plan cuts them"),
-        ("t5-gated", {}, "blocks of t5 have no fused form"),
     ],
     ids=str,
 )
@@ -162,7 +161,8 @@ def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> No
     assert told.lines == ("blocks   fused, and keep nothing: a ladder climbs beside them",)
 
 
-def test_what_is_asked_for_by_name_and_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_what_is_asked_for_by_name_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petune.kernels.fuse.unownable", lambda model: "it drops whole layers")
     with pytest.raises(UsageError, match="argument  base_dtype: no block"):
         seen(recipe_of("t5-gated", tmp_path, device="cuda", base_dtype="fp8"))
 

@@ -120,11 +120,11 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
     recipe, model = drawn.recipe, drawn.model
     specs = _specs(fused)
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-    longest = max(drawn.work.tokens.values())
+    longest = max(drawn.work.tokens.values())  # of all stacks, with blocks as those of the last one, which are no smaller
     fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(model)
     try:
         return choose(
-            replace(shape_of(specs[0]), itemsize=drawn.work.itemsize),
+            replace(shape_of(specs[-1]), itemsize=drawn.work.itemsize),
             len(specs),
             tokens=rounded(rows * longest),
             sequence=min(rounded(longest), rounded(rows * longest)),

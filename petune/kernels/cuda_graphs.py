@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -33,7 +33,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from petune.errors import UsageError
 from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
-from petune.kernels.block.module import FusedBlock, angles_of, places_of
+from petune.kernels.block.layout import Layout
+from petune.kernels.block.module import FusedBlock, angles_of, places_in
 from petune.kernels.block.steps import Values
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.block.varlen import Segments
@@ -158,7 +159,7 @@ class Arrival:
     def of(cls, call: Arguments, segments: Segments | None, block: FusedBlock) -> Arrival:
         """A call of a stack of such blocks, with nothing drawn yet."""
         hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
-        backend = block.form(hidden, segments, drops=block.training and spec.attention_dropout > 0)
+        (backend,) = block.forms(hidden, Layout.of(hidden))
         angles = angles_of(call["position_embeddings"]) if spec.program.rotary else None
         return cls(hidden, angles, segments, backend)
 
@@ -318,7 +319,8 @@ class Graph:
 
     def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
         """A block's call as it is recorded."""
-        return block.call(parts, block.hows(self.bucket.rows, self.slots, None, self.backend, draws), draws, self.angles)
+        layout = Layout(self.bucket.rows, self.bucket.longest, self.slots)
+        return block.call(parts, block.hows(layout, (self.backend,), draws), draws, self.angles)
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""
@@ -461,7 +463,15 @@ class Graphs:
             and not torch.compiler.is_compiling()
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+            and not self._reads_more(stack)
         )
+
+    def _reads_more(self, stack: Stack) -> bool:
+        """Whether blocks read an encoder's states or a bias of positions, which no recording has; that is said."""
+        found = any(cast("FusedBlock", block).spec.program.inputs != ("x",) for block in stack.blocks)
+        if found:
+            self._say(f"{stack.name} runs block by block, not as CUDA graphs: its blocks read more than hidden states")
+        return found
 
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""
@@ -599,10 +609,10 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
 
 def _drawn(stack: Stack, weights: Weights, hidden: Tensor, here: Running) -> list[Draws]:
     """What drops out in each block, as if each ran by itself."""
-    found, place = [], cache(lambda: places_of(hidden))
+    found, places = [], places_in(Layout.of(hidden), hidden, None)
     for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
         with bound_to(stack.at(number, here)):
-            found.append(cast("FusedBlock", block).draws(parts, place))
+            found.append(cast("FusedBlock", block).draws(parts, *places))
     return found
 
 

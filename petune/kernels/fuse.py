@@ -6,7 +6,7 @@ stays as it is and the reason is said; nothing is patched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -31,7 +31,7 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
-from petune.models.spec import Family
+from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
 
@@ -119,10 +119,11 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
     if reasons or family is None:
         return False, tuple(reasons)
     before, owned = bool(_hooks_of(model)), stacks_in(model)
-    stacks = own_stacks(model, family).values()
+    stacks = own_stacks(model, family)
     for path, stack in stacks_in(model).items():
         stack.for_fusing = stack.for_fusing or path not in owned
-    reasons = [f"{stack.name}: {reason}" for stack in stacks if (reason := _fuse_stack(model, stack, family, plan)) is not None]
+    reasons = [f"{stack.name}: {reason}" for stack in stacks.values() if (reason := _fuse_stack(model, stack, family, plan)) is not None]
+    _leave_padding_out(model, family, stacks)
     disown_stacks(model, lambda stack: stack.for_fusing and not isinstance(stack.blocks[0], FusedBlock))
     if len(reasons) < len(stacks) and not before:
         _hooks_of(model).append(NoCache().register(_owner(model)))
@@ -176,8 +177,6 @@ def _refusals(model: nn.Module, family: Family | None) -> list[str]:
     """Why no stack of the model can be fused; nothing where one may."""
     if family is None:
         return [f"{type(model).__name__} is of no family with a table"]
-    if family.kind == "encoder-decoder":  # whose blocks read more than hidden states, which they are not handed yet
-        return [f"blocks of {family.name} have no fused form"]
     reason = unownable(model)
     return [] if reason is None else [reason]
 
@@ -189,6 +188,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
             if isinstance(hook, Governor):
                 hook.become(plan.memory)
         return None
+    if plan.memory.stream != "none" and family.kind == "encoder-decoder":
+        return "blocks beside which another stack or a table of positions is read do not stream"
     config = cast("Any", model).config
     specs: list[Spec] = []
     for number, block in stack.numbered:
@@ -214,20 +215,26 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     if stack.ladder is None:  # whose levels are nobody else's to compute again
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
-    _leave_padding_out(model, stack)
     if plan.ops.name == "triton" and plan.memory.stream == "none":  # addresses are part of a graph, and streamed weights change theirs
         stack.whole = Graphs()
     return None
 
 
-def _leave_padding_out(model: nn.Module, stack: Stack) -> None:
-    """Compute on real tokens alone, unless something in the stack must see where padding was."""
-    if getattr(cast("Any", model).config, "sliding_window", None):
-        return
-    owner = _owner(model)
-    path = next(name for name, module in owner.named_modules() if module is stack)
-    _hooks_of(model).extend(FindSegments(model, owner, stack.rule.causal, Ready(path)).register(model, owner))
-    stack.edges.insert(0, Unpadded())
+def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackName, Stack]) -> None:
+    """Compute on real tokens alone in the fused stacks, unless something in one must see where padding was."""
+    found: FindSegments | None = None
+    for name, stack in stacks.items():
+        done = any(isinstance(edges, Unpadded) for edges in stack.edges)
+        if done or not isinstance(stack.blocks[0], FusedBlock) or getattr(cast("Any", model).config, "sliding_window", None):
+            continue
+        owner = _owner(model)
+        if family.kind == "encoder-decoder":  # whose stacks each have a module that makes their masks
+            owner = next(module for module in owner.modules() if stack in module.children())
+        path = next(path for path, module in owner.named_modules() if module is stack)
+        feeds = name == "encoder" and "decoder" in stacks
+        found = FindSegments(model, owner, stack.rule.causal, Ready(path), feeds=feeds, encoder=found)
+        _hooks_of(model).extend(found.register(model, owner))
+        stack.edges.insert(0, Unpadded())
 
 
 def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:

@@ -56,7 +56,7 @@ FAMILY = Family(
     name="bart",
     kind="encoder-decoder",
     stacks={
-        "encoder": StackRule(blocks="encoder.layers", sublayers=ENCODER),
+        "encoder": StackRule(blocks="encoder.layers", sublayers=ENCODER, clamps=True),
         "decoder": StackRule(blocks="decoder.layers", sublayers=DECODER),
     },
     heads=("classification_head",),

@@ -161,7 +161,7 @@ class StackRule:
 
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
-    in block 0.
+    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
     """
 
     blocks: str
@@ -170,6 +170,7 @@ class StackRule:
     tail: str | None = None
     rotary: str | None = None
     bias: str | None = None
+    clamps: bool = False
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:

@@ -64,7 +64,7 @@ def depth(config: Config) -> dict[StackName, int]:
 
 def rule(blocks: str, sublayers: tuple[SubLayer, ...]) -> StackRule:
     """One of the two stacks."""
-    return StackRule(blocks, sublayers, CARRY, tail="final_layer_norm", bias="has_relative_attention_bias")
+    return StackRule(blocks, sublayers, CARRY, tail="final_layer_norm", bias="has_relative_attention_bias", clamps=True)
 
 
 FAMILY = Family(

@@ -2,8 +2,7 @@
 
 A single process is a plan with axes of size 1 and takes the same path. The loss is a sum over trained tokens divided by the count of the
 whole step, so gradients only ever add up: over micro-batches by autograd, over the tp axis where `Placed` says they are partial, over dp
-because replicas have other rows, over pp where several stages hold one tensor. Each sum happens once, before clipping. The file is over 300
-lines long because a step, and what it asks of other ranks, read the same few facts.
+because replicas have other rows, over pp where several stages hold one tensor. Each sum happens once, before clipping.
 """
 
 from __future__ import annotations

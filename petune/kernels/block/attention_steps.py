@@ -161,6 +161,11 @@ class Attend(Step):
         self.gives, self.reads = (self.a, self.lse), (self.a, self.lse, *self.takes)
         self.keeps = dict.fromkeys(self.gives, "attention")
 
+    @property
+    def crosses(self) -> bool:
+        """Whether the keys are those of the memory."""
+        return len(self.sources) > 1
+
     def split(self, v: Values) -> tuple[Tensor, Tensor, Tensor]:
         """Views q [m, heads, d], k and v [n, kv_heads, d]."""
         q, *rest = (v[name].unflatten(1, (-1, self.head_dim)) for name in self.sources)

@@ -56,6 +56,9 @@ class Spec:
     hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
     window: int | None = None  # tokens of attention's sliding window, which only a mask can say
+    carry: tuple[str, ...] = ("hidden_states",)  # what the block's forward returns, by name
+    distances: tuple[nn.Module, str] | None = None  # an attention, and in it the table of relative positions, which block 0 has
+    clamps: bool = False  # the block's own forward clamps what overflows in float16
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
 
     @property
@@ -74,6 +77,11 @@ class Spec:
         """Whether bf16 autocast may have the weights rounded anew in every pass, as it does with those of
         linears: where they are float32 and none of them is frozen in a bank."""
         return self.dtype == torch.float32 and not any(self.banks)
+
+    def overflows(self, dtype: torch.dtype) -> str | None:
+        """Why it cannot be fused in this dtype, or None."""
+        clamped = self.clamps and dtype == torch.float16
+        return "in float16 its own forward clamps what overflows, which a fused one does not" if clamped else None
 
     def computes_in(self, kind: str) -> torch.dtype:
         """What it computes in at this moment on a kind of device."""

@@ -8,6 +8,7 @@ Made of the embedding table once for all blocks (`from_table`), it is added insi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,12 @@ def from_table(table: Tensor, longest: int, bidirectional: bool, max_distance: i
     """
     distance = torch.arange(1 - longest, longest, device=table.device)
     return F.embedding(_bucket(distance, len(table), bidirectional, max_distance), table).T.contiguous()
+
+
+def made_by(attention: Any, path: str, longest: int, causal: bool) -> Tensor:
+    """The bias by distance [heads, 2 longest - 1] of T5's attention with a table at `path`; differentiable."""
+    table = attention.get_submodule(path).weight
+    return from_table(table, longest, not causal, attention.relative_attention_max_distance)
 
 
 def _bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:

@@ -8,10 +8,10 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,19 @@ from petune.errors import UsageError
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
+from petune.kernels.block.distance import by_distance, made_by
+from petune.kernels.block.layout import Layout, places_of
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
-from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
-from petune.rng.dropout import Drop, draw, drawing, places
+from petune.rng.dropout import Drop, draw, drawing
+
+# What blocks read beside hidden states, as transformers names it
+_MEMORY, _BIAS, _MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
+Places = Callable[[], Tensor]  # see petune.kernels.block.layout.places_of
 
 
 class FusedBlock(nn.Module):
@@ -40,12 +45,17 @@ class FusedBlock(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block's own arguments and result."""
         given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
+        if (memory := given.get(_MEMORY)) is not None and torch.is_autocast_enabled(memory.device.type):
+            given[_MEMORY] = memory.to(torch.get_autocast_dtype(memory.device.type))  # as it does for every linear
         reason = self.declines(hidden_states, given)
         if reason is None:
             return self._fused(hidden_states, given)
         if reason not in self.spec.said and torch.is_grad_enabled():
             self.spec.said.add(reason)
             say(f"kernels: {type(self).__name__} runs unfused: {reason}")
+        bias = given.get(_BIAS)
+        if isinstance(bias, Tensor) and bias.dim() == 2:  # by distance, as another block made it
+            args, kwargs = (), given | {_BIAS: by_distance(bias, hidden_states.shape[1])[None]}
         return self._unfused(super().forward, hidden_states, *args, **kwargs)
 
     def _unfused(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +81,8 @@ class FusedBlock(nn.Module):
             return "its attention exchanges tokens with other ranks"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
+        if (reason := self.spec.overflows(dtype)) is not None:
+            return reason
         hooked = self._hooked()
         return None if hooked is None else f"somebody waits for its {hooked} to be called (a hook)"
 
@@ -88,29 +100,58 @@ class FusedBlock(nn.Module):
         dtype = self.spec.computes_in(hidden.device.type)
         if given.get("past_key_values") is not None:
             return "a cache of keys and values is in use"
-        if given.get("encoder_hidden_states") is not None:
-            return "it attends to an encoder"
         if given.get("output_attentions"):
             return "attention probabilities are asked for"
-        mask = given.get("attention_mask")
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-            return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
-        if mask is None and self.spec.window and hidden.shape[1] > self.spec.window:
-            return f"it has a sliding window of {self.spec.window} tokens and no mask that says so"
-        if hidden.dtype != dtype:
-            return f"hidden states are {_short(hidden.dtype)}, blocks compute in {_short(dtype)}"
+        for mask in (given.get(name) for name in _MASKS):
+            if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+                return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
+        memory, inputs = given.get(_MEMORY), self.spec.program.inputs
+        if (memory is None) == ("memory" in inputs):
+            return "it attends to an encoder" if memory is not None else "it is handed no hidden states of an encoder"
+        if "bias" in inputs and (reason := self._declines_bias(given.get(_BIAS))) is not None:
+            return reason
+        for states in (hidden, memory):
+            if states is not None and states.dtype != dtype:
+                return f"hidden states are {_short(states.dtype)}, blocks compute in {_short(dtype)}"
         return self.unready(hidden.device)
 
-    def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Tensor:
-        parts = self.parts()
-        draws = self.draws(parts, cache(lambda: places_of(hidden)))
+    def _declines_bias(self, bias: Tensor | None) -> str | None:
+        if bias is None and self.spec.distances is None:
+            return "it is handed no bias of relative positions"
+        dense = bias is not None and bias.dim() == 4
+        return "padding is left out, and its bias is one of padded rows" if dense and running().segments is not None else None
+
+    def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
+        parts, memory = self.parts(), given.get(_MEMORY)
+        layout = Layout.of(hidden, memory)
+        bias = self.bias(given.get(_BIAS), layout.longest)
+        draws = self.draws(parts, *places_in(layout, hidden, memory))
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
-        call = self.call(parts, self._hows(hidden, given, draws), draws, angles)
-        if not torch.is_grad_enabled():
-            call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
-            return forward(call, [hidden], self.tensors(parts))[0].view(hidden.shape)
-        out: Tensor = Node.apply(call, hidden, *self.tensors(parts))  # type: ignore[no-untyped-call]
-        return out
+        masks = given.get(_MASKS[0]), given.get(_MASKS[1])
+        forms = self.forms(hidden, layout, masks, bias)
+        call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
+        inputs = self.inputs(hidden, memory, bias)
+        if torch.is_grad_enabled():
+            return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
+        call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
+        return self.result(forward(call, inputs, self.tensors(parts))[0].view(hidden.shape), bias)
+
+    def bias(self, given: Tensor | None, longest: int) -> Tensor | None:
+        """The bias of relative positions: as the block before has handed it on, or made of this one's table for
+        rows or segments of at most `longest` tokens; None where there is none."""
+        if given is not None or self.spec.distances is None:
+            return given
+        return made_by(*self.spec.distances, longest, self.spec.program.attends[0].causal)
+
+    def inputs(self, hidden: Tensor, memory: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+        """What the program is given, in its order."""
+        named = {"x": hidden, "memory": memory, "bias": bias}
+        return [cast("Tensor", named[name]) for name in self.spec.program.inputs]
+
+    def result(self, out: Tensor, bias: Tensor | None) -> Any:
+        """What the block's own forward returns; of several values one that is not known is None."""
+        carry = self.spec.carry
+        return tuple({"hidden_states": out, _BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
 
     def linears(self) -> Parts:
         """The layers as they are at this moment.
@@ -146,57 +187,69 @@ class FusedBlock(nn.Module):
         spec = self.spec
         return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts.groups[0][0].weight.device.type))
 
-    def hows(self, batch: int, segments: Segments | None, mask: Tensor | None, backend: Backend, draws: Draws) -> tuple[How, ...]:
-        """How each attention of a call of `batch` rows, or of `segments`, is computed."""
+    def hows(
+        self, layout: Layout, forms: Sequence[Backend], draws: Draws, masks: Sequence[Tensor | None] = (None, None)
+    ) -> tuple[How, ...]:
+        """How each attention of a call is computed. masks: of the tokens, and of the memory."""
         return tuple(
-            How(one.causal, one.scale, batch, segments, mask, backend, None if one.drop is None else draws.drops[one.drop])
+            How(
+                one.causal,
+                one.scale,
+                layout.batch,
+                layout.segments,
+                masks[one.crosses],
+                form,
+                None if one.drop is None else draws.drops[one.drop],
+                layout.memory if one.crosses else None,
+            )
+            for one, form in zip(self.spec.program.attends, forms, strict=True)
+        )
+
+    def forms(
+        self, hidden: Tensor, layout: Layout, masks: Sequence[Tensor | None] = (None, None), bias: Tensor | None = None
+    ) -> tuple[Backend, ...]:
+        """The form of each attention of a call with these hidden states. masks: see `hows`."""
+        chances, dense = self.spec.probabilities, bias is not None and bias.dim() == 4
+        return tuple(
+            attending.choose(
+                hidden.device,
+                hidden.dtype,
+                self.spec.program.sizes.head_dim,
+                layout.longest,
+                segmented=layout.segments is not None or (one.crosses and layout.memory is not None),
+                masked=masks[one.crosses] is not None or (dense and one.bias is not None),
+                drops=self.training and one.drop is not None and chances[one.drop] > 0,
+                plain=self.spec.ops.name == "reference",
+                keys=layout.keys if one.crosses else None,
+                distant=one.bias is not None and not dense,
+            ).backend
             for one in self.spec.program.attends
         )
 
-    def _hows(self, hidden: Tensor, given: dict[str, Any], draws: Draws) -> tuple[How, ...]:
-        mask, segments, drop = given.get("attention_mask"), running().segments, self.spec.program.attends[0].drop
-        drops = drop is not None and draws.drops[drop] is not None
-        return self.hows(len(hidden), segments, mask, self.form(hidden, segments, masked=mask is not None, drops=drops), draws)
-
-    def form(self, hidden: Tensor, segments: Segments | None, *, masked: bool = False, drops: bool = False) -> Backend:
-        """The form of its attention for hidden states [b, t, w], or [1, total, w] in `segments`."""
-        return attending.choose(
-            hidden.device,
-            hidden.dtype,
-            self.spec.program.sizes.head_dim,
-            hidden.shape[1] if segments is None else segments.longest,
-            segmented=segments is not None,
-            masked=masked,
-            drops=drops,
-            plain=self.spec.ops.name == "reference",
-        ).backend
-
-    def draws(self, parts: Parts, places: Callable[[], Tensor]) -> Draws:
+    def draws(self, parts: Parts, places: Places, across: Places) -> Draws:
         """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its
-        tokens, see `places_of`."""
+        tokens; across: of those of the memory, see `places_in`."""
 
-        def one(p: float) -> Drop | None:
+        def one(p: float, places: Places) -> Drop | None:
             return draw(places(), p) if p and self.training else None
 
-        chances, groups, drops, behind = self.spec.probabilities, [], [], []
-        for kind, at in self.spec.program.order:
+        program, chances, groups, drops, behind = self.spec.program, self.spec.probabilities, [], [], []
+        for kind, at in program.order:
             if kind == "group":
-                groups.append(tuple(one(part.dropout) for part in parts.groups[at]))
+                own = across if program.across[at] else places
+                groups.append(tuple(one(part.dropout, own) for part in parts.groups[at]))
             elif kind == "bottleneck":
                 part = parts.bottlenecks[at]
-                behind.append(None if part.tensors is None else one(part.dropout))
+                behind.append(None if part.tensors is None else one(part.dropout, places))
             else:
-                drops.append(one(chances[at]))
+                drops.append(one(chances[at], places))
         return Draws(tuple(groups), tuple(drops), tuple(behind))
 
 
-def places_of(hidden: Tensor) -> Tensor:
-    """Where each row of hidden states, as a matrix [m, width], lies in the batch, for dropout by index."""
-    segments: Segments | None = running().segments
-    if segments is None:
-        return places(hidden.shape[0], hidden.shape[1], hidden.device)
-    numbers = places(*segments.shape, hidden.device)
-    return numbers if segments.places is None else numbers[segments.places]
+def places_in(layout: Layout, hidden: Tensor, memory: Tensor | None) -> tuple[Places, Places]:
+    """`places_of` the tokens of a call, and of its memory, each made when it is first asked for."""
+    read = hidden if memory is None else memory
+    return cache(lambda: places_of(hidden, layout.segments)), cache(lambda: places_of(read, layout.memory))
 
 
 def _hooked(module: nn.Module) -> bool:

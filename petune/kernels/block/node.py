@@ -23,7 +23,7 @@ class Node(torch.autograd.Function):
         count = len(call.spec.program.inputs)
         inputs, tensors = cast("Sequence[Tensor]", values[:count]), values[count:]
         y, kept, factors = forward(call, inputs, tensors)
-        ctx.call, ctx.shapes, ctx.numbers = call, [one.shape for one in inputs], (len(tensors), len(factors))
+        ctx.call, ctx.inputs, ctx.numbers = call, [(one.shape, one.dtype) for one in inputs], (len(tensors), len(factors))
         if any(ctx.needs_input_grad):
             ctx.parked = _park(call, kept)
             flat, ctx.names = _flattened(kept)
@@ -43,18 +43,21 @@ class Node(torch.autograd.Function):
         elif "x" not in kept:
             remedy = "set memory: {offload: none} to go back through a graph twice"
             raise UsageError("what this block had parked in host memory is gone after the first backward pass", remedy=remedy)
-        first = 1 + len(ctx.shapes)
+        first = 1 + len(ctx.inputs)
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
         with torch.autocast(dy.device.type, enabled=False):
             found, grads = call.backward(_rows_of(dy), kept, saved[count : count + factors], tensors, needs, given)
-        own = [None if grad is None else grad.view(shape) for grad, shape in zip(found, ctx.shapes, strict=True)]
+        own = [None if grad is None else grad.view(shape).to(dtype) for grad, (shape, dtype) in zip(found, ctx.inputs, strict=True)]
         return None, *own, *grads
 
 
 def forward(call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor, Values, list[Tensor | None]]:
-    """`call.forward` of inputs [..., width] under any autocast."""
+    """`call.forward` of the program's inputs, hidden states [..., width] and a bias as it is, under any
+    autocast."""
+    names = call.spec.program.inputs
+    rows = [one if name == "bias" else _rows_of(one) for name, one in zip(names, inputs, strict=True)]
     with torch.autocast(inputs[0].device.type, enabled=False):
-        return call.forward([_rows_of(one) for one in inputs], tensors)
+        return call.forward(rows, tensors)
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ and heads' norms, s the low-rank input of a group's update (petune/kernels/block
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
@@ -60,6 +60,12 @@ class Program:
     def attends(self) -> list[Attend]:
         """Its attentions, in order."""
         return [step for step in self.steps if isinstance(step, Attend)]
+
+    @cached_property
+    def across(self) -> tuple[bool, ...]:
+        """Of each group, whether it reads the memory."""
+        reads = {step.at: step.x for step in self.steps if isinstance(step, Low)}
+        return tuple(reads.get(at) == "memory" for at in range(len(self.groups)))
 
     @property
     def gated(self) -> bool:

@@ -20,6 +20,7 @@ from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRu
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
 
+_ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")  # of a config
 _ACTS: dict[str, Act] = {
     "silu": "silu",
     "swish": "silu",
@@ -32,8 +33,7 @@ _ACTS: dict[str, Act] = {
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
     """The block as a fused one computes it, or why it cannot be."""
-    settings = (getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function"))
-    name = str(next(filter(None, settings), None))
+    name = str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
     sublayers = read_sublayers(block, stack.rule)
     for sublayer in sublayers:
         core = sublayer.core
@@ -43,16 +43,17 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
                 return f"{path} is a {type(layer).__name__}"
     if (act := _ACTS.get(name)) is None:
         return f"its activation {name!r} has no kernel"
-    if getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False):
-        return "it attends to an encoder"
+    crosses = any(isinstance(one.core, Attention) and one.core.memory is not None for one in sublayers)
+    if not crosses and (getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False)):
+        return "it attends to an encoder, of which its family's table says nothing"
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
     if (reason := _stranger(block, name) or _other_norm(norms)) is not None:
         return reason
     for core in (sublayer.core for sublayer in sublayers):
         if getattr(block.get_submodule(core.at), "exchange", None) is not None:
             return "its attention exchanges tokens with other ranks"
-    program = compiled(sublayers, Sizes(shape.heads, shape.kv_heads, shape.head_dim, act, _eps(norms[0][1])))
-    return Spec(
+    program = compiled(sublayers, Sizes(*_heads(block, sublayers, shape), act, _eps(norms[0][1])))
+    spec = Spec(
         program=program,
         layers=[[block.get_submodule(path) for path in group.paths] for group in program.groups],
         norms=[
@@ -62,8 +63,35 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         behind=[block.get_submodule(path) for path in program.bottlenecks],
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
-        window=next((w for module in block.modules() if (w := getattr(module, "sliding_window", None))), None),
+        window=_window(block, config),
+        carry=stack.rule.carry,
+        distances=_distances(block, sublayers),
+        clamps=stack.rule.clamps,
     )
+    return spec.overflows(spec.dtype) or spec
+
+
+def _window(block: nn.Module, config: Any) -> int | None:
+    """Tokens of the sliding window: of this block's attention, where it says so, else of the config."""
+    own = [module.sliding_window for module in block.modules() if hasattr(module, "sliding_window")]
+    return cast("int | None", own[0] if own else getattr(config, "sliding_window", None))
+
+
+def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tuple[int, int, int]:
+    """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
+    other one's, else as the config does."""
+    core = next(one.core for one in sublayers if isinstance(one.core, Attention))
+    if not core.head_counts:
+        return shape.heads, shape.kv_heads, shape.head_dim
+    heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
+    queries = cast("Any", block.get_submodule(core.region.sites["q"])).weight
+    return heads, heads, len(queries) // heads
+
+
+def _distances(block: nn.Module, sublayers: Sequence[SubLayer]) -> tuple[nn.Module, str] | None:
+    """The attention that has the table of relative positions and where, if this block does."""
+    cores = ((one.core.at, one.core.bias) for one in sublayers if isinstance(one.core, Attention))
+    return next(((block.get_submodule(at), path) for at, path in cores if path and child_of(block, f"{at}.{path}")), None)
 
 
 def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:

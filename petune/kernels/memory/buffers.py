@@ -41,7 +41,7 @@ class Phase:
 def kept_sizes(shape: BlockShape, keep: Level) -> dict[str, int]:
     """Bytes per token of each value that a block keeps for its backward pass."""
     program = of_shape(shape)
-    rows = {"x": shape.width * shape.itemsize, "memory": shape.width * shape.itemsize, "bias": 0}  # which is all blocks'
+    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0}  # these two are all blocks', and one tensor each
     for step in program.steps:
         rows |= step.sizes(shape)
         if step.over is not None:
