@@ -105,6 +105,8 @@ class FusedBlock(nn.Module):
         for mask in (given.get(name) for name in _MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
+        if given.get(_MASKS[0]) is None and self.spec.window and hidden.shape[1] > self.spec.window:
+            return f"it has a sliding window of {self.spec.window} tokens and no mask that says so"
         memory, inputs = given.get(_MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
             return "it attends to an encoder" if memory is not None else "it is handed no hidden states of an encoder"
