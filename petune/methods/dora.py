@@ -66,7 +66,8 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
 
     def row_norms(self) -> Tensor:
         """||V|| [out], a constant to autograd, in the factors' dtype."""
-        with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
+        kind = "cpu" if self.weight.is_meta else self.weight.device.type  # of a model that is only planned
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
             turned = self.weight.to(self.lora_A.dtype) + super().delta()
             norms: Tensor = torch.linalg.vector_norm(turned, dim=1)
             return norms

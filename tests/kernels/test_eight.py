@@ -133,20 +133,25 @@ def pair_of(**settings: Any) -> tuple[nn.Module, nn.Module]:
     plain = petune.wrap(LlamaForCausalLM(copy.deepcopy(CONFIG)), kernels="off", **settings)
     with torch.no_grad():
         for name, value in plain.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "adapter_" in name:
                 value.normal_(std=0.1)
     eight = copy.deepcopy(plain)
     assert fuse(eight, family_of(eight), "reference", base_dtype="fp8")
     return eight.train(), plain.train()
 
 
-def test_every_frozen_product_of_a_block_is_in_eight_bits() -> None:
-    eight, _ = pair_of()
+TUNINGS: list[dict[str, Any]] = [{"method": "lora"}, {"method": "adapter", "reduction": 2}, {"method": "side", "reduction": 2}]
+
+
+@pytest.mark.parametrize("settings", TUNINGS, ids=str)
+def test_every_frozen_product_of_a_block_is_in_eight_bits(settings: dict[str, Any]) -> None:
+    eight, _ = pair_of(**settings)
     assert [isinstance(bank.base, Eight) for block in blocks(eight) for bank in block.spec.banks] == [True] * 8
 
 
-def test_loss_and_the_direction_of_gradients_are_nearly_the_unfused_models() -> None:
-    eight, plain = pair_of()
+@pytest.mark.parametrize("settings", TUNINGS[:2], ids=str)
+def test_loss_and_the_direction_of_gradients_are_nearly_the_unfused_models(settings: dict[str, Any]) -> None:
+    eight, plain = pair_of(**settings)
     (loss, found), (expected, wanted) = gradients(eight, batch("llama")), gradients(plain, batch("llama"))
     assert loss != expected and float(loss) == pytest.approx(float(expected), rel=0.01)
     assert found.keys() == wanted.keys()

@@ -25,7 +25,7 @@ from tests.kernels.fused_pairs import blocks, stand_on
 from tests.methods.zoo import GENERATE, assert_same_gradients, batch, gradients, stir, tiny
 
 NAMES = ("bart-seq2seq", "bart-classify", "t5-seq2seq", "t5-gated", "t5-classify")
-METHODS: dict[str, dict[str, Any]] = {"lora": {"r": 4}, "full": {}}
+METHODS: dict[str, dict[str, Any]] = {"lora": {"r": 4}, "full": {}, "adapter": {"reduction": 4}, "side": {"reduction": 2}}
 KEEPS = ("all", "projections", "attention", "input")
 
 

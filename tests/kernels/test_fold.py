@@ -16,7 +16,7 @@ from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.linear import Dense
 from petune.kernels.block.packed_linear import Group
-from petune.kernels.block.program import Program, Sizes, compiled
+from petune.kernels.block.program import Program, Sizes, compiled, remade
 from petune.kernels.block.steps import Run
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import NAMES, Ops, reference_ops
@@ -244,6 +244,14 @@ def test_nothing_below_what_trains_is_gone_back_through(monkeypatch: pytest.Monk
         fold.backward(program, run, x, kept, needs, [False], "attention", None)
     assert not [call for call in log if call.startswith(("attention", "qkv", "o.d", "up.d", "up.learn", "rms_norm_backward"))]
     assert run.sink.found
+
+
+@pytest.mark.parametrize(("name", "again"), [("llama", {"gate", "up"}), ("bert", {"up"})])
+def test_a_bottleneck_has_no_product_made_again_that_would_not_be_without_it(name: str, again: set[str]) -> None:
+    program = program_of(name)
+    adapted = compiled(tuple(replace(one, bottleneck=4) for one in program.sublayers), program.sizes)
+    assert adapted.bottlenecks == (adapted.groups[1].paths[0], adapted.groups[3].paths[0])
+    assert remade(adapted, "all") == (set(), False) and remade(adapted, "projections") == (again, False)
 
 
 @pytest.mark.parametrize("keep", KEEPS[1:])

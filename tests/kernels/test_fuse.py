@@ -321,8 +321,9 @@ def test_files_of_a_tuning_are_those_of_the_unfused_model_byte_by_byte(tmp_path:
             assert (tmp_path / method / "fused" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_a_saved_tuning_is_loaded_into_a_base_and_fused_there(tmp_path: Path) -> None:
-    fused, plain = pair("llama", LORA)
+@pytest.mark.parametrize("method", ["lora", "adapter"])
+def test_a_saved_tuning_is_loaded_into_a_base_and_fused_there(method: str, tmp_path: Path) -> None:
+    fused, plain = pair("llama", METHODS[method])
     petune.save(fused, tmp_path / "tuned")
     torch.manual_seed(0)
     again = petune.load(MODELS["llama"](), tmp_path / "tuned")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,9 +25,11 @@ from petune.kernels.block.specs import read_sublayers
 from petune.kernels.block.steps import Run
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import reference_ops
+from petune.methods.adapter import tune
+from petune.methods.configs import AdapterConfig
 from petune.models import bart, t5
 from petune.models.spec import StackRule
-from petune.models.tuned_linear import LowRank
+from petune.models.tuned_linear import BottleneckPart, LowRank, bottleneck_of
 
 WIDTH, HEADS, COLUMNS, ROWS, TOKENS, MEMORY = 24, 4, 40, 2, 7, 5
 KEEPS: tuple[Level, ...] = ("all", "projections", "attention", "input")
@@ -97,31 +99,46 @@ def folded(
     names = {id(value): name for name, value in block.named_parameters()}
     layers = [[block.get_submodule(path) for path in place.paths] for place in program.groups]
     parts = [[LowRank(one.weight.detach(), None if one.bias is None else one.bias.detach()) for one in group] for group in layers]
+    behind = [cast("BottleneckPart", bottleneck_of(block.get_submodule(path))) for path in program.bottlenecks]
+    inner = [value for part in behind for value in part.tensors or ()]
     groups = [
         Group(own, torch.float64, place.first, reference_ops(), gates=place.kind == "up")
         for own, place in zip(parts, program.groups, strict=True)
     ]
     norms = [tuple(value.detach() for value in block.get_submodule(one.path).parameters()) for one in program.norms]
     hows = [How(False, one.scale, ROWS, mask=masks[at]) for at, one in enumerate(program.attends)]
-    run = Run(reference_ops(), groups, norms, [None] * len(program.dropouts), hows, None)
+    own = [(part._replace(tensors=tuple(value.detach() for value in part.tensors or ())), None) for part in behind]
+    run = Run(reference_ops(), groups, norms, [None] * len(program.dropouts), hows, None, bottlenecks=own)
     needs = [value is not None for group in parts for part in group for value in part.tensors]
-    needs += [True] * sum(map(len, norms))
+    needs += [True] * (len(inner) + sum(map(len, norms)))
     with torch.no_grad():
         y, kept = fold.forward(program, run, inputs, keep, tile)
         grads = fold.backward(program, run, dy, kept, needs, [True] * len(inputs), keep, tile)
     tensors = [value for group in layers for one in group for value in (one.weight, one.bias, None, None)]
+    tensors += inner
     tensors += [value for one in program.norms for value in block.get_submodule(one.path).parameters()]
     found = {names[id(value)]: run.sink.found[at] for at, value in enumerate(tensors) if value is not None}
     return y, grads, found
 
 
+def adapted(block: nn.Module, rule: StackRule) -> None:
+    """Put an adapter behind every linear by which a sub-layer is left."""
+    for sublayer in read_sublayers(block, rule):
+        path = sublayer.core.region.leave
+        block.set_submodule(path, tune(cast("nn.Linear", block.get_submodule(path)), AdapterConfig(reduction=4), path))
+
+
 @pytest.mark.parametrize("tile", [None, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_block_of_steps_is_the_familys_own_on_every_rung(kind: str, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "full") for kind in KINDS), ("bart decoder", "adapter"), ("t5 decoder", "adapter")])
+def test_a_block_of_steps_is_the_familys_own_on_every_rung(
+    kind: str, method: str, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(T5LayerNorm, "forward", wide_norm)
     torch.manual_seed(0)
     made = KINDS[kind]
     block = made.make().double()
+    if method == "adapter":
+        adapted(block, made.rule)
     with torch.no_grad():
         for value in block.parameters():
             value.normal_(std=0.3)

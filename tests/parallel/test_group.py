@@ -31,7 +31,7 @@ import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from petune.errors import DataError
-from petune.parallel.launch import process_group
+from petune.parallel.launch import process_group as group
 
 mode, place = sys.argv[1:]
 try:

@@ -105,7 +105,7 @@ class FusedBlock(nn.Module):
         for mask in (given.get(name) for name in _MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
-        if given.get("attention_mask") is None and self.spec.window and hidden.shape[1] > self.spec.window:
+        if given.get(_MASKS[0]) is None and self.spec.window and hidden.shape[1] > self.spec.window:
             return f"it has a sliding window of {self.spec.window} tokens and no mask that says so"
         memory, inputs = given.get(_MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
@@ -125,11 +125,10 @@ class FusedBlock(nn.Module):
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         parts, memory = self.parts(), given.get(_MEMORY)
-        layout = Layout.of(hidden, memory)
+        layout, masks = Layout.of(hidden, memory), tuple(given.get(name) for name in _MASKS)
         bias = self.bias(given.get(_BIAS), layout.longest)
         draws = self.draws(parts, *places_in(layout, hidden, memory))
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
-        masks = given.get(_MASKS[0]), given.get(_MASKS[1])
         forms = self.forms(hidden, layout, masks, bias)
         call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
         inputs = self.inputs(hidden, memory, bias)
@@ -281,8 +280,7 @@ def _part(layer: nn.Module) -> LowRank:
 def _behind(layer: nn.Module) -> BottleneckPart:
     """The bottleneck of a layer that has been seen to have one."""
     part = layer.bottleneck() if isinstance(layer, TunedLinear) else None
-    if part is None:
-        raise UsageError(f"a layer of a fused block has become a {type(layer).__name__}", remedy=_FIRST)
+    assert part is not None, "a layer has a bottleneck always or never"
     return part
 
 
