@@ -35,7 +35,7 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 import torch
 import torch.distributed as dist
 from petune.errors import DataError, Stopped
-from petune.parallel.launch import process_group
+from petune.parallel.launch import process_group as group
 
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT):
