@@ -210,7 +210,8 @@ def test_the_costliest_header_stays_under_100_mb(tmp_path: Path) -> None:
     assert len(worst) <= limit
     hand_made(tmp_path / "bad", worst)
     code = (
-        "import resource, sys, time; from pathlib import Path; from petune.files import safetensors as tensorfile; from petune.errors import FileError\n"
+        "import resource, sys, time; from pathlib import Path; "
+        "from petune.files import safetensors as tensorfile; from petune.errors import FileError\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before, start = peak(), time.process_time()\n"
         "try: tensorfile.read_tensors(Path(sys.argv[1]))\n"
