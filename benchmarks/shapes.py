@@ -1,0 +1,306 @@
+"""Speed and memory of one training step over families, methods and lengths, beside an older petune and beside peft.
+
+    PYTHONPATH=.:SITE python3 benchmarks/shapes.py petune:llama-8b:lora:4x2048 petune:llama-8b:adapter:4x2048
+    PYTHONPATH=. python3 benchmarks/shapes.py --before DIR {before,petune}:llama-8b:lora:4x2048 {before,petune}:llama-8b:lora:4x2048
+    PYTHONPATH=. python benchmarks/shapes.py --tiny petune:t5-large:lora:2x16:fill=0.4      one block of the family, without a GPU
+
+A CASE is VARIANT:SHAPE:METHOD:ROWSxTOKENS and settings after further colons. Variants: petune (kernels="auto"), eager (kernels="off"),
+before (kernels="auto" of the petune that lies in the folder --before, such as an older commit's), peft. Settings: fill (mean part of a
+row that is not padding; lengths are log-normal with sigma 0.8 and rows are cut at the longest), r, dropout (of LoRA), layers, fp8, steps,
+warm (seconds of steps that do not count), limit (seconds).
+
+All of a shape train the same random weights on the same eight random batches: bf16 weights under autocast, fused AdamW at 1e-4, LoRA on
+every linear layer of the blocks with alpha = 2 r, adapters with reduction 16, no dropout of the model. What counts is tokens that are not
+padding, of both sides where there are two: labels of an encoder-decoder are the first quarter of its text. `predicted` is the time of a
+step that petune's memory policy predicts. Every case has a process of its own. Results go to shapes.jsonl in $OUT where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from benchmarks.peers import LEARNING_RATE, SIZES, Steps, answer, heading, in_own_process, markdown, memory_of
+
+VARIANTS = ("petune", "eager", "before", "peft")
+METHODS = ("lora", "adapter", "side", "full")
+Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A family of models, the sizes of one of its members, and the names of the linear layers of its blocks."""
+
+    family: str
+    sizes: Sizes
+    linears: tuple[str, ...]
+    heads: Any = AutoModelForCausalLM
+
+
+_GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _llama(hidden: int, inner: int, layers: int, vocabulary: int, *, heads: int = 32, head: int = 128, **sizes: Any) -> Sizes:
+    """Sizes of a model of Llama's form with 8 heads of keys."""
+    given = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    plain = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head, "tie_word_embeddings": False}
+    return {**given, **plain, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **sizes}
+
+
+def _bart() -> Sizes:
+    """Sizes of BART-large."""
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _BART_SIDE.items()}
+    return {"vocab_size": 50265, "d_model": 1024, "dropout": 0.0, "attention_dropout": 0.0, **sides}
+
+
+_BART_SIDE = {"layers": 12, "attention_heads": 16, "ffn_dim": 4096}
+_T5: Sizes = {"vocab_size": 32128, "d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16}
+_BERT: Sizes = {"vocab_size": 30522, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SHAPES: Mapping[str, Shape] = {
+    "llama-8b": Shape("llama", _llama(4096, 14336, 32, 128256), _GATED),
+    "llama-1b": Shape("llama", _llama(2048, 8192, 16, 128256, head=64, tie_word_embeddings=True), _GATED),
+    "qwen3-4b": Shape("qwen3", _llama(2560, 9728, 36, 151936, tie_word_embeddings=True, rms_norm_eps=1e-6), _GATED),
+    "t5-large": Shape(
+        "t5",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0, "dropout_rate": 0.0},
+        ("q", "k", "v", "o", "wi_0", "wi_1", "wo"),
+        AutoModelForSeq2SeqLM,
+    ),
+    "bart-large": Shape("bart", _bart(), ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"), AutoModelForSeq2SeqLM),
+    "bert-large": Shape("bert", {**_BERT, **_NO_DROPOUT}, ("query", "key", "value", "dense"), AutoModelForSequenceClassification),
+}
+_TINY = {
+    "vocab_size": 300,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("hidden_size", "d_model", "intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement; see the head of this file. rows, tokens: of a batch, padding included."""
+
+    variant: str
+    shape: str
+    method: str
+    rows: int
+    tokens: int
+    fill: float = 1.0
+    r: int = 16
+    dropout: float = 0.0
+    layers: int = 0
+    fp8: int = 0
+    steps: int = 16
+    warm: float = 4.0
+    limit: float = 120.0
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case that a word of the command line names. Raises ValueError that says what is wrong with it."""
+        variant, shape, method, size, *settings = [*text.split(":"), "", "", ""][: max(4, text.count(":") + 1)]
+        for value, known in ((variant, VARIANTS), (shape, tuple(SHAPES)), (method, METHODS)):
+            if value not in known:
+                raise ValueError(f"{text}: expected one of {', '.join(known)}, found {value!r}")
+        if not re.fullmatch(r"\d+x\d+", size):
+            raise ValueError(f"{text}: expected ROWSxTOKENS after the method, found {size!r}")
+        kinds = {entry.name: str(entry.type) for entry in fields(cls)[5:]}
+        values: dict[str, Any] = {}
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            if name not in kinds:
+                raise ValueError(f"{text}: {setting!r} is no setting; there are {', '.join(kinds)}")
+            values[name] = (int if kinds[name] == "int" else float)(value)
+        rows, _, tokens = size.partition("x")
+        return cls(variant, shape, method, int(rows), int(tokens), **values)
+
+    def config(self, tiny: bool) -> Any:
+        """transformers' config of the model."""
+        shape = SHAPES[self.shape]
+        sizes = {name: _TINY.get(name, size) for name, size in shape.sizes.items()} if tiny else dict(shape.sizes)
+        config = AutoConfig.for_model(shape.family, **sizes)
+        config.num_hidden_layers = self.layers or config.num_hidden_layers
+        return config
+
+
+# ------------------------------------------------------------------ model and batches
+
+
+def base_model(case: Case, device: str, tiny: bool) -> Any:
+    """Random bf16 weights, the same each time."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = SHAPES[case.shape].heads.from_config(case.config(tiny))
+    torch.set_default_dtype(torch.float32)
+    model.config.use_cache = False
+    return model
+
+
+def tuned_model(case: Case, model: Any, before: str | None) -> Any:
+    """The model as the variant wraps it."""
+    linears = list(SHAPES[case.shape].linears)
+    if case.variant == "peft":
+        import peft
+
+        config = peft.LoraConfig(r=case.r, lora_alpha=2 * case.r, lora_dropout=case.dropout, target_modules=linears)
+        return peft.get_peft_model(model, config)
+    if case.variant == "before":
+        sys.path.insert(0, str(before))
+    import petune
+
+    settings: dict[str, Any] = {"kernels": "off" if case.variant == "eager" else "auto"}
+    if case.fp8:
+        settings["base_dtype"] = "fp8"
+    if case.method == "lora":
+        roles = ["q", "k", "v", "o", "up", "down"] if SHAPES[case.shape].family == "bert" else linears
+        settings |= {"r": case.r, "alpha": 2 * case.r, "dropout": case.dropout, "targets": roles}
+    return petune.wrap(model, method=case.method, **settings)
+
+
+def batches(case: Case, vocabulary: int) -> list[tuple[dict[str, Tensor], int]]:
+    """Eight batches on the CPU, each with its number of tokens that are not padding."""
+    torch.manual_seed(0)
+    draw, family, made = torch.Generator().manual_seed(0), SHAPES[case.shape].family, []
+    for _ in range(8):
+        lengths = torch.full((case.rows,), case.tokens)
+        if case.fill < 1:
+            drawn = torch.distributions.LogNormal(0.0, 0.8).sample((case.rows,))  # of mean 1.38
+            lengths = drawn.mul(case.tokens * case.fill / 1.38).clamp(8, case.tokens).long()
+        width = int(lengths.max())
+        ids = torch.randint(4, min(2000, vocabulary), (case.rows, width), generator=draw)
+        mask = (torch.arange(width)[None] < lengths[:, None]).long()
+        batch = {"input_ids": ids * mask, "attention_mask": mask}
+        if family == "bert":
+            batch["labels"] = torch.randint(0, 2, (case.rows,), generator=draw)
+        else:
+            batch["labels"] = ids.masked_fill(mask == 0, -100)
+        if family in ("t5", "bart"):
+            batch["labels"] = batch["labels"][:, : max(8, width // 4)].contiguous()
+        elif case.fill >= 1 and family != "bert":
+            del batch["attention_mask"]
+        extra = int((batch["labels"] >= 0).sum()) if family in ("t5", "bart") else 0
+        made.append((batch, int(mask.sum()) + extra))
+    return made
+
+
+# ------------------------------------------------------------------ in the process of one measurement
+
+
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+class Predictions(logging.Handler):
+    """Keeps the time of a step, in seconds, that petune's log predicts last."""
+
+    seconds: float | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Read one message."""
+        if found := re.search(r"step ([\d.]+) (s|ms|us) predicted", record.getMessage()):
+            self.seconds = float(found[1]) * UNITS[found[2]]
+
+
+def measure(case: Case, before: str | None, device: str, tiny: bool) -> dict[str, Any]:
+    """Train, and say how fast it was and what it took; see the head of this file."""
+    predictions = Predictions()
+    logging.getLogger("petune").addHandler(predictions)
+    logging.getLogger("petune").setLevel(logging.INFO)
+    model = tuned_model(case, base_model(case, device, tiny), before).train()
+    trained = [value for value in model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    made = [({name: value.to(device) for name, value in batch.items()}, size) for batch, size in batches(case, model.config.vocab_size)]
+    following = cycle(batch for batch, _ in made)
+
+    def step() -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss: Tensor = model(**next(following)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    steps, spent = Steps(device), 0.0
+    for number in count():  # every batch once before any counts: a batch's shape may compile
+        if number >= len(made) and spent >= case.warm:
+            break
+        spent += steps.take(step)
+    seconds = [steps.take(step) for _ in range(case.steps)]
+    counted = [made[at % len(made)][1] for at in range(len(steps.losses) - case.steps, len(steps.losses))]
+    numbers = {
+        "tokens_per_s": sum(counted) / sum(seconds),
+        "step_s": statistics.median(seconds),
+        "predicted_s": predictions.seconds,
+        "losses": [float(steps.losses[at]) for at in (0, 1, 7)],
+        "trained": sum(value.numel() for value in trained),
+        "first_step_s": steps.first,
+    }
+    return numbers | memory_of(device)
+
+
+# ------------------------------------------------------------------ what is printed
+
+HEADS = ("case", "tokens/s, not padding", "step, ms", "predicted", *SIZES.values(), "losses", "trained")
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A measurement as a row of the table."""
+    sizes = [f"{row[name]:.1f}" if name in row else "-" for name in SIZES]
+    predicted = f"{1e3 * row['predicted_s']:.0f}" if row["predicted_s"] else "-"
+    losses = " ".join(f"{value:.4f}" for value in row["losses"])
+    return [row["spec"], f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['step_s']:.1f}", predicted, *sizes, losses, f"{row['trained']:,}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every CASE; 1 when one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--before", metavar="DIR", help="folder of the older petune")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.worker:
+        request = json.loads(given.worker)
+        answer(measure(Case(**request.pop("case")), **request))
+        return 0
+    try:
+        cases = [Case.parse(text) for text in given.cases]
+    except ValueError as error:
+        parser.error(str(error))
+    if not given.before and any(case.variant == "before" for case in cases):
+        parser.error("`before` needs --before DIR")
+    small = {"steps": 2, "warm": 0.0} if given.tiny else {}
+    place = {"before": given.before, "device": "cpu" if given.tiny else "cuda", "tiny": given.tiny}
+    out = Path(os.environ["OUT"]) if "OUT" in os.environ else None
+    rows = []
+    for at, (text, case) in enumerate(zip(given.cases, cases, strict=True)):
+        log = out / f"shapes-{at}.log" if out else None
+        rows.append({"spec": text} | in_own_process(__file__, place | {"case": asdict(case) | small}, case.limit, log))
+        print(json.dumps(rows[-1]), flush=True)
+        if out:
+            (out / "shapes.jsonl").open("a", encoding="utf-8").write(json.dumps(rows[-1]) + "\n")
+    device = next((row["device"] for row in rows if "device" in row), "")
+    print(f"\n{heading(('torch', 'triton', 'transformers', 'peft'))}; {device}\n\n{markdown(rows, HEADS, cells)}")
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
