@@ -67,10 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that starts a process is marked so, by tests/marks.py or by hand, or fails."""
+    """A test that starts a process is marked so, by tests/marks.py or by hand, or fails; on a GPU Triton's compiler is one."""
     _started.clear()
     yield
-    assert request.node.get_closest_marker("forks") or not _started, f"mark this test with forks: it starts {_started[0]}"
+    marked = any(request.node.get_closest_marker(mark) for mark in ("forks", "gpu"))
+    assert marked or not _started, f"mark this test with forks: it starts {_started[0]}"
 
 
 @pytest.fixture(autouse=True)

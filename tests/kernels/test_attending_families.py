@@ -287,9 +287,9 @@ def test_queries_without_keys_get_zeros(backend: Backend) -> None:
 GPU = {
     "across": (Case(t5, (300, 1, 77, 130), (512, 64, 1, 300), heads=8, kv=8, d=64, scale=0.125), ("varlen", "triton")),
     "across, full rows": (Case(t5, (128,) * 4, (300,) * 4, "queries keys", heads=8, kv=8, d=64, scale=0.125), ("cudnn", "flash", "triton")),
-    "window": (Case(bart, (300, 1, 77, 513), causal=True, window=100, heads=8, kv=2, d=128, scale=0.09), ("varlen", "triton")),
-    "window, wide": (Case(bart, (300, 1, 77, 513), causal=True, window=100, heads=4, kv=1, d=256, scale=0.06), ("varlen",)),
-    "window, full rows": (Case(bart, (513,) * 4, None, "queries", True, 100, heads=8, kv=2, d=128, scale=0.09), ("flash",)),
+    "window": (Case(gemma, (300, 1, 77, 513), causal=True, window=100, heads=8, kv=2, d=128, scale=0.09), ("varlen", "triton")),
+    "window, wide": (Case(gemma, (300, 1, 77, 513), causal=True, window=100, heads=4, kv=1, d=256, scale=0.06), ("varlen",)),
+    "window, full rows": (Case(gemma, (513,) * 4, None, "queries", True, 100, heads=8, kv=2, d=128, scale=0.09), ("flash",)),
     "bias": (Case(t5, (300, 1, 77, 512), bias="distance", heads=8, kv=8, d=64, p=0.1, scale=0.125), ("triton",)),
     "bias, decoder": (Case(t5, (300, 1, 77, 512), None, "", True, bias="distance", heads=8, kv=8, d=128, scale=0.09), ("triton",)),
     "soft cap": (Case(gemma, (300, 1, 77, 512), causal=True, softcap=5.0, heads=8, kv=2, d=128, scale=0.09), ("triton",)),
