@@ -6,8 +6,9 @@ launches of all blocks are recorded, for a `Bucket` of batches of about the same
         hidden [m, w] -> inlet -> | forward graph |  -> outlet -> y          dy -> outlet -> | backward graph | -> inlet -> dx, gradients
 
 Segments need not be as many or as long as those of the recording: tokens that a batch lacks are rows of zeros in segments of their own,
-whose outputs nobody reads and whose gradients are zero. Addresses are part of a recording, values are not: weights may be trained, and
-LoRA's factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
+whose outputs nobody reads and whose gradients are zero. A decoder that attends to an encoder has a second inlet for the encoder's states,
+in as many segments; a bias by distance has a third. Addresses are part of a recording, values are not: weights may be trained, and LoRA's
+factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
@@ -20,10 +21,10 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from petune.errors import UsageError
-from petune.kernels.block.attention import Backend
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.layout import Layout
-from petune.kernels.block.module import FusedBlock, angles_of, places_in
+from petune.kernels.block.module import BIAS, MEMORY, FusedBlock, angles_of, memory_in_autocast, places_in
 from petune.kernels.block.steps import Values
 from petune.kernels.block.unpad import Unpadded
-from petune.kernels.block.varlen import Segments
+from petune.kernels.block.varlen import Segments, of_rows
 from petune.kernels.configs import Rung
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import rounded, shape_of
@@ -45,7 +45,6 @@ from petune.log import say
 from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
 from petune.rng.context import Running, bound_to
-from petune.rng.dropout import Drop
 
 LAUNCH_BOUND = 1e-3  # predicted seconds of a block's forward pass, below which its launches take about as long
 QUANTUM = 256  # tokens of a batch with segments are rounded up to a multiple of this, or of an eighth of the power of two below them
@@ -106,77 +105,117 @@ class CudaRecorder:
 # ------------------------------------------------------------------ sizes
 
 
+class Size(NamedTuple):
+    """Tokens of one side of a recording, and the most that one of its rows or slots takes."""
+
+    tokens: int
+    longest: int
+
+    def starts(self, segments: Segments, spare: int) -> list[int]:
+        """Where segments begin, then where the tokens they lack do, in `spare` slots of about one size; the total last."""
+        lacking = self.tokens - segments.total
+        return [*accumulate(segments.lengths, initial=0), *(segments.total + lacking * (slot + 1) // spare for slot in range(spare))]
+
+    def holds(self, segments: Segments, spare: int) -> bool:
+        """Whether segments fit, and the tokens they lack into `spare` slots: at least one each, at most `longest`."""
+        lacking = self.tokens - segments.total
+        return segments.longest <= self.longest and 0 < spare <= lacking <= spare * self.longest
+
+
 @dataclass(frozen=True)
 class Bucket:
     """The sizes of a recording.
 
-    tokens: that it computes on. rows: of equal length, or slots for segments. longest: tokens a row, or the most that a slot takes.
-    kind: what else has to be the same.
+    own: of the tokens that it computes on; memory: of an encoder's, None without one. rows: of equal length, or slots for segments of
+    either side. kind: what else has to be the same.
     """
 
-    tokens: int
+    own: Size
     rows: int
-    longest: int
     segmented: bool
     kind: tuple[Any, ...]
+    memory: Size | None = None
 
     @classmethod
-    def of(cls, shape: Sequence[int], segments: Segments | None, kind: tuple[Any, ...] = ()) -> Bucket:
-        """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`."""
+    def of(cls, shape: Sequence[int], segments: Segments | None, kind: tuple[Any, ...] = (), memory: Segments | None = None) -> Bucket:
+        """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`, and of as many of a memory."""
         if segments is None:
-            return cls(shape[0] * shape[1], shape[0], shape[1], False, kind)
-        longest = 1 << (max(SHORTEST, segments.longest) - 1).bit_length()
-        least = segments.total + SLOTS  # so that each of the slots below has a token
-        tokens = rounded(least, max(QUANTUM, (1 << least.bit_length() - 1) // 8))
-        spare = -(-(tokens - segments.total) // longest)  # at least, so that none of them is longer than the others
-        rows = rounded(len(segments.lengths) + spare, SLOTS)
-        return cls(tokens, rows, longest, True, kind)
+            return cls(Size(shape[0] * shape[1], shape[1]), shape[0], False, kind)
+        rows, (own, *others) = _rounded([segments] if memory is None else [segments, memory])
+        return cls(own, rows, True, kind, others[0] if others else None)
 
-    def holds(self, segments: Segments) -> bool:
-        """Whether the segments fit, and the tokens they lack into the slots they leave: at least one each, at most `longest`."""
-        lacking, spare = self.tokens - segments.total, self.rows - len(segments.lengths)
-        return segments.longest <= self.longest and 0 < spare <= lacking <= spare * self.longest
+    @property
+    def tokens(self) -> int:
+        """That it computes on."""
+        return self.own.tokens
 
-    def starts(self, segments: Segments) -> list[int]:
-        """Where the segments begin, then where what they lack does, in slots of about one size; the total last."""
-        total, spare = segments.total, self.rows - len(segments.lengths)
-        lacking = self.tokens - total
-        return [*accumulate(segments.lengths, initial=0), *(total + lacking * (slot + 1) // spare for slot in range(spare))]
+    def holds(self, segments: Segments, memory: Segments | None = None) -> bool:
+        """Whether the segments of both sides fit."""
+        spare = self.rows - len(segments.lengths)
+        return self.own.holds(segments, spare) and (memory is None or (self.memory is not None and self.memory.holds(memory, spare)))
 
 
-@dataclass(frozen=True, eq=False)
+def _rounded(sides: Sequence[Segments]) -> tuple[int, list[Size]]:
+    """(slots, the size of each side), with room for the tokens that segments lack in slots of their own."""
+    number = len(sides[0].lengths)
+    longest = [1 << (max(SHORTEST, side.longest) - 1).bit_length() for side in sides]
+    least = [side.total + SLOTS for side in sides]
+    while True:
+        tokens = [rounded(size, max(QUANTUM, (1 << size.bit_length() - 1) // 8)) for size in least]
+        # at least, so that none of the slots is longer than the others
+        spare = max(-(-(size - side.total) // most) for size, side, most in zip(tokens, sides, longest, strict=True))
+        rows = rounded(number + spare, SLOTS)
+        wanted = [max(size, side.total + rows - number) for size, side in zip(least, sides, strict=True)]  # a token for each slot
+        if wanted == least:
+            return rows, list(map(Size, tokens, longest))
+        least = wanted
+
+
 class Arrival:
-    """What enters a stack: hidden states [b, t, w], cos and sin [p, d] of rotary positions or None, segments, attention's form; what drops
-    out in each block."""
+    """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary positions, None where blocks read
+    none; the segments of both; the form of each attention; what drops out in each block."""
 
-    hidden: Tensor
-    angles: tuple[Tensor, Tensor] | None
-    segments: Segments | None
-    backend: Backend
-    draws: Sequence[Draws] = ()
+    def __init__(self, call: Arguments, block: FusedBlock, here: Running) -> None:
+        self.hidden = hidden = cast("Tensor", call["hidden_states"])
+        self.memory = memory = cast("Tensor | None", call.get(MEMORY))
+        self.angles = angles_of(call["position_embeddings"]) if block.spec.program.rotary else None
+        self.segments, self.across = segments, across = _sides(hidden, memory, here)
+        longest = hidden.shape[1] if segments is None else segments.longest
+        layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
+        self.backends = block.forms(hidden, layout)
+        self.draws: Sequence[Draws] = ()
+        trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, block.distances))
+        angles = None if self.angles is None else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
+        self.bucket = Bucket.of(hidden.shape, segments, (self.backends, hidden.dtype, trains, angles), across)
 
-    @classmethod
-    def of(cls, call: Arguments, segments: Segments | None, block: FusedBlock) -> Arrival:
-        """A call of a stack of such blocks, with nothing drawn yet."""
-        hidden, spec = cast("Tensor", call["hidden_states"]), block.spec
-        (backend,) = block.forms(hidden, Layout.of(hidden))
-        angles = angles_of(call["position_embeddings"]) if spec.program.rotary else None
-        return cls(hidden, angles, segments, backend)
 
-    @cached_property
-    def bucket(self) -> Bucket:
-        """The bucket of the recording that would be made for it."""
-        angles = None if self.angles is None else (self.angles[0].dtype, 0 if self.segments is not None else len(self.angles[0]))
-        return Bucket.of(self.hidden.shape, self.segments, (self.backend, self.hidden.dtype, self.hidden.requires_grad, angles))
+def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segments | None, Segments | None]:
+    """The segments of a stack's tokens and of its memory. With a memory both have some, rows of equal length too: so batches of any
+    lengths share recordings."""
+    if memory is None:
+        return here.segments, None
+    both = (here.segments, hidden), (here.memory, memory)
+    own, across = (given or of_rows(len(x), x.shape[0] * x.shape[1], x.device) for given, x in both)
+    return own, across
 
 
 class Slots(Segments):
     """Room for segments: only `starts` [rows + 1] says where they are, and it changes from replay to replay. `lengths` is the longest."""
 
     @property
+    def spans(self) -> tuple[int, ...]:
+        """See Segments; the host waits for it."""
+        return tuple(self.starts.diff().tolist())
+
+    @property
     def by_length(self) -> tuple[Tensor, ...]:
         """See Segments; the host waits for it."""
-        return Segments(self.starts, tuple(self.starts.diff().tolist()), None, self.shape).by_length
+        return Segments(self.starts, self.spans, None, self.shape).by_length
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """See Segments: room for them."""
+        return torch.zeros(self.shape[1], dtype=torch.int64, device=self.starts.device)
 
 
 # ------------------------------------------------------------------ the weights
@@ -248,48 +287,62 @@ class Weights:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; needs_x: whether anything below
-    it trains."""
+    """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; given: which of its inputs need a
+    gradient, the first of them because something below it trains."""
 
     call: Call
     tensors: Sequence[Tensor | None]
     needs: Sequence[bool]
     rooms: Sequence[Tensor]
-    needs_x: bool
+    given: Sequence[bool]
 
 
 class Passes:
-    """The blocks one after the other, from inlet to outlet and, with a gradient in the place of each, back; both buffers are [m, w]."""
+    """The blocks one after the other, from inlets to outlet and, with a gradient in the place of each, back.
 
-    def __init__(self, pieces: Sequence[Piece], inlet: Tensor, outlet: Tensor) -> None:
-        self.pieces, self.inlet, self.outlet = pieces, inlet, outlet
+    inlets: hidden states [m, w], then what all blocks read beside them; outlet: [m, w].
+    """
+
+    def __init__(self, pieces: Sequence[Piece], inlets: Sequence[Tensor], outlet: Tensor) -> None:
+        self.pieces, self.inlets, self.outlet = pieces, inlets, outlet
         self.kept: list[tuple[Piece, list[Tensor | None], Values]] = []  # factors stacked by the forward pass, and what it keeps
 
     def forward(self) -> None:
         """What the backward pass needs of this rests here until it has run."""
         self.kept.clear()
-        x = self.inlet
+        x, *others = self.inlets
         for piece in self.pieces:
-            x, kept, factors = piece.call.forward([x], piece.tensors)
+            x, kept, factors = piece.call.forward([x, *others], piece.tensors)
             self.kept.append((piece, factors, kept))
         self.outlet.copy_(x)
 
     def backward(self) -> None:
-        """Gradients of what trains go into their rooms."""
+        """Gradients of what trains go into their rooms, those of the inputs into the inlets."""
         dx: Tensor | None = self.outlet
+        sums: list[Tensor | None] = [None for _ in self.inlets[1:]]
         while self.kept:
             piece, factors, kept = self.kept.pop()
             if dx is None:
                 continue
-            (dx,), grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, [piece.needs_x])
+            (dx, *others), grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, piece.given)
+            sums = [_added(*one) for one in zip(sums, others, self.inlets[1:], strict=True)]
             found = [grad for grad in grads if grad is not None]
             if found:
                 assert len(found) == len(piece.rooms), "all that trains has a gradient"
                 torch._foreach_copy_(list(piece.rooms), found)
-            if not piece.needs_x:
+            if not piece.given[0]:
                 dx = None
-        if dx is not None:
-            self.inlet.copy_(dx)
+        for inlet, grad in zip(self.inlets, (dx, *sums), strict=True):
+            if grad is not None:
+                inlet.copy_(grad)
+
+
+def _added(found: Tensor | None, grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """The sum of what blocks find for an input that all of them read: in its dtype, as autograd adds it up."""
+    if grad is None:
+        return found
+    grad = grad.view(like.shape).to(like.dtype)
+    return grad if found is None else found.add_(grad)
 
 
 class Graph:
@@ -297,65 +350,81 @@ class Graph:
 
     used = 0
 
-    def __init__(self, arrival: Arrival, rooms: tuple[Tensor, Tensor], learned: Learned) -> None:
-        self.bucket = bucket = arrival.bucket
-        self.backend, self.learned = arrival.backend, learned
-        self.inlet, self.outlet = rooms[0][: bucket.tokens], rooms[1][: bucket.tokens]
-        self.slots: Slots | None = None
-        if bucket.segmented:
-            starts = torch.zeros(bucket.rows + 1, dtype=torch.int32, device=self.inlet.device)
-            self.slots = Slots(starts, (bucket.longest,), None, (1, bucket.tokens))
+    def __init__(self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned) -> None:
+        self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
+        inlet, self.outlet, *memory = rooms
+        device, table = inlet.device, block.distances
+        own = arrival.bucket.own
+        self.slots, self.across = self._slots(own, device) if arrival.bucket.segmented else None, self._slots(arrival.bucket.memory, device)
+        bias = None if table is None else table.new_zeros(table.shape[1], 2 * own.longest - 1)
+        inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias}
+        self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
         self.angles: tuple[Tensor, Tensor] | None = None
         if arrival.angles is not None:
             cos, sin = arrival.angles
-            rows = bucket.tokens if bucket.segmented else len(cos)
+            rows = own.tokens if arrival.bucket.segmented else len(cos)
             self.angles = cos.new_zeros(rows, cos.shape[1]), sin.new_zeros(rows, sin.shape[1])
-        self.places = torch.zeros(bucket.tokens, dtype=torch.int64, device=self.inlet.device)
-        self.bases = torch.zeros(len(_all(arrival.draws)), dtype=torch.int64, device=self.inlet.device)
+        self.places = [torch.zeros(len(room), dtype=torch.int64, device=device) for room in (inlet, *memory)]
+        self.bases = torch.zeros(sum(len(one.all) for one in arrival.draws), dtype=torch.int64, device=device)
         bases = iter(self.bases.split(1))
-        self.draws = [own.replaced(draw._replace(numbers=self.places, base=next(bases)) for draw in own.all) for own in arrival.draws]
+        self.reads = block.spec.program.across
+        self.draws = [
+            one.replaced(
+                draw._replace(numbers=self.places[of], base=next(bases)) for draw, of in zip(one.all, one.sides(self.reads), strict=True)
+            )
+            for one in arrival.draws
+        ]
         self._forward: Run
         self._backward: Run
 
+    def _slots(self, size: Size | None, device: torch.device) -> Slots | None:
+        if size is None:
+            return None
+        starts = torch.zeros(self.bucket.rows + 1, dtype=torch.int32, device=device)
+        return Slots(starts, (size.longest,), None, (1, size.tokens))
+
     def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
         """A block's call as it is recorded."""
-        layout = Layout(self.bucket.rows, self.bucket.longest, self.slots)
-        return block.call(parts, block.hows(layout, (self.backend,), draws), draws, self.angles)
+        memory = self.bucket.memory
+        layout = Layout(self.bucket.rows, self.bucket.own.longest, self.slots, None if memory is None else memory.longest, self.across)
+        return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
         """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""
-        passes = Passes(pieces, self.inlet, self.outlet)
-        with torch.no_grad(), torch.autocast(self.inlet.device.type, enabled=False):
+        passes = Passes(pieces, self.inlets, self.outlet)
+        with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
             self._forward, self._backward = recorder.record(passes.forward, passes.backward)
 
     def place(self, arrival: Arrival) -> None:
         """Take in where the tokens of the next batch are, and what is drawn for it."""
         for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
             room[: len(value)].copy_(value)
-        if self.slots is not None and arrival.segments is not None:
-            starts = self.slots.starts
-            _send(self.bucket.starts(arrival.segments), starts)
-        drawn = _all(arrival.draws)
+        sides = (self.slots, self.bucket.own, arrival.segments), (self.across, self.bucket.memory, arrival.across)
+        for slots, size, segments in sides:
+            if slots is not None and size is not None and segments is not None:
+                _send(size.starts(segments, self.bucket.rows - len(segments.lengths)), slots.starts)
+        drawn = [draw for one in arrival.draws for draw in one.all]
         if drawn:
-            self.places[: len(drawn[0].numbers)].copy_(drawn[0].numbers)
+            of = [side for one in arrival.draws for side in one.sides(self.reads)]
+            for side, numbers in {side: draw.numbers for side, draw in zip(of, drawn, strict=True)}.items():
+                self.places[side][: len(numbers)].copy_(numbers)
+            if self.across is not None and arrival.across is not None:
+                self.across.tokens[: arrival.across.total].copy_(arrival.across.tokens)
             _send([cast("int", draw.base) for draw in drawn], self.bases)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The stack's output for hidden states [b, t, w]."""
-        _fill(self.inlet, hidden)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The stack's output for its inputs: hidden states [b, t, w], an encoder's states, a bias up to the bucket's longest."""
+        for room, value in zip(self.inlets, inputs, strict=True):
+            _fill(room, value)
         self._forward()
-        return _taken(self.outlet, hidden)
+        return _taken(self.outlet, inputs[0].shape)
 
-    def backward(self, dy: Tensor, needs_x: bool) -> tuple[Tensor | None, list[Tensor]]:
-        """(dx like dy, the gradients of what trains)."""
+    def backward(self, dy: Tensor, shapes: Sequence[torch.Size], needed: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """(the gradients of the inputs in their shapes, None where not `needed`; those of what trains)."""
         _fill(self.outlet, dy)
         self._backward()
-        return _taken(self.inlet, dy) if needs_x else None, self.learned.taken()
-
-
-def _all(draws: Sequence[Draws]) -> list[Drop]:
-    """The draws of all blocks; their numbers are the same."""
-    return [draw for own in draws for draw in own.all]
+        found = [_taken(room, shape) if need else None for room, shape, need in zip(self.inlets, shapes, needed, strict=False)]
+        return found, self.learned.taken()
 
 
 def _send(numbers: Sequence[int], room: Tensor) -> None:
@@ -364,15 +433,16 @@ def _send(numbers: Sequence[int], room: Tensor) -> None:
 
 
 def _fill(room: Tensor, x: Tensor) -> None:
-    """`x` [b, t, w] into the first rows, zeros into the others: what lies there may be of a larger batch."""
-    rows = x.shape[0] * x.shape[1]
+    """`x` [..., w] into the first rows, zeros into the others: what lies there may be of a larger batch."""
+    rows = x.numel() // x.shape[-1]
     room[:rows].view(x.shape).copy_(x)
     if rows < len(room):
         room[rows:].zero_()
 
 
-def _taken(room: Tensor, like: Tensor) -> Tensor:
-    return room[: like.shape[0] * like.shape[1]].clone().view(like.shape)
+def _taken(room: Tensor, shape: torch.Size) -> Tensor:
+    """A copy of the first rows in a shape."""
+    return room[: shape.numel() // shape[-1]].clone().view(shape)
 
 
 # ------------------------------------------------------------------ autograd
@@ -402,10 +472,10 @@ class Turn:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, turn: Turn, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.turn = turn
+    def forward(ctx: Any, turn: Turn, inputs: int, *values: Tensor) -> Tensor:
+        ctx.turn, ctx.shapes = turn, [value.shape for value in values[:inputs]]
         ctx.save_for_backward(*turn.weights.all)  # the graph reads them itself; autograd complains of those that have changed since
-        return turn.graph.forward(hidden)
+        return turn.graph.forward(*values[:inputs])
 
     @staticmethod
     @once_differentiable
@@ -413,8 +483,8 @@ class _Node(torch.autograd.Function):
         turn: Turn = ctx.turn
         assert ctx.saved_tensors
         turn.spend()
-        dx, grads = turn.graph.backward(dy, ctx.needs_input_grad[1])
-        return None, dx, *grads
+        found, grads = turn.graph.backward(dy, ctx.shapes, ctx.needs_input_grad[2:])
+        return None, None, *found, *grads
 
 
 # ------------------------------------------------------------------ when
@@ -446,7 +516,7 @@ class Graphs:
         self.recorder: Recorder | None = None
         self.graphs: dict[Bucket, Graph] = {}
         self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
-        self.rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.rooms: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def takes(self, stack: Stack, call: Arguments) -> bool:
         """See petune.models.stack.Whole: a call that is whole, unmasked, for training."""
@@ -457,42 +527,41 @@ class Graphs:
             and type(hidden) is Tensor
             and hidden.numel() > 0
             and call.get("attention_mask") is None
+            and call.get("encoder_attention_mask") is None
             and stack.wire is None
             and all(type(edges) is Unpadded for edges in stack.edges)
             and all(isinstance(block, FusedBlock) for block in stack.blocks)
             and not torch.compiler.is_compiling()
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
-            and not self._reads_more(stack)
         )
-
-    def _reads_more(self, stack: Stack) -> bool:
-        """Whether blocks read an encoder's states or a bias of positions, which no recording has; that is said."""
-        found = any(cast("FusedBlock", block).spec.program.inputs != ("x",) for block in stack.blocks)
-        if found:
-            self._say(f"{stack.name} runs block by block, not as CUDA graphs: its blocks read more than hidden states")
-        return found
 
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""
         blocks = cast("list[FusedBlock]", stack.blocks)
-        arrival = Arrival.of(call, here.segments, blocks[0])
-        if not self._worthwhile(arrival, blocks[0].spec) or any(block.declines(arrival.hidden, call) for block in blocks):
+        call = memory_in_autocast(call)
+        later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}  # which the first one hands on
+        if any(block.declines(call["hidden_states"], later if at else call) for at, block in enumerate(blocks)):
             return None  # a block that declines says so itself
+        arrival = Arrival(call, blocks[0], here)
+        if not self._worthwhile(arrival, blocks[0].spec):
+            return None
         weights = self._current(blocks)
         self.recorder = self.recorder or self.make(arrival.hidden.device)
-        reason = _reason(blocks, arrival, weights) or self.recorder.refusal()
+        reason = _reason(blocks, call, arrival, weights) or self.recorder.refusal()
         if reason is not None:
             self._say(f"{stack.name} runs block by block, not as CUDA graphs: {reason}")
             return None
-        arrival = replace(arrival, draws=_drawn(stack, weights, arrival.hidden, here) if weights.drops else weights.undrawn)
+        arrival.draws = _drawn(stack, weights, arrival, here) if weights.drops else weights.undrawn
         graph = self._graph(stack.name, blocks, arrival)
         if graph is None:
             return None
         graph.place(arrival)
         turn = Turn(graph, weights)
         self.turn = weakref.ref(turn)
-        return call | {"hidden_states": _Node.apply(turn, arrival.hidden, *weights.trained)}  # type: ignore[no-untyped-call]
+        inputs = blocks[0].inputs(arrival.hidden, arrival.memory, blocks[0].bias(None, graph.bucket.own.longest))
+        out = _Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
+        return {"hidden_states": out}
 
     def _say(self, line: str) -> None:
         if line not in self.said:
@@ -504,8 +573,8 @@ class Graphs:
         bucket, device = arrival.bucket, arrival.hidden.device
         if bucket not in self.worth:
             rates = block_cost.rates_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
-            work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), bucket.tokens, bucket.longest)
-            self.worth[bucket] = rates.seconds(work, bucket.longest) < LAUNCH_BOUND
+            work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), *bucket.own)
+            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < LAUNCH_BOUND
         return self.worth[bucket]
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
@@ -534,7 +603,8 @@ class Graphs:
         bucket, segments = arrival.bucket, arrival.segments
         if bucket in self.graphs or segments is None:
             return self.graphs.get(bucket)
-        larger = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind and size.holds(segments)]
+        kindred = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind]
+        larger = [graph for graph in kindred if graph.bucket.holds(segments, arrival.across)]
         return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
 
     def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
@@ -556,10 +626,10 @@ class Graphs:
         """A new recording; None, and never another try for this bucket, where it fails."""
         assert self.recorder is not None
         bucket = arrival.bucket
-        graph = Graph(arrival, self._rooms(arrival), self.learned)
+        graph = Graph(arrival, blocks[0], self._rooms(arrival), self.learned)
         graph.place(arrival)  # kernels are tried on lengths that occur
         try:
-            graph.record(self.recorder, self._pieces(graph, blocks, arrival.hidden.requires_grad))
+            graph.record(self.recorder, self._pieces(graph, blocks))
         except RuntimeError as error:
             self.worth[bucket] = False
             first = str(error).partition("\n")[0]
@@ -569,32 +639,42 @@ class Graphs:
         self.graphs[bucket] = graph
         return graph
 
-    def _rooms(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
-        """Inlet and outlet; recordings of about the same size share them, as they share the rest of their memory."""
-        size = 1 << (arrival.bucket.tokens - 1).bit_length()
-        key = size, arrival.hidden.dtype
-        if key not in self.rooms:
-            inlet, outlet = arrival.hidden.detach().new_zeros(2, size, arrival.hidden.shape[-1])
-            self.rooms[key] = inlet, outlet
-        return self.rooms[key]
+    def _rooms(self, arrival: Arrival) -> list[Tensor]:
+        """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size share them, as they share the
+        rest of their memory."""
+        bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
+        rooms = [self._room(name, hidden, bucket.own) for name in ("inlet", "outlet")]
+        return rooms if memory is None or bucket.memory is None else [*rooms, self._room("memory", memory, bucket.memory)]
 
-    def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock], needs_x: bool) -> list[Piece]:
-        """The blocks with their weights, as they are recorded. needs_x: whether the stack's input needs a gradient."""
+    def _room(self, name: str, like: Tensor, size: Size) -> Tensor:
+        most = 1 << (size.tokens - 1).bit_length()
+        key = name, most, like.dtype
+        if key not in self.rooms:
+            self.rooms[key] = like.detach().new_zeros(most, like.shape[-1])
+        return self.rooms[key][: size.tokens]
+
+    def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[Piece]:
+        """The blocks with their weights, as they are recorded."""
         assert self.weights is not None
-        pieces, rooms = [], iter(self.learned.rooms)
+        pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
+        trains = dict(zip(("x", "memory", "bias"), graph.bucket.kind[2], strict=True))
+        needs_x, *others = (trains[name] for name in inputs)
         for block, parts, tensors, draws in zip(blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True):
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
-            pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, needs_x))
-            needs_x = needs_x or bool(own)
+            pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, [needs_x, *others]))
+            needs_x = needs_x or bool(own) or any(others)
         return pieces
 
 
-def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) -> str | None:
+def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, weights: Weights) -> str | None:
     """Why these blocks have to run one by one, though launches bound them; or None."""
-    if not weights.trained and not arrival.hidden.requires_grad:
+    inputs = arrival.hidden, arrival.memory, blocks[0].distances
+    if not weights.trained and not any(one is not None and one.requires_grad for one in inputs):
         return "nothing of it trains"
-    if arrival.segments is not None and arrival.backend == "sdpa" and arrival.hidden.is_cuda:
+    if call.get(BIAS) is not None:
+        return "it is handed a bias of relative positions"
+    if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
     if any(bank is not None and not bank.base.recordable for block in blocks for bank in block.spec.banks):
         return "weights in eight bits are made again when they have changed"
@@ -602,14 +682,15 @@ def _reason(blocks: Sequence[FusedBlock], arrival: Arrival, weights: Weights) ->
         return "there are hooks on its blocks"
     if any(block.spec.rung != Rung() for block in blocks):
         return "its blocks do not keep all that their backward passes need on the device"
-    if len({block.training and block.spec.attention_dropout for block in blocks}) > 1:
+    if len({block.training and block.spec.attention_dropouts for block in blocks}) > 1:
         return "the attention of its blocks drops out unequally"
     return None
 
 
-def _drawn(stack: Stack, weights: Weights, hidden: Tensor, here: Running) -> list[Draws]:
+def _drawn(stack: Stack, weights: Weights, arrival: Arrival, here: Running) -> list[Draws]:
     """What drops out in each block, as if each ran by itself."""
-    found, places = [], places_in(Layout.of(hidden), hidden, None)
+    layout = Layout.of(arrival.hidden, arrival.memory)
+    found, places = [], places_in(layout, arrival.hidden, arrival.memory)
     for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
         with bound_to(stack.at(number, here)):
             found.append(cast("FusedBlock", block).draws(parts, *places))

@@ -193,8 +193,7 @@ class Stack(nn.ModuleList):
         by_position = self.arguments[number][: len(args)]
         call: Call = dict(zip(by_position, args, strict=True)) | kwargs
         if isinstance(block, Elsewhere):
-            carried = tuple(call.get(name) for name in self.rule.carry)
-            return carried if len(carried) > 1 else carried[0]
+            return self._handed_on(call)
         if first:
             others = {name: value for name, value in call.items() if name != "hidden_states"}
             self.now = cast("Pass", self(call["hidden_states"], **others))
@@ -207,6 +206,11 @@ class Stack(nn.ModuleList):
             return self._wait(now.waiting, one, last)
         output = self._run(one, self._inside(now, call) | (now.carry if first else {}))
         return self._finish(output) if last else output
+
+    def _handed_on(self, call: Call) -> Any:
+        """What a block returns that hands on these values."""
+        carried = tuple(call.get(name) for name in self.rule.carry)
+        return carried if len(carried) > 1 else carried[0]
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Pass:
         """Begin a pass with the arguments of the first block; what a pass with an error has left is dropped."""
@@ -277,7 +281,7 @@ class Stack(nn.ModuleList):
             what = f"hidden states are changed between blocks {waiting[-1].number} and {one.number} of the {self.name}"
             raise UsageError(what, where="kernels", remedy="use kernels: off")
         waiting.append(one)
-        return self._run_all(waiting) if last else one.call["hidden_states"]
+        return self._run_all(waiting) if last else self._handed_on(one.call)
 
     def _run_all(self, waiting: list[Recorded]) -> Any:
         """At once, where all calls are the same and the way through the whole stack takes them; else one by one."""
@@ -286,7 +290,7 @@ class Stack(nn.ModuleList):
         if self.whole is not None and all(same(waiting[0].call, one.call) for one in waiting[1:]):
             advanced = self.whole(self, call, now.here)
             if advanced is not None:
-                return self._finish(advanced["hidden_states"])
+                return self._finish(self._handed_on(advanced))
         output: Any = None
         for one in waiting:
             output = self._run(one, call if output is None else self._inside(now, one.call) | carried_by(self.rule, output))

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,44 +21,16 @@ from petune.kernels import cuda_graphs
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.cuda_graphs import Bucket, CudaRecorder, Graphs, Run, ungraph
+from petune.kernels.cuda_graphs import Bucket, CudaRecorder, Graphs, Size, ungraph
 from petune.kernels.fuse import fuse, unfuse
 from petune.models import family_of
-from petune.models.stack import Stack
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import BERT, METHODS, MODELS
+from tests.kernels.replays import Again, replayed, stacks
 
 Batch = dict[str, Tensor]
 LORA = METHODS["lora"]
-
-
-class Again:
-    """Runs both passes anew on the same buffers: what a device's recorder has to be equal to."""
-
-    refused: str | None = None
-    error: RuntimeError | None = None
-
-    def __init__(self) -> None:
-        self.recorded = self.forwards = self.backwards = 0
-
-    def refusal(self) -> str | None:
-        return self.refused
-
-    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
-        if self.error is not None:
-            raise self.error
-        self.recorded += 1
-
-        def replay_forward() -> None:
-            self.forwards += 1
-            forward()
-
-        def replay_backward() -> None:
-            self.backwards += 1
-            backward()
-
-        return replay_forward, replay_backward
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +53,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def stacks(model: nn.Module) -> list[Stack]:
-    return [module for module in model.modules() if isinstance(module, Stack)]
-
-
 def tuned(name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Module] | None = None) -> nn.Module:
     """A fused model in training whose updates are not zero."""
     torch.manual_seed(0)
@@ -95,14 +64,6 @@ def tuned(name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Modu
                 value.normal_(std=0.1)
     assert fuse(model, family_of(model), "reference")
     return model.train()
-
-
-def replayed(model: nn.Module) -> Again:
-    """The recorder of a model that is replayed from now on."""
-    recorder = Again()
-    for stack in stacks(model):
-        stack.whole = Graphs(lambda device: recorder)
-    return recorder
 
 
 def pair(name: str, settings: dict[str, Any] = LORA) -> tuple[nn.Module, nn.Module, Again]:
@@ -369,16 +330,16 @@ def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(le
     assert bucket.holds(segments)
     assert bucket.tokens % cuda_graphs.QUANTUM == 0
     assert bucket.tokens - sum(lengths) <= max(cuda_graphs.QUANTUM, sum(lengths) / 8) + cuda_graphs.SLOTS
-    assert bucket.longest < 2 * max(cuda_graphs.SHORTEST, *lengths), "a spare slot is longer than the segments"
-    starts = bucket.starts(segments)
+    assert bucket.own.longest < 2 * max(cuda_graphs.SHORTEST, *lengths), "a spare slot is longer than the segments"
+    starts = bucket.own.starts(segments, bucket.rows - len(lengths))
     slots = [end - start for start, end in pairwise(starts)]
     assert tuple(slots[: len(lengths)]) == lengths
     assert len(slots) == bucket.rows and starts[-1] == bucket.tokens
-    assert min(slots) >= 1 and max(slots) <= bucket.longest
+    assert min(slots) >= 1 and max(slots) <= bucket.own.longest
 
 
 def test_a_bucket_holds_neither_more_tokens_nor_segments_nor_longer_ones() -> None:
-    bucket = Bucket(512, 8, 128, True, ())
+    bucket = Bucket(Size(512, 128), 8, True, ())
 
     def holds(*lengths: int) -> bool:
         return bucket.holds(Segments(torch.empty(0), lengths, None, (1, sum(lengths))))
@@ -412,7 +373,7 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     monkeypatch.setattr(cuda_graphs, "shape_of", lambda spec, dtype: shape)
     monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
     hidden = torch.empty(1, tokens, 1)
-    arrival = cuda_graphs.Arrival(hidden, None, None, "sdpa")
+    arrival: Any = SimpleNamespace(hidden=hidden, bucket=Bucket.of(hidden.shape, None))
     assert Graphs()._worthwhile(arrival, None) is replays  # type: ignore[arg-type]
 
 

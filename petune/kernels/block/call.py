@@ -94,10 +94,10 @@ class Spec:
         return [_probability(*where) for where in self.dropouts]
 
     @property
-    def attention_dropout(self) -> float:
-        """The probability of its first attention."""
-        drop = self.program.attends[0].drop
-        return 0.0 if drop is None else _probability(*self.dropouts[drop])
+    def attention_dropouts(self) -> tuple[float, ...]:
+        """The probability of each of its attentions."""
+        drops = [attend.drop for attend in self.program.attends]
+        return tuple(0.0 if drop is None else _probability(*self.dropouts[drop]) for drop in drops)
 
 
 def _probability(owner: nn.Module, name: str) -> float:
@@ -125,6 +125,11 @@ class Draws(NamedTuple):
         """One after the other."""
         every = (*(draw for group in self.groups for draw in group), *self.drops, *self.bottlenecks)
         return [draw for draw in every if draw is not None]
+
+    def sides(self, across: Sequence[bool]) -> list[bool]:
+        """For each of `all`, whether it is drawn for the tokens of the memory; across: of each group."""
+        groups = [side for group, side in zip(self.groups, across, strict=True) for draw in group if draw is not None]
+        return groups + [False] * (len(self.all) - len(groups))
 
     def replaced(self, by: Iterator[Drop]) -> Draws:
         """Others in the places of `all`."""

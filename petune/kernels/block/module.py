@@ -33,7 +33,7 @@ from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drawing
 
 # What blocks read beside hidden states, as transformers names it
-_MEMORY, _BIAS, _MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
+MEMORY, BIAS, MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
 Places = Callable[[], Tensor]  # see petune.kernels.block.layout.places_of
 
 
@@ -44,18 +44,16 @@ class FusedBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block's own arguments and result."""
-        given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
-        if (memory := given.get(_MEMORY)) is not None and torch.is_autocast_enabled(memory.device.type):
-            given[_MEMORY] = memory.to(torch.get_autocast_dtype(memory.device.type))  # as it does for every linear
+        given = memory_in_autocast(dict(zip(self.spec.arguments, args, strict=False)) | kwargs)
         reason = self.declines(hidden_states, given)
         if reason is None:
             return self._fused(hidden_states, given)
         if reason not in self.spec.said and torch.is_grad_enabled():
             self.spec.said.add(reason)
             say(f"kernels: {type(self).__name__} runs unfused: {reason}")
-        bias = given.get(_BIAS)
+        bias = given.get(BIAS)
         if isinstance(bias, Tensor) and bias.dim() == 2:  # by distance, as another block made it
-            args, kwargs = (), given | {_BIAS: by_distance(bias, hidden_states.shape[1])[None]}
+            args, kwargs = (), given | {BIAS: by_distance(bias, hidden_states.shape[1])[None]}
         return self._unfused(super().forward, hidden_states, *args, **kwargs)
 
     def _unfused(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -102,15 +100,15 @@ class FusedBlock(nn.Module):
             return "a cache of keys and values is in use"
         if given.get("output_attentions"):
             return "attention probabilities are asked for"
-        for mask in (given.get(name) for name in _MASKS):
+        for mask in (given.get(name) for name in MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
-        if given.get(_MASKS[0]) is None and self.spec.window and hidden.shape[1] > self.spec.window:
+        if given.get(MASKS[0]) is None and self.spec.window and hidden.shape[1] > self.spec.window:
             return f"it has a sliding window of {self.spec.window} tokens and no mask that says so"
-        memory, inputs = given.get(_MEMORY), self.spec.program.inputs
+        memory, inputs = given.get(MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
             return "it attends to an encoder" if memory is not None else "it is handed no hidden states of an encoder"
-        if "bias" in inputs and (reason := self._declines_bias(given.get(_BIAS))) is not None:
+        if "bias" in inputs and (reason := self._declines_bias(given.get(BIAS))) is not None:
             return reason
         for states in (hidden, memory):
             if states is not None and states.dtype != dtype:
@@ -124,9 +122,9 @@ class FusedBlock(nn.Module):
         return "padding is left out, and its bias is one of padded rows" if dense and running().segments is not None else None
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
-        parts, memory = self.parts(), given.get(_MEMORY)
-        layout, masks = Layout.of(hidden, memory), tuple(given.get(name) for name in _MASKS)
-        bias = self.bias(given.get(_BIAS), layout.longest)
+        parts, memory = self.parts(), given.get(MEMORY)
+        layout, masks = Layout.of(hidden, memory), tuple(given.get(name) for name in MASKS)
+        bias = self.bias(given.get(BIAS), layout.longest)
         draws = self.draws(parts, *places_in(layout, hidden, memory))
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
         forms = self.forms(hidden, layout, masks, bias)
@@ -136,6 +134,14 @@ class FusedBlock(nn.Module):
             return self.result(Node.apply(call, *inputs, *self.tensors(parts)), bias)  # type: ignore[no-untyped-call]
         call = replace(call, rung=Rung("input"))  # nothing is kept for a backward pass
         return self.result(forward(call, inputs, self.tensors(parts))[0].view(hidden.shape), bias)
+
+    @property
+    def distances(self) -> Tensor | None:
+        """The table of relative positions [buckets, heads] that its bias is made of, None where it has none."""
+        if self.spec.distances is None:
+            return None
+        attention, path = self.spec.distances
+        return cast("Tensor", attention.get_submodule(path).weight)
 
     def bias(self, given: Tensor | None, longest: int) -> Tensor | None:
         """The bias of relative positions: as the block before has handed it on, or made of this one's table for
@@ -152,7 +158,7 @@ class FusedBlock(nn.Module):
     def result(self, out: Tensor, bias: Tensor | None) -> Any:
         """What the block's own forward returns; of several values one that is not known is None."""
         carry = self.spec.carry
-        return tuple({"hidden_states": out, _BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
+        return tuple({"hidden_states": out, BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
 
     def linears(self) -> Parts:
         """The layers as they are at this moment.
@@ -245,6 +251,14 @@ class FusedBlock(nn.Module):
             else:
                 drops.append(one(chances[at], places))
         return Draws(tuple(groups), tuple(drops), tuple(behind))
+
+
+def memory_in_autocast(given: dict[str, Any]) -> dict[str, Any]:
+    """A block's arguments with the encoder's states in the dtype that autocast computes linears in."""
+    memory = given.get(MEMORY)
+    if memory is None or not torch.is_autocast_enabled(memory.device.type):
+        return given
+    return given | {MEMORY: memory.to(torch.get_autocast_dtype(memory.device.type))}
 
 
 def places_in(layout: Layout, hidden: Tensor, memory: Tensor | None) -> tuple[Places, Places]:

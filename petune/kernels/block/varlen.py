@@ -44,6 +44,11 @@ class Segments:
         """Tokens kept."""
         return sum(self.lengths)
 
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """`lengths`, also where those are only room for segments."""
+        return self.lengths
+
     @cached_property
     def rows(self) -> Tensor:
         """The row of the batch that each kept token is in, [total] int64: what dropout by index numbers it by, with `tokens`."""
@@ -79,21 +84,18 @@ def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ..
     """Segments that attend one to one, those of the same two lengths together: (their queries [n, q], their keys [n, k]), int64."""
     if keys is queries:
         return tuple((own, own) for own in queries.by_length)
-    if len(queries.lengths) != len(keys.lengths):
-        raise ValueError(f"{len(queries.lengths)} segments of queries, but {len(keys.lengths)} of keys")
+    own, others = queries.spans, keys.spans
+    if len(own) != len(others):
+        raise ValueError(f"{len(own)} segments of queries, but {len(others)} of keys")
     pairs = defaultdict(list)
-    for lengths, *firsts in zip(
-        zip(queries.lengths, keys.lengths, strict=True),
-        accumulate(queries.lengths, initial=0),
-        accumulate(keys.lengths, initial=0),
-        strict=False,
-    ):
+    firsts_of = accumulate(own, initial=0), accumulate(others, initial=0)
+    for lengths, *firsts in zip(zip(own, others, strict=True), *firsts_of, strict=False):
         pairs[lengths].append(firsts)
     device = queries.starts.device
     return tuple(
-        (own[:, :1] + torch.arange(q, device=device), own[:, 1:] + torch.arange(k, device=device))
+        (both[:, :1] + torch.arange(q, device=device), both[:, 1:] + torch.arange(k, device=device))
         for (q, k), firsts in pairs.items()
-        for own in (torch.tensor(firsts, device=device),)
+        for both in (torch.tensor(firsts, device=device),)
     )
 
 
