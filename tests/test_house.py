@@ -15,7 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from packaging.requirements import Requirement
@@ -86,6 +86,17 @@ LONG_FILES = (
     "petune/saving/peft.py",
 )
 NAME = 80  # characters of a test's name
+ELSEWHERE = {"cli": "cli/petune_cli", "benchmarks": "benchmarks"}  # folders of tests/ whose modules do not lie in petune/
+# Tests of a room as a whole, which no single module answers for. Those of several rooms lie in tests/ itself.
+OF_A_ROOM = (
+    "tests/demo/test_models.py",
+    "tests/kernels/test_gate.py",
+    "tests/kernels/test_rounding.py",
+    "tests/methods/test_everywhere.py",
+    "tests/methods/test_tutorial.py",
+    "tests/models/test_families.py",
+    "tests/models/test_oldest.py",
+)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt|mnt|data)/[\w.-]+|[A-Z]:\\Users")
 
 
@@ -188,6 +199,24 @@ def imports_of_tests(tree: ast.AST) -> list[str]:
     return [f"{line}: {name}" for name, line in imports(tree) if re.match(r"tests\.(\w+\.)*test_", name)]
 
 
+def unmirrored(tests: Iterable[str], modules: Iterable[str], allowed: Iterable[str]) -> list[str]:
+    """Tests in a room that are named after none of its modules, and exceptions that are not needed; all are paths from the root.
+
+    `petune/run/loop.py` is tested by `tests/run/test_loop.py` and `tests/run/test_loop_WHAT.py`.
+    """
+    known = set(modules)
+
+    def mirrors(test: str) -> bool:
+        _, room, *inner, name = PurePosixPath(test).with_suffix("").parts
+        folder = "/".join([ELSEWHERE.get(room, f"petune/{room}"), *inner])
+        words = name.split("_")[1:]
+        return any(f"{folder}/{'_'.join(words[:count])}.py" in known for count in range(1, len(words) + 1))
+
+    homeless = [test for test in tests if len(PurePosixPath(test).parts) > 2 and not mirrors(test)]
+    alone = [f"{test} is named after no module of its room" for test in homeless if test not in allowed]
+    return alone + [f"{test} needs no exception" for test in allowed if test not in homeless]
+
+
 def long_names(tree: ast.AST) -> list[str]:
     """Tests whose names have more than NAME characters."""
     return [
@@ -276,6 +305,21 @@ def test_an_import_of_a_test_is_seen(source: str) -> None:
     assert not imports_of_tests(ast.parse("from tests.pool import run"))
 
 
+def test_a_test_outside_the_room_of_its_module_is_seen() -> None:
+    modules = ["petune/run/loop.py", "petune/kernels/head/hooks.py", "cli/petune_cli/main.py"]
+    right = [
+        "tests/run/test_loop.py",
+        "tests/run/test_loop_ends.py",
+        "tests/kernels/head/test_hooks.py",
+        "tests/cli/test_main.py",
+        "tests/test_all.py",
+    ]
+    assert unmirrored(right, modules, []) == []
+    wrong = ["tests/run/test_loops.py", "tests/files/test_loop.py", "tests/kernels/test_hooks.py"]
+    assert unmirrored(wrong, modules, []) == [f"{test} is named after no module of its room" for test in wrong]
+    assert unmirrored(wrong, modules, [*wrong, right[0]]) == [f"{right[0]} needs no exception"]
+
+
 def test_a_name_that_is_too_long_is_seen() -> None:
     assert long_names(ast.parse(f"class Tests:\n    def {'test_':x<{NAME + 1}}(): ..."))
     assert not long_names(ast.parse(f"def {'test_':x<{NAME}}(): ..."))
@@ -323,6 +367,12 @@ def test_nothing_banned_is_used() -> None:
 def test_no_module_imports_a_test() -> None:
     """What tests share lies in conftest.py or in a module that is no test."""
     assert complaints(SOURCE + TESTS, lambda path: imports_of_tests(parsed(path))) == []
+
+
+def test_tests_lie_where_their_modules_do() -> None:
+    tests = [name_of(path) for path in TESTS if path.name.startswith("test_")]
+    modules = [name_of(path) for path in [*SOURCE, *(ROOT / "benchmarks").glob("*.py")]]
+    assert unmirrored(tests, modules, OF_A_ROOM) == []
 
 
 def test_names_of_tests_can_be_read() -> None:

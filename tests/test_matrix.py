@@ -81,7 +81,7 @@ FUSED = [
     for at, backend in enumerate(CUTTING)
     for turn, name in enumerate(FOUR)
 ]
-# Every other pair here; tests/parallel/test_overlap.py has more of them under galaxy, in float64.
+# Every other pair here; tests/parallel/tensor/test_overlap.py has more of them under galaxy, in float64.
 OVERLAPS = [
     pytest.param(backend, METHODS[at], FOUR[at], marks=long if (at + turn) % 2 else ())
     for at in range(4)

@@ -53,7 +53,8 @@ def test_every_case_has_an_exit_code_and_tests_that_exist() -> None:
     assert complaints((TESTS.parent / "docs" / "reliability.md").read_text()) == []
 
 
-GOOD = "| {} | a kill | all is well | 6, 75 | `test_kills.py::test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not` |"
+NAME = "test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not"
+GOOD = f"| {{}} | a kill | all is well | 6, 75 | `run/test_rank_kills.py::{NAME}` |"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,8 @@ GOOD = "| {} | a kill | all is well | 6, 75 | `test_kills.py::test_a_run_killed_
         (GOOD.format(66).replace("6, 75", "6, 76"), "case 66: 76 is no exit code"),
         (GOOD.format(66).replace("a kill", ""), "case 66 has not five cells"),
         ("| 66 | a kill | all is well | 6 | none |", "case 66 has no test, or one that cannot be read"),
-        (GOOD.format(66).replace("test_a_run", "test_no_run"), "tests/test_kills.py has no test_no_run"),
-        (GOOD.format(66).replace("test_kills.py", "test_lills.py"), "tests/test_lills.py has no"),
+        (GOOD.format(66).replace("test_a_run", "test_no_run"), "tests/run/test_rank_kills.py has no test_no_run"),
+        (GOOD.format(66).replace("_kills.py", "_lills.py"), "tests/run/test_rank_lills.py has no"),
         (GOOD.format(66).replace("not` |", "not` (long) |"), "case 66 has no test in the short suite"),
     ],
 )

@@ -1,6 +1,6 @@
 """Runs of two processes of which one is killed at random moments, again and again: nothing that was committed is lost, no bit differs.
 
-The long form, of other plans and with other plans to go on by, is in tests/test_parallel_runs.py.
+The long form, of other plans and with other plans to go on by, is in tests/run/test_rank.py.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from tests.small_runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_picture")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 

@@ -364,5 +364,5 @@ def test_kernels_and_memory_are_checked_without_torch() -> None:
         "import sys; from petune.recipe import load_recipe; load_recipe('llama_lora', ['kernels=triton', 'memory.keep=input']);"
         "print({'torch', 'transformers', 'triton'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "set()"

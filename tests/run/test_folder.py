@@ -26,7 +26,7 @@ from petune.saving import checkpoint
 from tests.kills import killed_at
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("no_picture")
 OLD, NEW = "0" * 31 + "1", "0" * 31 + "2"  # ids of two runs
 FLAGS: dict[str, dict[str, bool]] = {"plain": {}, "--resume": {"resume": True}, "--overwrite": {"overwrite": True}}

@@ -23,7 +23,7 @@ from petune.errors import DataError, DistributedError, MachineError
 from petune.parallel.launch import process_group, rendezvous
 from petune.parallel.launch.rendezvous import Place, first_node
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", rendezvous.ERROR_FILE, rendezvous.LAUNCHER)
 
 WORKER = """

@@ -1,7 +1,7 @@
 """`petune train` starting its own processes, for real: how it ends when all is well, when one fails, is killed, freezes or is told to stop.
 
 Each launch costs seconds, as every rank imports torch anew; the numbers of parallel runs are checked with forked ranks in
-tests/test_parallel_runs.py.
+tests/run/test_rank.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.group_pool import assert_same_but_for_rounding, files, ranks
 from tests.small_runs import as_yaml, newest, numbers, run, settings
 
 pytestmark = pytest.mark.timeout(180)
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PETUNE = (sys.executable, "-c", "import sys; from petune_cli.main import app; sys.argv[0] = 'petune'; app()")
 TP = {"tp": {"columns": [32, 16]}}
 
@@ -216,7 +216,7 @@ def patched(place: Path, rank: int, step: int, act: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'cli'}"}
 
 
-@pytest.mark.long  # what a launcher makes of it is in tests/parallel/test_launch.py, what a rank says in tests/test_parallel_runs.py
+@pytest.mark.long  # what a launcher makes of it is in tests/parallel/launch/test_launcher.py, what a rank says in tests/run/test_rank.py
 def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, _ = recipe_in(tmp_path)
     launched = launch("train", str(file), env=patched(tmp_path, 1, 3, "raise DataError('the row is no object', where='rows.jsonl:7')"))

@@ -693,7 +693,7 @@ def test_a_plan_is_checked_without_torch() -> None:
         "import sys; from petune.recipe import load_recipe; load_recipe('llama_lora_dp_tp_pp', ['tp_num_attention_heads_list=[5,3]']);"
         "print({'torch', 'transformers'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "set()"
 
 

@@ -252,7 +252,7 @@ def test_the_json_schema_names_every_setting() -> None:
 
 
 def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     for path in _every_key():
         said_of = path.split(".")
         if len(said_of) == 3 and said_of[1] in ROWS:  # what the named rows have is said once, of `cut`
@@ -263,7 +263,7 @@ def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None
 
 
 def test_every_example_of_documents_and_messages_is_accepted() -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     pages = [root / name for name in ("README.md", "docs/recipes.md", "docs/data.md", "docs/parallel.md")]
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
     lines = [line for block in (*blocks, *_EXAMPLES.values()) for line in block.splitlines()]
@@ -428,5 +428,5 @@ def _judge(folder: Path, data: bytes) -> None:
 
 def test_a_recipe_is_checked_without_torch() -> None:
     code = "import sys; from petune.recipe import load_recipe; load_recipe('bert_lora'); print({'torch', 'transformers'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "set()"

@@ -27,7 +27,7 @@ from tests.methods.zoo import tiny
 from tests.small_runs import settings, write_model
 from tests.written_recipes import recipe_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
 
 

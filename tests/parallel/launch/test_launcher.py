@@ -21,7 +21,7 @@ from petune.errors import DataError, DistributedError, MachineError, PetuneError
 from petune.parallel.launch.host_memory import HostMemory
 from petune.parallel.launch.launcher import Report, judge, launch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 WORKER = '''
 import os, signal, sys, time

@@ -1,6 +1,6 @@
 """Runs in several processes: the numbers of one whatever the recipe asks for, resumed under other plans, stopped, spoilt and killed.
 
-Ranks are forked; each trains a tiny model as `python -m petune` would. What the launcher does is in tests/test_ranks.py.
+Ranks are forked; each trains a tiny model as `python -m petune` would. What the launcher does is in tests/run/test_distributed.py.
 """
 
 from __future__ import annotations
