@@ -33,6 +33,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Call, Draws, Parts, Spec
+from petune.kernels.block.guards import Guards
 from petune.kernels.block.layout import Layout
 from petune.kernels.block.module import BIAS, MEMORY, FusedBlock, angles_of, memory_in_autocast, places_in
 from petune.kernels.block.steps import Values
@@ -261,6 +262,19 @@ class Weights:
             self.scaled,
             self.modes,
         )
+        self.recordable = all(bank is None or bank.base.recordable for block in blocks for bank in block.spec.banks)
+        self.alike = len({block.training and block.spec.attention_dropouts for block in blocks}) == 1
+        self.guards: Guards | None = None  # see `current`
+
+    def current(self, blocks: Sequence[FusedBlock]) -> bool:
+        """Whether these are still the tensors of `blocks`, and what is part of a recording is as it was."""
+        guards = self.guards
+        if guards is None or not guards.hold(blocks):
+            guards = Guards(blocks)
+            if self.recorded != Weights(blocks, [block.linears() for block in blocks]).recorded:
+                return False
+            self.guards = guards
+        return self.addresses() == self.lay and [value.requires_grad for value in self.all] == self.recorded[2]
 
     def addresses(self) -> list[int]:
         """Where the tensors lie now."""
@@ -579,7 +593,7 @@ class Graphs:
 
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
         """The weights; recordings of others are forgotten."""
-        if self.weights is None or self.weights.recorded != Weights(blocks, [block.linears() for block in blocks]).recorded:
+        if self.weights is None or not self.weights.current(blocks):
             self._begin(Weights(blocks, [block.parts() for block in blocks]))  # which may have moved some into their banks
         assert self.weights is not None
         return self.weights
@@ -676,13 +690,14 @@ def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, wei
         return "it is handed a bias of relative positions"
     if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
         return "attention within segments has no kernel here, and reads their lengths on the host"
-    if any(bank is not None and not bank.base.recordable for block in blocks for bank in block.spec.banks):
+    if not weights.recordable:
         return "weights in eight bits are made again when they have changed"
-    if any(map(_hooked, blocks)):
+    if _has_any_global_hook() or any(map(_hooked, blocks)):
         return "there are hooks on its blocks"
-    if any(block.spec.rung != Rung() for block in blocks):
+    whole = Rung()
+    if any(block.spec.rung != whole for block in blocks):
         return "its blocks do not keep all that their backward passes need on the device"
-    if len({block.training and block.spec.attention_dropouts for block in blocks}) > 1:
+    if not weights.alike:
         return "the attention of its blocks drops out unequally"
     return None
 
@@ -699,8 +714,7 @@ def _drawn(stack: Stack, weights: Weights, arrival: Arrival, here: Running) -> l
 
 def _hooked(block: nn.Module) -> bool:
     """Whether somebody waits for this block to be called."""
-    own = block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks
-    return bool(own) or _has_any_global_hook()
+    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)
 
 
 def ungraph(model: nn.Module) -> None:

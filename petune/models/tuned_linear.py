@@ -130,12 +130,14 @@ class TunedLinear(TunedModule):
         """The linear map of the layer as fused kernels compute it, all of it but for its `bottleneck`.
 
         Without factors while its tuning is passed by; None: there is no fused form. Never inherited: a class
-        that does not define it has none. Always None or never, for one layer.
+        that does not define it has none. Always None or never, for one layer. It follows from attributes and
+        tensors of the layer and of the modules in it: while those are the same objects, nobody asks again.
         """
         return None
 
     def bottleneck(self) -> BottleneckPart | None:
-        """What acts on the sum of `low_rank` in a fused block; None: nothing. Always None or never, for one layer."""
+        """What acts on the sum of `low_rank` in a fused block; None: nothing. Always None or never, for one layer;
+        it follows from what `low_rank` may follow from."""
         return None
 
     @abstractmethod

@@ -406,6 +406,29 @@ def test_weights_that_are_replaced_or_moved_are_recorded_anew() -> None:
         assert (recorder.recorded, recorder.forwards) == (count, 3 * count)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_layers_are_not_asked_again_until_something_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, recorder = pair(name)
+    asked: list[FusedBlock] = []
+    own = FusedBlock.linears
+
+    def counted(block: FusedBlock) -> Any:
+        asked.append(block)
+        return own(block)
+
+    monkeypatch.setattr(FusedBlock, "linears", counted)
+    counts: list[int] = []
+    for step in range(4):
+        if step == 3:  # by its equal, so that the recordings are as good as before
+            layer: Any = next(module for module in model.modules() if hasattr(module, "lora_A"))
+            layer.scale = float(str(layer.scale))
+        loss_of(model, batch(name, (9, 4), step)).backward()
+        counts.append(len(asked))
+    blocks = sum(isinstance(module, FusedBlock) for module in model.modules())
+    assert [after - before for before, after in pairwise(counts)] == [blocks, 0, blocks]
+    assert recorder.recorded == 1
+
+
 def test_weights_that_move_between_the_passes_are_an_error() -> None:
     model, _, _ = pair("llama")
     loss_of(model, batch("llama", (9, 4))).backward()

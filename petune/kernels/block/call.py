@@ -51,6 +51,7 @@ class Spec:
     tile: int | None = None
     store: Store | None = None
     banks: list[Bank | None] = field(default_factory=list)
+    attentions: Sequence[nn.Module] = ()  # the modules of the block that may be told to exchange tokens with other ranks
     inside: list[tuple[str, nn.Module]] = field(default_factory=list)  # the modules of the block, by name
     homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)  # where each layer is: its parent, and the name there
     hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
@@ -64,7 +65,9 @@ class Spec:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return cast("Tensor", self.layers[0][0].weight).dtype
+        layer = self.layers[0][0]
+        weight = layer._parameters.get("weight")  # past nn.Module's own look-up: every call asks
+        return cast("Tensor", layer.weight if weight is None else weight).dtype
 
     @property
     def defers(self) -> bool:
@@ -85,8 +88,8 @@ class Spec:
 
     def computes_in(self, kind: str) -> torch.dtype:
         """What it computes in at this moment on a kind of device."""
-        rounds = self.casts and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
-        return torch.bfloat16 if rounds else self.dtype
+        rounds = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
+        return torch.bfloat16 if rounds and self.casts else self.dtype
 
     @property
     def probabilities(self) -> list[float]:

@@ -70,12 +70,12 @@ class FusedBlock(nn.Module):
 
         return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
-    def unready(self, device: torch.device) -> str | None:
-        """Why every call at this moment goes to the block's own forward, or None."""
-        dtype = self.spec.computes_in(device.type)
-        if getattr(self, "_is_replica", False):
+    def unready(self, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+        """Why every call at this moment goes to the block's own forward, or None. dtype: that it computes in."""
+        dtype = dtype or self.spec.computes_in(device.type)
+        if vars(self).get("_is_replica"):
             return "nn.DataParallel runs copies of it, whose layers it does not know"
-        if any(vars(module).get("exchange") is not None for _, module in self.spec.inside):
+        if any(vars(module).get("exchange") is not None for module in self.spec.attentions):
             return "its attention exchanges tokens with other ranks"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
@@ -113,7 +113,7 @@ class FusedBlock(nn.Module):
         for states in (hidden, memory):
             if states is not None and states.dtype != dtype:
                 return f"hidden states are {_short(states.dtype)}, blocks compute in {_short(dtype)}"
-        return self.unready(hidden.device)
+        return self.unready(hidden.device, dtype)
 
     def _declines_bias(self, bias: Tensor | None) -> str | None:
         if bias is None and self.spec.distances is None:

@@ -49,9 +49,9 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
     if (reason := _stranger(block, name) or _other_norm(norms)) is not None:
         return reason
-    for core in (sublayer.core for sublayer in sublayers):
-        if getattr(block.get_submodule(core.at), "exchange", None) is not None:
-            return "its attention exchanges tokens with other ranks"
+    attentions = [block.get_submodule(sublayer.core.at) for sublayer in sublayers if isinstance(sublayer.core, Attention)]
+    if any(getattr(attention, "exchange", None) is not None for attention in attentions):
+        return "its attention exchanges tokens with other ranks"
     program = compiled(sublayers, Sizes(*_heads(block, sublayers, shape), act, _eps(norms[0][1])))
     spec = Spec(
         program=program,
@@ -61,6 +61,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         ],
         dropouts=[_where(block, path) for path in program.dropouts],
         behind=[block.get_submodule(path) for path in program.bottlenecks],
+        attentions=attentions,
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
         window=_window(block, config),
