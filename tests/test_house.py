@@ -68,7 +68,6 @@ LONG_FILES = (
     "petune/estimate/forecast.py",
     "petune/files/safetensors.py",
     "petune/kernels/block/attention.py",
-    "petune/kernels/cuda_graphs.py",
     "petune/kernels/memory/offloaded_adamw.py",
     "petune/kernels/memory/policy.py",
     "petune/kernels/triton/attention.py",

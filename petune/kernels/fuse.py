@@ -24,8 +24,8 @@ from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.specs import spec_of
 from petune.kernels.block.unpad import FindSegments, Unpadded
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
-from petune.kernels.cuda_graphs import Graphs, ungraph
 from petune.kernels.dispatch import Ops, refusal, select
+from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.kernels.head.hooks import fuse_head, unfuse_head
 from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from petune.kernels.cuda_graphs import Graphs, Run
+from petune.kernels.graphs.recorder import Run
+from petune.kernels.graphs.replay import Graphs
 from petune.models.stack import Stack
 
 

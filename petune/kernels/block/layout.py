@@ -1,14 +1,22 @@
-"""Where the tokens of a call lie: in rows of equal length or in segments, and so those of the memory."""
+"""What a block is handed: hidden states, an encoder's states (the memory), and where the tokens of both lie, in rows of equal length or in
+segments."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from petune.kernels.block.varlen import Segments, of_rows
 from petune.rng.context import running
 from petune.rng.dropout import places
+
+# What blocks read beside hidden states, as transformers names it
+MEMORY, BIAS, MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
+Places = Callable[[], Tensor]  # see `places_of`
 
 
 class Layout(NamedTuple):
@@ -44,3 +52,23 @@ def places_of(hidden: Tensor, segments: Segments | None) -> Tensor:
         return places(hidden.shape[0], hidden.shape[1], hidden.device)
     numbers = places(*segments.shape, hidden.device)
     return numbers if segments.places is None else numbers[segments.places]
+
+
+def places_in(layout: Layout, hidden: Tensor, memory: Tensor | None) -> tuple[Places, Places]:
+    """`places_of` the tokens of a call, and of its memory, each made when it is first asked for."""
+    read = hidden if memory is None else memory
+    return cache(lambda: places_of(hidden, layout.segments)), cache(lambda: places_of(read, layout.memory))
+
+
+def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """cos and sin [p, d] of [1 or b, t, d]."""
+    cos, sin = angles
+    return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
+
+
+def memory_in_autocast(given: dict[str, Any]) -> dict[str, Any]:
+    """A block's arguments with the encoder's states in the dtype that autocast computes linears in."""
+    memory = given.get(MEMORY)
+    if memory is None or not torch.is_autocast_enabled(memory.device.type):
+        return given
+    return given | {MEMORY: memory.to(torch.get_autocast_dtype(memory.device.type))}

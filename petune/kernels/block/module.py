@@ -23,7 +23,7 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
-from petune.kernels.block.layout import Layout, places_of
+from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, Places, angles_of, memory_in_autocast, places_in
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
@@ -31,10 +31,6 @@ from petune.log import say
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
 from petune.rng.dropout import Drop, draw, drawing
-
-# What blocks read beside hidden states, as transformers names it
-MEMORY, BIAS, MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
-Places = Callable[[], Tensor]  # see petune.kernels.block.layout.places_of
 
 
 class FusedBlock(nn.Module):
@@ -253,20 +249,6 @@ class FusedBlock(nn.Module):
         return Draws(tuple(groups), tuple(drops), tuple(behind))
 
 
-def memory_in_autocast(given: dict[str, Any]) -> dict[str, Any]:
-    """A block's arguments with the encoder's states in the dtype that autocast computes linears in."""
-    memory = given.get(MEMORY)
-    if memory is None or not torch.is_autocast_enabled(memory.device.type):
-        return given
-    return given | {MEMORY: memory.to(torch.get_autocast_dtype(memory.device.type))}
-
-
-def places_in(layout: Layout, hidden: Tensor, memory: Tensor | None) -> tuple[Places, Places]:
-    """`places_of` the tokens of a call, and of its memory, each made when it is first asked for."""
-    read = hidden if memory is None else memory
-    return cache(lambda: places_of(hidden, layout.segments)), cache(lambda: places_of(read, layout.memory))
-
-
 def _hooked(module: nn.Module) -> bool:
     """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
     only when asked to."""
@@ -296,12 +278,6 @@ def _behind(layer: nn.Module) -> BottleneckPart:
     part = layer.bottleneck() if isinstance(layer, TunedLinear) else None
     assert part is not None, "a layer has a bottleneck always or never"
     return part
-
-
-def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """cos and sin [p, d] of [1 or b, t, d]."""
-    cos, sin = angles
-    return cos.reshape(-1, cos.shape[-1]), sin.reshape(-1, sin.shape[-1])
 
 
 def _short(dtype: torch.dtype) -> str:

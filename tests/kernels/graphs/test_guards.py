@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import petune
-from petune.kernels.block.guards import Guards
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.fuse import fuse
+from petune.kernels.graphs.guards import Guards
 from petune.models import family_of
 from tests.kernels.fused_pairs import METHODS, MODELS
 

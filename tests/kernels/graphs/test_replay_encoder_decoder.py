@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import petune
-from petune.kernels import cuda_graphs
-from petune.kernels.block.varlen import Segments
-from petune.kernels.cuda_graphs import Bucket
 from petune.kernels.fuse import fuse
+from petune.kernels.graphs import replay
 from petune.models import family_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
@@ -129,7 +126,7 @@ def test_two_losses_of_one_encoder_add_up() -> None:
 
 def test_a_bias_that_is_handed_in_goes_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(cuda_graphs, "say", said.append)
+    monkeypatch.setattr(replay, "say", said.append)
     model, _, recorder = pair("t5-seq2seq")
     encoder = stacks(model)[0]
     hidden = torch.randn(1, 4, model.config.d_model, requires_grad=True)  # type: ignore[union-attr,arg-type]
@@ -141,24 +138,6 @@ def test_a_bias_that_is_handed_in_goes_block_by_block(monkeypatch: pytest.Monkey
         out.sum().backward()
     assert recorder.forwards == 0
     assert said == ["kernels: encoder runs block by block, not as CUDA graphs: it is handed a bias of relative positions"]
-
-
-COUNTS = [((1,), (1,)), ((500, 3), (1, 2)), ((1,) * 40, (512,) * 40), ((64,) * 9, (1,) * 9), (tuple(range(1, 60)), tuple(range(60, 1, -1)))]
-
-
-@pytest.mark.parametrize(("own", "memory"), COUNTS)
-def test_a_bucket_has_as_many_slots_for_the_memory_and_none_is_empty_or_too_long(own: Lengths, memory: Lengths) -> None:
-    sides = [Segments(torch.empty(0), tuple(lengths), None, (1, sum(lengths))) for lengths in (own, memory)]
-    bucket = Bucket.of((1, sum(own), 8), sides[0], (), sides[1])
-    assert bucket.holds(*sides) and bucket.memory is not None
-    for size, side in zip((bucket.own, bucket.memory), sides, strict=True):
-        starts = size.starts(side, bucket.rows - len(side.lengths))
-        slots = [end - start for start, end in pairwise(starts)]
-        assert tuple(slots[: len(side.lengths)]) == side.lengths
-        assert len(slots) == bucket.rows and starts[-1] == size.tokens
-        assert min(slots) >= 1 and max(slots) <= size.longest
-    longer = Segments(torch.empty(0), (*memory[:-1], bucket.memory.longest + 1), None, (1, 1))
-    assert not bucket.holds(sides[0], longer)
 
 
 @pytest.mark.gpu
@@ -182,7 +161,7 @@ def test_on_a_device_replays_train_as_block_by_block(name: str, p: float) -> Non
         stack.whole = None
     model = copy.deepcopy(plain.train())
     for stack in stacks(model):
-        stack.whole = cuda_graphs.Graphs()
+        stack.whole = replay.Graphs()
     draw = torch.Generator().manual_seed(0)
     for step in range(8):
         lengths, labels = (torch.randint(1, most, (6,), generator=draw).tolist() for most in (300, 90))

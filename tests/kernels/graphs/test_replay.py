@@ -17,12 +17,14 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import petune
 from petune.errors import UsageError
-from petune.kernels import cuda_graphs
 from petune.kernels.block.module import FusedBlock
-from petune.kernels.block.varlen import Segments
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.cuda_graphs import Bucket, CudaRecorder, Graphs, Size, ungraph
 from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.graphs import bucket as buckets
+from petune.kernels.graphs import replay
+from petune.kernels.graphs.bucket import Bucket
+from petune.kernels.graphs.recorder import CudaRecorder
+from petune.kernels.graphs.replay import Graphs, ungraph
 from petune.models import family_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
@@ -43,13 +45,13 @@ def _float64() -> Iterator[None]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets that tiny batches can tell apart."""
-    monkeypatch.setattr(cuda_graphs, "QUANTUM", 16)
+    monkeypatch.setattr(buckets, "QUANTUM", 16)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(cuda_graphs, "say", said.append)
+    monkeypatch.setattr(replay, "say", said.append)
     return said
 
 
@@ -306,7 +308,7 @@ def test_a_batch_that_comes_often_gets_a_recording_of_its_own_size(monkeypatch: 
         return recorder.recorded, recorder.forwards
 
     assert steps(large, large) == (1, 2)
-    monkeypatch.setattr(cuda_graphs, "RECORDING", 0.99)
+    monkeypatch.setattr(replay, "RECORDING", 0.99)
     assert steps(small, small) == (1, 4)
     assert steps(large, small) == (2, 6)
 
@@ -320,39 +322,8 @@ def test_a_batch_is_served_by_any_larger_recording_and_gets_one_where_there_is_n
     assert (recorder.recorded, recorder.forwards) == (2, 4)
 
 
-LENGTHS = [(1,), (500,), (64,) * 40, (7, 255, 3), (1,) * 300, tuple(range(1, 60)), (1, 4000), (5000, 243), (100_001,)]
-
-
-@pytest.mark.parametrize("lengths", [*LENGTHS, (65,) * 127, (40,) * 207, (8,) * 7])  # the last ones leave one slot of eight
-def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(lengths: tuple[int, ...]) -> None:
-    segments = Segments(torch.empty(0), lengths, None, (1, sum(lengths)))
-    bucket = Bucket.of((1, sum(lengths), 8), segments)
-    assert bucket.holds(segments)
-    assert bucket.tokens % cuda_graphs.QUANTUM == 0
-    assert bucket.tokens - sum(lengths) <= max(cuda_graphs.QUANTUM, sum(lengths) / 8) + cuda_graphs.SLOTS
-    assert bucket.own.longest < 2 * max(cuda_graphs.SHORTEST, *lengths), "a spare slot is longer than the segments"
-    starts = bucket.own.starts(segments, bucket.rows - len(lengths))
-    slots = [end - start for start, end in pairwise(starts)]
-    assert tuple(slots[: len(lengths)]) == lengths
-    assert len(slots) == bucket.rows and starts[-1] == bucket.tokens
-    assert min(slots) >= 1 and max(slots) <= bucket.own.longest
-
-
-def test_a_bucket_holds_neither_more_tokens_nor_segments_nor_longer_ones() -> None:
-    bucket = Bucket(Size(512, 128), 8, True, ())
-
-    def holds(*lengths: int) -> bool:
-        return bucket.holds(Segments(torch.empty(0), lengths, None, (1, sum(lengths))))
-
-    assert holds(*[100] * 5) and holds(*[71] * 7)
-    assert not holds(129, 100, 100, 100)
-    assert not holds(*[1] * 8)  # no slot left for what is lacking
-    assert not holds(*[128] * 4)  # nor anything lacking for the slots that are
-    assert not holds(*[1] * 7)  # too much is lacking for the slot that is left
-
-
 def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "LAUNCH_BOUND", 0.0)
+    monkeypatch.setattr(replay, "LAUNCH_BOUND", 0.0)
     model, plain, recorder = pair("bert")
     for step in range(3):
         assert_same_step(model, plain, batch("bert", (9, 4), step))
@@ -370,7 +341,7 @@ def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     ranks = Ranks(16, 16, 16, 16, 16 * gated, 16, 16)
     heads = (32, 8, 128, 14336) if gated else (16, 16, 64, 4096)
     shape = BlockShape(width, *heads, gated, ranks, norm="rms" if gated else "layer", causal=gated)
-    monkeypatch.setattr(cuda_graphs, "shape_of", lambda spec, dtype: shape)
+    monkeypatch.setattr(replay, "shape_of", lambda spec, dtype: shape)
     monkeypatch.setattr(block_cost, "rates_of", lambda name: block_cost.H200)
     hidden = torch.empty(1, tokens, 1)
     arrival: Any = SimpleNamespace(hidden=hidden, bucket=Bucket.of(hidden.shape, None))
@@ -572,8 +543,8 @@ def test_the_log_tells_when_graphs_begin(lines: list[str]) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_only_a_recording_that_was_not_used_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "LIMIT", 2)
-    monkeypatch.setattr(cuda_graphs, "PATIENCE", 6)
+    monkeypatch.setattr(replay, "LIMIT", 2)
+    monkeypatch.setattr(replay, "PATIENCE", 6)
     model, plain, recorder = pair("llama")
     first, second, third = (3, 4), (12, 9), (30, 20)
 

@@ -1,0 +1,1 @@
+"""Stacks of fused blocks as CUDA graphs."""

@@ -1,0 +1,148 @@
+"""A recording for one bucket: the buffers it reads and writes, and what a batch puts into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from petune.kernels.block.call import Call, Draws, Parts
+from petune.kernels.block.layout import MEMORY, Layout, angles_of
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.varlen import Segments, of_rows
+from petune.kernels.graphs.bucket import Bucket, Size, Slots
+from petune.kernels.graphs.passes import Passes, Piece
+from petune.kernels.graphs.recorder import Recorder, Run
+from petune.kernels.graphs.weights import Learned
+from petune.models.stack import Call as Arguments
+from petune.rng.context import Running
+
+
+class Arrival:
+    """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary positions, None where blocks read
+    none; the segments of both; the form of each attention; what drops out in each block."""
+
+    def __init__(self, call: Arguments, block: FusedBlock, here: Running) -> None:
+        self.hidden = hidden = cast("Tensor", call["hidden_states"])
+        self.memory = memory = cast("Tensor | None", call.get(MEMORY))
+        self.angles = angles_of(call["position_embeddings"]) if block.spec.program.rotary else None
+        self.segments, self.across = segments, across = _sides(hidden, memory, here)
+        longest = hidden.shape[1] if segments is None else segments.longest
+        layout = Layout(len(hidden), longest, segments, None if across is None else across.longest, across)
+        self.backends = block.forms(hidden, layout)
+        self.draws: Sequence[Draws] = ()
+        trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, block.distances))
+        angles = None if self.angles is None else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
+        self.bucket = Bucket.of(hidden.shape, segments, (self.backends, hidden.dtype, trains, angles), across)
+
+
+def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segments | None, Segments | None]:
+    """The segments of a stack's tokens and of its memory. With a memory both have some, rows of equal length too: so batches of any
+    lengths share recordings."""
+    if memory is None:
+        return here.segments, None
+    both = (here.segments, hidden), (here.memory, memory)
+    own, across = (given or of_rows(len(x), x.shape[0] * x.shape[1], x.device) for given, x in both)
+    return own, across
+
+
+class Graph:
+    """A recording of both passes for one bucket, and the buffers it reads and writes. used: the call of the stack that used it last."""
+
+    used = 0
+
+    def __init__(self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned) -> None:
+        self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
+        inlet, self.outlet, *memory = rooms
+        device, table = inlet.device, block.distances
+        own = arrival.bucket.own
+        self.slots, self.across = self._slots(own, device) if arrival.bucket.segmented else None, self._slots(arrival.bucket.memory, device)
+        bias = None if table is None else table.new_zeros(table.shape[1], 2 * own.longest - 1)
+        inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias}
+        self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
+        self.angles: tuple[Tensor, Tensor] | None = None
+        if arrival.angles is not None:
+            cos, sin = arrival.angles
+            rows = own.tokens if arrival.bucket.segmented else len(cos)
+            self.angles = cos.new_zeros(rows, cos.shape[1]), sin.new_zeros(rows, sin.shape[1])
+        self.places = [torch.zeros(len(room), dtype=torch.int64, device=device) for room in (inlet, *memory)]
+        self.bases = torch.zeros(sum(len(one.all) for one in arrival.draws), dtype=torch.int64, device=device)
+        bases = iter(self.bases.split(1))
+        self.reads = block.spec.program.across
+        self.draws = [
+            one.replaced(
+                draw._replace(numbers=self.places[of], base=next(bases)) for draw, of in zip(one.all, one.sides(self.reads), strict=True)
+            )
+            for one in arrival.draws
+        ]
+        self._forward: Run
+        self._backward: Run
+
+    def _slots(self, size: Size | None, device: torch.device) -> Slots | None:
+        if size is None:
+            return None
+        starts = torch.zeros(self.bucket.rows + 1, dtype=torch.int32, device=device)
+        return Slots(starts, (size.longest,), None, (1, size.tokens))
+
+    def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
+        """A block's call as it is recorded."""
+        memory = self.bucket.memory
+        layout = Layout(self.bucket.rows, self.bucket.own.longest, self.slots, None if memory is None else memory.longest, self.across)
+        return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
+
+    def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
+        """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""
+        passes = Passes(pieces, self.inlets, self.outlet)
+        with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
+            self._forward, self._backward = recorder.record(passes.forward, passes.backward)
+
+    def place(self, arrival: Arrival) -> None:
+        """Take in where the tokens of the next batch are, and what is drawn for it."""
+        for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
+            room[: len(value)].copy_(value)
+        sides = (self.slots, self.bucket.own, arrival.segments), (self.across, self.bucket.memory, arrival.across)
+        for slots, size, segments in sides:
+            if slots is not None and size is not None and segments is not None:
+                _send(size.starts(segments, self.bucket.rows - len(segments.lengths)), slots.starts)
+        drawn = [draw for one in arrival.draws for draw in one.all]
+        if drawn:
+            of = [side for one in arrival.draws for side in one.sides(self.reads)]
+            for side, numbers in {side: draw.numbers for side, draw in zip(of, drawn, strict=True)}.items():
+                self.places[side][: len(numbers)].copy_(numbers)
+            if self.across is not None and arrival.across is not None:
+                self.across.tokens[: arrival.across.total].copy_(arrival.across.tokens)
+            _send([cast("int", draw.base) for draw in drawn], self.bases)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The stack's output for its inputs: hidden states [b, t, w], an encoder's states, a bias up to the bucket's longest."""
+        for room, value in zip(self.inlets, inputs, strict=True):
+            _fill(room, value)
+        self._forward()
+        return _taken(self.outlet, inputs[0].shape)
+
+    def backward(self, dy: Tensor, shapes: Sequence[torch.Size], needed: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """(the gradients of the inputs in their shapes, None where not `needed`; those of what trains)."""
+        _fill(self.outlet, dy)
+        self._backward()
+        found = [_taken(room, shape) if need else None for room, shape, need in zip(self.inlets, shapes, needed, strict=False)]
+        return found, self.learned.taken()
+
+
+def _send(numbers: Sequence[int], room: Tensor) -> None:
+    """`numbers` to where they are read, without waiting."""
+    room.copy_(torch.tensor(numbers, dtype=room.dtype, pin_memory=room.is_cuda), non_blocking=True)
+
+
+def _fill(room: Tensor, x: Tensor) -> None:
+    """`x` [..., w] into the first rows, zeros into the others: what lies there may be of a larger batch."""
+    rows = x.numel() // x.shape[-1]
+    room[:rows].view(x.shape).copy_(x)
+    if rows < len(room):
+        room[rows:].zero_()
+
+
+def _taken(room: Tensor, shape: torch.Size) -> Tensor:
+    """A copy of the first rows in a shape."""
+    return room[: shape.numel() // shape[-1]].clone().view(shape)

@@ -1,0 +1,51 @@
+"""What turns the two passes of a stack into something that does the same again: CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What turns the two passes of a stack into something that does the same again."""
+
+    def refusal(self) -> str | None:
+        """Why nothing can be recorded or replayed at this moment, or None."""
+        ...
+
+    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
+        """Both passes again, over the memory they are recorded on. Raises RuntimeError where one cannot be recorded."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, which share a pool of memory and so must not be replayed between each other's two passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def refusal(self) -> str | None:
+        """See Recorder."""
+        if torch.cuda.is_current_stream_capturing():
+            return "the call is part of another CUDA graph"
+        if torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device):
+            return "the call is not on the default stream"
+        return None
+
+    def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
+        """See Recorder. Both run once before: kernels are compiled and plans made then, which a capture cannot."""
+        with torch.cuda.device(self.device):
+            forward()
+            backward()
+            return self._captured(forward), self._captured(backward)
+
+    def _captured(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay

@@ -1,0 +1,272 @@
+"""A fused stack as two CUDA graphs, forward and backward, inside one autograd node: what launching its kernels costs is paid once.
+
+A block of a small model on a few thousand tokens keeps the device busy for less time than the host needs to launch its kernels. So the
+launches of all blocks are recorded, for a `Bucket` of batches of about the same size, and replayed for every batch that fits:
+
+        hidden [m, w] -> inlet -> | forward graph |  -> outlet -> y          dy -> outlet -> | backward graph | -> inlet -> dx, gradients
+
+Segments need not be as many or as long as those of the recording: tokens that a batch lacks are rows of zeros in segments of their own,
+whose outputs nobody reads and whose gradients are zero. A decoder that attends to an encoder has a second inlet for the encoder's states,
+in as many segments; a bias by distance has a third. Addresses are part of a recording, values are not: weights may be trained, and LoRA's
+factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
+and a word for each draw. Tensors that are moved or replaced make all recordings void.
+
+What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
+so no other forward may be replayed in between: a `Turn` says whether one is on its way, and a second forward
+pass runs block by block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from petune.kernels.block.call import Draws, Spec
+from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast, places_in
+from petune.kernels.block.module import FusedBlock
+from petune.kernels.block.unpad import Unpadded
+from petune.kernels.configs import Rung
+from petune.kernels.graphs.bucket import Bucket, Size
+from petune.kernels.graphs.graph import Arrival, Graph
+from petune.kernels.graphs.node import Node, Turn
+from petune.kernels.graphs.passes import Piece
+from petune.kernels.graphs.recorder import CudaRecorder, Recorder
+from petune.kernels.graphs.weights import Learned, Weights
+from petune.kernels.memory import block_cost
+from petune.kernels.memory.policy_hook import shape_of
+from petune.log import say
+from petune.models.stack import Call as Arguments
+from petune.models.stack import Stack
+from petune.rng.context import Running, bound_to
+
+LAUNCH_BOUND = 1e-3  # predicted seconds of a block's forward pass, below which its launches take about as long
+ONE_BY_ONE = 5  # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
+RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
+LIMIT = 16  # recordings of a stack
+PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
+
+
+class Graphs:
+    """A way through a fused stack (petune.models.stack.Whole) by recordings, each made once the batches of its bucket have lost more time
+    without it than it takes. Segments that no recording holds get one at once: what is smaller and of their kind will use it too.
+
+    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, hooks on blocks,
+    and with all activations kept on the device. Everything else goes block by block; a reason that is worth knowing is said once.
+    """
+
+    def __init__(self, make: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
+        self.make = make
+        self.said: set[str] = set()
+        self.worth: dict[Bucket, bool] = {}  # whether a recording of it helps
+        self.turn: Callable[[], Turn | None] = lambda: None
+        self.calls = 0
+        self._begin(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what comes back from a file, has no recordings: they are of these very tensors."""
+        return Graphs, (self.make,)
+
+    def _begin(self, weights: Weights | None) -> None:
+        """Forget all recordings, and begin with these weights."""
+        self.weights, self.learned = weights, Learned(weights.trained if weights else ())
+        self.recorder: Recorder | None = None
+        self.graphs: dict[Bucket, Graph] = {}
+        self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
+        self.rooms: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def takes(self, stack: Stack, call: Arguments) -> bool:
+        """See petune.models.stack.Whole: a call that is whole, unmasked, for training."""
+        hidden = call["hidden_states"]
+        return (
+            torch.is_grad_enabled()
+            and stack.training
+            and type(hidden) is Tensor
+            and hidden.numel() > 0
+            and call.get("attention_mask") is None
+            and call.get("encoder_attention_mask") is None
+            and stack.wire is None
+            and all(type(edges) is Unpadded for edges in stack.edges)
+            and all(isinstance(block, FusedBlock) for block in stack.blocks)
+            and not torch.compiler.is_compiling()
+            and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
+            and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+        )
+
+    def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
+        """See petune.models.stack.Whole; `call` is one that `takes` took."""
+        blocks = cast("list[FusedBlock]", stack.blocks)
+        call = memory_in_autocast(call)
+        later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}  # which the first one hands on
+        if any(block.declines(call["hidden_states"], later if at else call) for at, block in enumerate(blocks)):
+            return None  # a block that declines says so itself
+        arrival = Arrival(call, blocks[0], here)
+        if not self._worthwhile(arrival, blocks[0].spec):
+            return None
+        weights = self._current(blocks)
+        self.recorder = self.recorder or self.make(arrival.hidden.device)
+        reason = _reason(blocks, call, arrival, weights) or self.recorder.refusal()
+        if reason is not None:
+            self._say(f"{stack.name} runs block by block, not as CUDA graphs: {reason}")
+            return None
+        arrival.draws = _drawn(stack, weights, arrival, here) if weights.drops else weights.undrawn
+        graph = self._graph(stack.name, blocks, arrival)
+        if graph is None:
+            return None
+        graph.place(arrival)
+        turn = Turn(graph, weights)
+        self.turn = weakref.ref(turn)
+        inputs = blocks[0].inputs(arrival.hidden, arrival.memory, blocks[0].bias(None, graph.bucket.own.longest))
+        out = Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
+        return {"hidden_states": out}
+
+    def _say(self, line: str) -> None:
+        if line not in self.said:
+            self.said.add(line)
+            say(f"kernels: {line}")
+
+    def _worthwhile(self, arrival: Arrival, spec: Spec) -> bool:
+        """Whether launches bound such a block on such a batch, and a recording has not failed."""
+        bucket, device = arrival.bucket, arrival.hidden.device
+        if bucket not in self.worth:
+            rates = block_cost.rates_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+            work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), *bucket.own)
+            self.worth[bucket] = rates.seconds(work, bucket.own.longest) < LAUNCH_BOUND
+        return self.worth[bucket]
+
+    def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
+        """The weights; recordings of others are forgotten."""
+        if self.weights is None or not self.weights.current(blocks):
+            self._begin(Weights(blocks, [block.parts() for block in blocks]))  # which may have moved some into their banks
+        assert self.weights is not None
+        return self.weights
+
+    def _graph(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
+        """The recording to replay, made if it is due; None where one by one is the way this time."""
+        self.calls += 1
+        turn, bucket = self.turn(), arrival.bucket
+        if turn is not None and not turn.spent:
+            return None
+        graph = self._fitting(arrival)
+        self.lost[bucket] += ONE_BY_ONE if graph is None else graph.bucket.tokens / bucket.tokens - 1
+        if self._due(bucket, graph) and self._has_room():
+            graph = self._recorded(name, blocks, arrival) or graph
+        if graph is not None:
+            graph.used = self.calls
+        return graph
+
+    def _fitting(self, arrival: Arrival) -> Graph | None:
+        """The recording of this bucket, or the smallest that holds the batch: even twice the work takes less time than the launches."""
+        bucket, segments = arrival.bucket, arrival.segments
+        if bucket in self.graphs or segments is None:
+            return self.graphs.get(bucket)
+        kindred = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind]
+        larger = [graph for graph in kindred if graph.bucket.holds(segments, arrival.across)]
+        return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
+
+    def _due(self, bucket: Bucket, graph: Graph | None) -> bool:
+        """Whether a bucket that `graph` serves, or none, should have its own."""
+        at_once = graph is None and bucket.segmented
+        return bucket not in self.graphs and (at_once or self.lost[bucket] > RECORDING)
+
+    def _has_room(self) -> bool:
+        """Whether there may be one recording more, now that one which has not been used for long may have gone."""
+        if len(self.graphs) < LIMIT:
+            return True
+        oldest = min(self.graphs.values(), key=lambda graph: graph.used)
+        if self.calls - oldest.used < PATIENCE:
+            return False
+        del self.graphs[oldest.bucket], self.lost[oldest.bucket]
+        return True
+
+    def _recorded(self, name: str, blocks: Sequence[FusedBlock], arrival: Arrival) -> Graph | None:
+        """A new recording; None, and never another try for this bucket, where it fails."""
+        assert self.recorder is not None
+        bucket = arrival.bucket
+        graph = Graph(arrival, blocks[0], self._rooms(arrival), self.learned)
+        graph.place(arrival)  # kernels are tried on lengths that occur
+        try:
+            graph.record(self.recorder, self._pieces(graph, blocks))
+        except RuntimeError as error:
+            self.worth[bucket] = False
+            first = str(error).partition("\n")[0]
+            self._say(f"{name} runs block by block on {bucket.tokens} tokens: they could not be recorded as CUDA graphs: {first}")
+            return None
+        self._say(f"{name} runs as CUDA graphs, recorded {'as larger batches come' if bucket.segmented else 'for each size of batch'}")
+        self.graphs[bucket] = graph
+        return graph
+
+    def _rooms(self, arrival: Arrival) -> list[Tensor]:
+        """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size share them, as they share the
+        rest of their memory."""
+        bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
+        rooms = [self._room(name, hidden, bucket.own) for name in ("inlet", "outlet")]
+        return rooms if memory is None or bucket.memory is None else [*rooms, self._room("memory", memory, bucket.memory)]
+
+    def _room(self, name: str, like: Tensor, size: Size) -> Tensor:
+        most = 1 << (size.tokens - 1).bit_length()
+        key = name, most, like.dtype
+        if key not in self.rooms:
+            self.rooms[key] = like.detach().new_zeros(most, like.shape[-1])
+        return self.rooms[key][: size.tokens]
+
+    def _pieces(self, graph: Graph, blocks: Sequence[FusedBlock]) -> list[Piece]:
+        """The blocks with their weights, as they are recorded."""
+        assert self.weights is not None
+        pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
+        trains = dict(zip(("x", "memory", "bias"), graph.bucket.kind[2], strict=True))
+        needs_x, *others = (trains[name] for name in inputs)
+        for block, parts, tensors, draws in zip(blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True):
+            needs = [value is not None and value.requires_grad for value in tensors]
+            own = [next(rooms) for need in needs if need]
+            pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, [needs_x, *others]))
+            needs_x = needs_x or bool(own) or any(others)
+        return pieces
+
+
+def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, weights: Weights) -> str | None:
+    """Why these blocks have to run one by one, though launches bound them; or None."""
+    inputs = arrival.hidden, arrival.memory, blocks[0].distances
+    if not weights.trained and not any(one is not None and one.requires_grad for one in inputs):
+        return "nothing of it trains"
+    if call.get(BIAS) is not None:
+        return "it is handed a bias of relative positions"
+    if arrival.segments is not None and "sdpa" in arrival.backends and arrival.hidden.is_cuda:
+        return "attention within segments has no kernel here, and reads their lengths on the host"
+    if not weights.recordable:
+        return "weights in eight bits are made again when they have changed"
+    if _has_any_global_hook() or any(map(_hooked, blocks)):
+        return "there are hooks on its blocks"
+    whole = Rung()
+    if any(block.spec.rung != whole for block in blocks):
+        return "its blocks do not keep all that their backward passes need on the device"
+    if not weights.alike:
+        return "the attention of its blocks drops out unequally"
+    return None
+
+
+def _drawn(stack: Stack, weights: Weights, arrival: Arrival, here: Running) -> list[Draws]:
+    """What drops out in each block, as if each ran by itself."""
+    layout = Layout.of(arrival.hidden, arrival.memory)
+    found, places = [], places_in(layout, arrival.hidden, arrival.memory)
+    for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
+        with bound_to(stack.at(number, here)):
+            found.append(cast("FusedBlock", block).draws(parts, *places))
+    return found
+
+
+def _hooked(block: nn.Module) -> bool:
+    """Whether somebody waits for this block to be called."""
+    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)
+
+
+def ungraph(model: nn.Module) -> None:
+    """Let the stacks of `model` run block by block, and free what their graphs hold."""
+    for module in model.modules():
+        if isinstance(module, Stack):
+            module.whole = None
