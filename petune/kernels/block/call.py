@@ -88,7 +88,7 @@ class Spec:
 
     def computes_in(self, kind: str) -> torch.dtype:
         """What it computes in at this moment on a kind of device."""
-        rounds = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
+        rounds = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
         return torch.bfloat16 if rounds and self.casts else self.dtype
 
     @property

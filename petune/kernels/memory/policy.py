@@ -98,6 +98,13 @@ def choose(
     return _policy(step, plan, budget)
 
 
+def least_bytes(shape: BlockShape, depth: int, tokens: int, sequence: int, vocabulary: int, rates: Rates, config: MemoryConfig) -> int:
+    """Bytes of device memory that `depth` blocks need at least beside what holds anyway, without host memory; see `choose`."""
+    step = _step(shape, depth, tokens, sequence, 0, vocabulary, rates, None)
+    plan = _smallest(step, config, 0)
+    return plan.peak if plan is not None else 0
+
+
 # ------------------------------------------------------------------ prices
 
 

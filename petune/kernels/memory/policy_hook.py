@@ -13,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
-from petune.kernels.memory.policy import Policy, choose
+from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.log import say
 from petune.models.stack import Stack
@@ -36,6 +36,7 @@ class Governor:
         self.policies: dict[tuple[int, int, torch.dtype], Policy] = {}
         self.model: Any = None  # a weak reference to the one that is running: a copy of a model copies its hooks
         self.said: tuple[str, ...] = ()
+        self.entered: tuple[int, int] | None = None  # the last call: its tokens, and those of its longest row or segment
 
     def register(self, model: nn.Module, stack: Stack) -> tuple[RemovableHandle, RemovableHandle]:
         """Act before the model, to know it, and before the blocks of `stack`."""
@@ -57,6 +58,7 @@ class Governor:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         found = running().segments
         tokens, longest = (hidden.shape[0] * hidden.shape[1], hidden.shape[1]) if found is None else (found.total, found.longest)
+        self.entered = tokens, longest
         for spec, (rung, tile) in zip(_specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True):
             spec.rung, spec.tile = rung, tile
 
@@ -90,6 +92,8 @@ class Governor:
         cap = torch.cuda.get_per_process_memory_fraction(device) * total
         if self.config.budget is not None:
             cap = min(cap, self.config.budget * GIB)
+        rates, later = rates_of(torch.cuda.get_device_name(device)), _later(model, stack)
+        reserved = sum(_least(other, (tokens, longest), vocabulary_of(model), rates, self.config) for other in later)
         shape = shape_of(specs[0], specs[0].computes_in(device.type))
         streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"  # between their passes such blocks lie on the host
         pinned = len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32") if streamed and self.config.host is None else 0
@@ -99,13 +103,27 @@ class Governor:
             tokens,
             min(longest, tokens),
             resident_bytes(model) if streamed else max(fixed_bytes(model), torch.cuda.memory_allocated(device)),
-            vocabulary_of(model),
-            int(min(budget, cap)),
+            0 if later else vocabulary_of(model),
+            int(min(budget, cap)) - reserved,
             pinnable(self.config) + pinned,  # what streams is pinned already, and the system no longer calls it free
-            rates_of(torch.cuda.get_device_name(device)),
+            rates,
             self.config,
             streamed=streamed,
         )
+
+
+def _later(model: nn.Module, stack: Stack) -> list[Stack]:
+    """The fused stacks that run after this one and keep something beside what it keeps: a decoder after its encoder."""
+    stacks = [module for module in model.modules() if isinstance(module, Stack) and isinstance(module.blocks[0], FusedBlock)]
+    return stacks[stacks.index(stack) + 1 :] if stack in stacks else []
+
+
+def _least(stack: Stack, size: tuple[int, int], vocabulary: int, rates: Rates, config: MemoryConfig) -> int:
+    """Bytes that a stack which is entered later needs at least: for as many tokens as it had last, or for `size`."""
+    hooks = stack._forward_pre_hooks.values()
+    tokens, longest = next((hook.entered for hook in hooks if isinstance(hook, Governor) and hook.entered), size)
+    specs = _specs(stack)
+    return least_bytes(shape_of(specs[0]), len(specs), rounded(tokens), rounded(longest, 128), vocabulary, rates, config)
 
 
 def _specs(stack: Stack) -> list[Spec]:

@@ -7,18 +7,26 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import petune
 from petune.errors import UsageError
 from petune.kernels.block.module import Spec
 from petune.kernels.configs import MemoryConfig, Rung
-from petune.kernels.memory import policy_hook
+from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.policy import Policy, choose
 from petune.kernels.memory.policy_hook import STATES, Governor, fixed_bytes, shape_of
 from petune.models.stack import Stack
@@ -151,6 +159,26 @@ def test_the_budget_is_never_more_than_was_allowed(
     device.fraction = fraction
     governor(**settings).kept(CUDA, 2048, 512)
     assert asked[0]["budget"] == int(expected * GIB)
+
+
+def test_an_encoder_leaves_what_its_decoder_needs_at_least(device: Device, asked: list[Any]) -> None:
+    """The decoder is entered when the encoder keeps what it keeps; the head is the decoder's."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "vocab_size": 300}
+    made = governor(lambda: T5ForConditionalGeneration(T5Config(**sizes)))
+    encoder, decoder = (module for module in made.model.modules() if isinstance(module, Stack))
+    found = {stack: next(hook for hook in stack._forward_pre_hooks.values() if isinstance(hook, Governor)) for stack in (encoder, decoder)}
+    for hook in found.values():
+        hook.meet(made.model, ())
+    for tokens in (4096, 65536):
+        found[decoder].entered = tokens, 512
+        found[encoder]._kept(encoder, CUDA, tokens, 512)
+    found[decoder]._kept(decoder, CUDA, 4096, 512)
+    few, many, last = asked
+    whole = last["budget"]
+    assert few["vocabulary"] == many["vocabulary"] == 0 and last["vocabulary"] == 300
+    kept = 4096 * 3 * buffers.kept_bytes(shape_of(cast("Any", decoder.blocks[0]).spec), "input")
+    assert whole - few["budget"] > kept and whole - many["budget"] > 16 * kept
+    assert whole - few["budget"] < whole - many["budget"] < 16 * (whole - few["budget"])
 
 
 def test_a_budget_that_is_too_small_is_an_error_in_words(device: Device) -> None:
