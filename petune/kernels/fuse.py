@@ -225,7 +225,7 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
     found: FindSegments | None = None
     for name, stack in stacks.items():
         done = any(isinstance(edges, Unpadded) for edges in stack.edges)
-        if done or not isinstance(stack.blocks[0], FusedBlock) or getattr(cast("Any", model).config, "sliding_window", None):
+        if done or not isinstance(stack.blocks[0], FusedBlock):
             continue
         owner = _owner(model)
         if family.kind == "encoder-decoder":  # whose stacks each have a module that makes their masks

@@ -10,11 +10,8 @@ has cut and hooked works on. A call that a node cannot do goes to the module's o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from copy import copy
 from functools import cache
-from inspect import signature
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,6 +23,7 @@ from transformers.activations import NewGELUActivation
 from petune.kernels import reference, torch_ops
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.dispatch import Ops
+from petune.kernels.norm_probe import eps_of, rms_offset
 from petune.log import say
 from petune.models.tuned_linear import LowRank, TunedLinear, low_rank_of
 from petune.rng.context import bound
@@ -117,7 +115,7 @@ def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
-    """x / rms(x) * weight over the last dim, [..., n] -> [..., n], as one node; x and weight [n] of one dtype."""
+    """x / rms(x) * weight over the last dim, [..., n] -> [..., n], as one node; weight [n] of the dtype of x or wider."""
     if not torch.compiler.is_compiling():
         y: Tensor = _RmsNorm.apply(x, weight, eps, ops)  # type: ignore[no-untyped-call]
         return y
@@ -158,13 +156,20 @@ class FusedNorm(FusedSite):
     """An RMS norm of transformers' making."""
 
     weight: Tensor
-    variance_epsilon: float
+    offset: ClassVar[float] = 0.0  # what is added to its weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The norm's own argument and result."""
         if hidden_states.dtype != self.weight.dtype:  # the result's dtype is then the norm's own affair
             return cast("Tensor", super().forward(hidden_states))
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.ops)
+        weight = reference.wide(self.weight) + self.offset if self.offset else self.weight
+        return rms_norm(hidden_states, weight, cast("float", eps_of(self)), self.ops)
+
+
+class FusedShiftedNorm(FusedNorm):
+    """An RMS norm that scales by 1 + weight, as Gemma's do."""
+
+    offset = 1.0
 
 
 class FusedGelu(FusedSite):
@@ -205,22 +210,9 @@ def _form(module: nn.Module) -> type[FusedSite] | None:
         return FusedLora
     if type(module) is NewGELUActivation:
         return FusedGelu
-    return FusedNorm if is_rms_norm(module) else None
-
-
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether `module` has what T5's and Llama's norms have and computes what they do: Cohere's has the same and subtracts the mean."""
-    if set(module._parameters) != {"weight"} or module._modules or not hasattr(module, "variance_epsilon"):
-        return False
-    forward: Callable[..., Tensor] = type(module).forward
-    if cast("Tensor", module.weight).dim() != 1 or len(signature(forward).parameters) != 2:
-        return False
-    probe, eps = copy(module), 0.25
-    weight, x = (torch.linspace(-1, 2, n, dtype=torch.float32, device="cpu") for n in (8, 24))
-    probe.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight)}, "variance_epsilon": eps}
-    x = x.view(3, 8)
-    with torch.no_grad():
-        return torch.allclose(forward(probe, x), reference.rms_norm(x, weight, eps)[0], rtol=1e-5, atol=1e-6)
+    if isinstance(module, nn.RMSNorm):  # one kernel in torch already
+        return None
+    return {None: None, 0.0: FusedNorm, 1.0: FusedShiftedNorm}[rms_offset(module)]
 
 
 @cache

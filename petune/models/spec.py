@@ -87,9 +87,10 @@ class Attention:
     of k and v.
 
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
-    keys are turned by their positions. scale: of the scores; None for the `scaling` of `at`. bias: the table
-    of relative positions below `at`, which block 0 has. drop: the dropout of its probabilities, a module or a
-    number that is an attribute of one. head_counts: attributes of `at`.
+    keys are turned by their positions. window: the keys up to its own that a query of causal attention sees,
+    None for all; no table says so, each block does. scale: of the scores; None for the `scaling` of `at`. bias:
+    the table of relative positions below `at`, which block 0 has. drop: the dropout of its probabilities, a
+    module or a number that is an attribute of one. head_counts: attributes of `at`.
     """
 
     at: str
@@ -98,6 +99,7 @@ class Attention:
     memory: str | None = None
     rotary: bool = False
     causal: bool = False
+    window: int | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     scale: float | None = None

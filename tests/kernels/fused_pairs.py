@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -30,6 +32,8 @@ from petune.models import family_of
 
 SIZES: dict[str, Any] = dict(vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
 GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=8)
+# Sliding and full attention in turn, a window shorter than the texts, a scale that is not of the width of a head
+GEMMA = GROUPED | dict(query_pre_attn_scalar=12, sliding_window=4, sliding_window_pattern=2, initializer_range=0.1)
 BERT = SIZES | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -37,6 +41,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{**GROUPED, "head_dim": 8})),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA)),
     "bert": lambda: BertForSequenceClassification(BertConfig(**BERT)),
 }
 
@@ -62,6 +67,8 @@ def pair(name: str, settings: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
         for path, value in plain.named_parameters():
             if "lora_B" in path or "adapter_" in path:
                 value.normal_(std=0.1)
+            if name == "gemma3" and path.endswith("norm.weight"):  # which begin at zero: a scale of one
+                value.normal_(std=0.3)
     fused = copy.deepcopy(plain)
     assert fuse(fused, family_of(fused), "reference")
     return fused.train(), plain.train()

@@ -164,7 +164,7 @@ def test_a_mask_of_another_kind_goes_to_the_models_own_block() -> None:
     assert block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 1, 9, 9)}) is None
 
 
-def test_a_window_that_no_mask_says_goes_to_the_models_own_block() -> None:
+def test_a_window_that_no_mask_says_is_the_blocks_own() -> None:
     config = MistralConfig(
         vocab_size=32,
         hidden_size=32,
@@ -175,10 +175,12 @@ def test_a_window_that_no_mask_says_goes_to_the_models_own_block() -> None:
         sliding_window=8,
     )
     fused = petune.wrap(MistralForCausalLM(config), method="lora", r=2, kernels="reference")
-    block = block_of(fused)
-    assert "window of 8 tokens" in str(block.declines(torch.zeros(2, 9, 32), {"attention_mask": None}))
-    assert block.declines(torch.zeros(2, 8, 32), {"attention_mask": None}) is None
-    assert block.declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 1, 9, 9)}) is None
+    block, hidden = block_of(fused), torch.randn(2, 11, 32)
+    seen = torch.ones(11, 11, dtype=torch.bool).tril().triu(-7).expand(2, 1, -1, -1)
+    angles = fused.model.rotary_emb(hidden, torch.arange(11)[None])
+    found, expected = (block(hidden, attention_mask=mask, position_embeddings=angles) for mask in (None, seen))
+    torch.testing.assert_close(found, expected)
+    assert not block.spec.said and block.spec.program.attends[0].window == 8
 
 
 def test_a_call_in_training_that_says_nothing_of_a_cache_has_none_and_runs_fused() -> None:

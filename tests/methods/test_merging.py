@@ -49,7 +49,7 @@ PAST = ("kernels: off", "kernels: reference", "stacks of its own", "q alone", "u
 def merged(name: str, method: str, past: str) -> Any:
     """A model that was tuned, trained for a step and merged."""
     settings: dict[str, Any] = {"r": 4, "targets": ["q", "o"] if past == "q alone" else "auto"} if method == "lora" else {}
-    unfused = past in ("kernels: off", "stacks of its own") or (name.startswith(("bart", "gemma3")) and method == "full")
+    unfused = past in ("kernels: off", "stacks of its own")
     model = wrap(tiny(name), method, kernels="off" if unfused else "reference", **settings)
     if past == "stacks of its own":
         own_stacks(model, family_of(model))  # type: ignore[arg-type]

@@ -153,6 +153,7 @@ class Attend(Step):
     turned: bool = False
     drop: int | None = None  # which of the block's dropouts is that of its probabilities
     bias: str | None = None  # what is added to the scores
+    window: int | None = None  # keys that a query sees, where no mask says so
     rows = False
 
     def __post_init__(self) -> None:
@@ -224,11 +225,11 @@ class Attend(Step):
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
         heads = shape.heads, shape.kv_heads, shape.head_dim
-        yield "attention", attention(rows, sequence, *heads, self.causal, shape.itemsize)
+        yield "attention", attention(rows, sequence, *heads, self.causal, shape.itemsize, window=self.window)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
         heads = shape.heads, shape.kv_heads, shape.head_dim
-        yield "attention_backward", attention_backward(rows, sequence, *heads, self.causal, shape.itemsize)
+        yield "attention_backward", attention_backward(rows, sequence, *heads, self.causal, shape.itemsize, window=self.window)
         if not self.turned:
             yield "memory", rope_backward(rows, sum(self._columns(shape)), shape.itemsize)

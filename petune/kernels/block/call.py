@@ -19,6 +19,7 @@ from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
+from petune.kernels.reference import wide
 from petune.models.tuned_linear import BottleneckPart, LowRank
 from petune.rng.dropout import Drop
 
@@ -56,7 +57,6 @@ class Spec:
     homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)  # where each layer is: its parent, and the name there
     hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
-    window: int | None = None  # tokens of attention's sliding window, which only a mask can say
     carry: tuple[str, ...] = ("hidden_states",)  # what the block's forward returns, by name
     distances: tuple[nn.Module, str] | None = None  # an attention, and in it the table of relative positions, which block 0 has
     clamps: bool = False  # the block's own forward clamps what overflows in float16
@@ -194,15 +194,15 @@ class Call:
 
     def run(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> Run:
         """A pass of these groups."""
-        own, norms = iter(tensors[4 * sum(map(len, self.parts.groups)) :]), []
+        own, norms = iter(tensors[4 * sum(map(len, self.parts.groups)) :]), list[tuple[Tensor, ...]]()
         behind = [
             (part.with_tensors([next(own) for _ in range(4)], self.dtype), self._dropping(draw))
             for part, draw in zip(self.parts.bottlenecks, self.draws.bottlenecks, strict=True)
         ]
         for norm in self.spec.program.norms:
             weight = cast("Tensor", next(own))
-            weight = weight + norm.offset if norm.offset else weight
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
+        norms = _shifted(norms, [norm.offset for norm in self.spec.program.norms])
         drops = [self._dropping(draw) for draw in self.draws.drops]
         return Run(self.spec.ops, groups, norms, drops, self.hows, self.angles, bottlenecks=behind)
 
@@ -223,6 +223,19 @@ class Call:
         grads = [grad for group in groups for grad in group.gradients(sink)]
         grads += [sink.found.get(at) if sink.needs[at] else None for at in range(len(grads), len(tensors))]
         return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
+
+
+def _shifted(norms: list[tuple[Tensor, ...]], offsets: Sequence[float]) -> list[tuple[Tensor, ...]]:
+    """What norms multiply by: a weight, or weight + offset, in float32 or wider, which are the digits that Gemma's own
+    norms multiply by. All of them are made by three kernels."""
+    at = [place for place, offset in enumerate(offsets) if offset]
+    if not at:
+        return norms
+    weights = [norms[place][0] for place in at]
+    sums = wide(torch.cat(weights)).split([len(weight) for weight in weights])
+    torch._foreach_add_(sums, [offsets[place] for place in at])
+    made = dict(zip(at, sums, strict=True))
+    return [(made[place], *norm[1:]) if place in made else norm for place, norm in enumerate(norms)]
 
 
 def _base(bank: Bank | None, parts: Sequence[LowRank]) -> FrozenWeight | None:

@@ -99,8 +99,6 @@ class FusedBlock(nn.Module):
         for mask in (given.get(name) for name in MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
                 return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
-        if given.get(MASKS[0]) is None and self.spec.window and hidden.shape[1] > self.spec.window:
-            return f"it has a sliding window of {self.spec.window} tokens and no mask that says so"
         memory, inputs = given.get(MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
             return "it attends to an encoder" if memory is not None else "it is handed no hidden states of an encoder"
@@ -204,6 +202,7 @@ class FusedBlock(nn.Module):
                 form,
                 None if one.drop is None else draws.drops[one.drop],
                 layout.memory if one.crosses else None,
+                one.window,
             )
             for one, form in zip(self.spec.program.attends, forms, strict=True)
         )
@@ -224,6 +223,7 @@ class FusedBlock(nn.Module):
                 drops=self.training and one.drop is not None and chances[one.drop] > 0,
                 plain=self.spec.ops.name == "reference",
                 keys=layout.keys if one.crosses else None,
+                window=one.window,
                 distant=one.bias is not None and not dense,
             ).backend
             for one in self.spec.program.attends

@@ -225,7 +225,7 @@ class _Build:
         if core.bias is not None:
             self.inputs.append("bias")
         bias = None if core.bias is None else "bias"
-        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias))
+        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias, core.window))
         out = self.group("out", LinearGroup((("o", core.out),)))
         return self.linears(out, a, f"{name}.s_o", f"{name}.o", keep, "input", behind)
 

@@ -14,8 +14,8 @@ from transformers.activations import ACT2FN
 from petune.kernels.block.call import Spec
 from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
+from petune.kernels.norm_probe import computes, eps_of
 from petune.kernels.reference import Act
-from petune.kernels.single_modules import is_rms_norm
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
@@ -47,12 +47,10 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     if not crosses and (getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False)):
         return "it attends to an encoder, of which its family's table says nothing"
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
-    if (reason := _stranger(block, name) or _other_norm(norms)) is not None:
+    if (reason := _stranger(block, name) or _other_norm(norms) or _other_attention(block, sublayers)) is not None:
         return reason
     attentions = [block.get_submodule(sublayer.core.at) for sublayer in sublayers if isinstance(sublayer.core, Attention)]
-    if any(getattr(attention, "exchange", None) is not None for attention in attentions):
-        return "its attention exchanges tokens with other ranks"
-    program = compiled(sublayers, Sizes(*_heads(block, sublayers, shape), act, _eps(norms[0][1])))
+    program = compiled(sublayers, Sizes(*_heads(block, sublayers, shape), act, cast("float", eps_of(norms[0][1]))))
     spec = Spec(
         program=program,
         layers=[[block.get_submodule(path) for path in group.paths] for group in program.groups],
@@ -64,7 +62,6 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         attentions=attentions,
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
-        window=_window(block, config),
         carry=stack.rule.carry,
         distances=_distances(block, sublayers),
         clamps=stack.rule.clamps,
@@ -72,10 +69,23 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     return spec.overflows(spec.dtype) or spec
 
 
-def _window(block: nn.Module, config: Any) -> int | None:
-    """Tokens of the sliding window: of this block's attention, where it says so, else of the config."""
-    own = [module.sliding_window for module in block.modules() if hasattr(module, "sliding_window")]
-    return cast("int | None", own[0] if own else getattr(config, "sliding_window", None))
+def _window(attention: Any) -> int | None:
+    """Tokens of the sliding window: of this attention, where it says so, else of its config."""
+    owner = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
+    return cast("int | None", getattr(owner, "sliding_window", None))
+
+
+def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | None:
+    """An attention that computes something else than the table says."""
+    for core in (one.core for one in sublayers if isinstance(one.core, Attention)):
+        module = block.get_submodule(core.at)
+        if getattr(module, "exchange", None) is not None:
+            return "its attention exchanges tokens with other ranks"
+        if core.causal and not getattr(module, "is_causal", True):
+            return "its attention sees later tokens too (use_bidirectional_attention), of which its family's table says nothing"
+        if getattr(module, "attn_logit_softcapping", None):
+            return "its attention caps its scores (attn_logit_softcapping), which a fused one does not"
+    return None
 
 
 def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tuple[int, int, int]:
@@ -108,9 +118,11 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     sublayer = replace(sublayer, bottleneck=0 if part is None else part.features)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
-    scale = float(cast("Any", block.get_submodule(core.at)).scaling) if core.scale is None else core.scale
+    attention = block.get_submodule(core.at)
+    scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
+    window = _window(attention) if core.causal else None
     q_norm, k_norm = (norm if norm is not None and child_of(block, norm.path) else None for norm in (core.q_norm, core.k_norm))
-    return replace(sublayer, core=replace(core, q_norm=q_norm, k_norm=k_norm, scale=scale))
+    return replace(sublayer, core=replace(core, q_norm=q_norm, k_norm=k_norm, scale=scale, window=window))
 
 
 def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:
@@ -142,17 +154,13 @@ def _stranger(block: nn.Module, activation: str) -> str | None:
 def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
     """A norm that computes something else than the table says, or with another epsilon than the first."""
     for norm, module in norms:
-        if norm.offset:
-            return f"its norm {type(module).__name__} scales by {norm.offset:g} + weight, which no kernel does yet"
-        if not is_rms_norm(module) if norm.kind == "rms" else type(module) is not nn.LayerNorm:
-            return f"its norm {type(module).__name__} is not {'an RMS norm' if norm.kind == 'rms' else 'a LayerNorm'}"
-        if _eps(module) != _eps(norms[0][1]):
+        if (norm.kind == "layer" and type(module) is not nn.LayerNorm) or not computes(module, norm.kind, norm.offset):
+            kind = "a LayerNorm" if norm.kind == "layer" else "an RMS norm"
+            scale = f" that scales by {norm.offset:g} + weight" if norm.offset else " that scales by its weight"
+            return f"its norm {type(module).__name__} is not {kind}{scale}, by a probe of what it computes"
+        if eps_of(module) != eps_of(norms[0][1]):
             return "its norms have different epsilons"
     return None
-
-
-def _eps(norm: Any) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def _where(block: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from petune.kernels.block.varlen import Segments, from_mask, from_positions, pack, unpack
+from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
 from petune.models.stack import Call, Stack
@@ -90,7 +90,8 @@ class FindSegments:
     the finder of its encoder.
     causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask comes first: with one, positions
     say nothing of samples. These calls are left alone, with no segments and their mask as it was:
-    - with a mask that is not [b, t], with nothing to leave out, or longer than the model's sliding window;
+    - with a mask that is not [b, t], or with nothing to leave out, unless rows are longer than the model's sliding window: they are
+      segments too, as the dense mask that says the window would cost more than attention within it;
     - that read or fill a cache, which for a decoder is the default: pass use_cache=False;
     - that go across to an encoder, unless the encoder's own finder is given, by whom `running().memory` is found;
     - of which hidden states or attentions are recorded, as they would be recorded packed;
@@ -168,10 +169,7 @@ class FindSegments:
         memory = None if self.encoder is None or call.get(_ACROSS) is None else self.encoder.said_of(call)
         if isinstance(memory, str):  # its padding is computed, and has a mask
             return None, None
-        found = self._found(config, call)
-        if found is not None and found.shape[1] > (getattr(config, "sliding_window", None) or found.shape[1]):
-            found = None
-        return found, memory
+        return self._found(config, call), memory
 
     def said_of(self, call: Call) -> Segments | str | None:
         """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden states; it is not asked again."""
@@ -188,13 +186,18 @@ class FindSegments:
         if inputs is None:
             return None
         (rows, tokens), mask, positions = inputs.shape[:2], call.get("attention_mask"), call.get("position_ids")
+        found: Segments | str | None = None
         if mask is not None:
-            return self._from_mask(config, mask, inputs.device, call) if mask.shape == (rows, tokens) else None
-        if self.causal and positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
-            return from_positions(positions.expand(rows, -1))
-        return None
+            found = self._from_mask(config, mask, inputs.device, call) if mask.shape == (rows, tokens) else "it is no mask of rows"
+        elif self.causal and positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
+            found = from_positions(positions.expand(rows, -1))
+        if isinstance(found, str):
+            return None
+        windowed = self.causal and tokens > (getattr(config, "sliding_window", None) or tokens)
+        return of_rows(rows, rows * tokens, inputs.device) if found is None and windowed else found
 
-    def _from_mask(self, config: Any, given: Tensor, device: torch.device, call: Call) -> Segments | None:
+    def _from_mask(self, config: Any, given: Tensor, device: torch.device, call: Call) -> Segments | str | None:
+        """What a mask [b, t] says, or, said once, why its padding is computed."""
         found: Segments | str | None = self.unknown or "the model was not called by its head"
         mask = given.to(device)
         if self.unknown is None and self.asked is not None:
@@ -202,12 +205,10 @@ class FindSegments:
             found = read if isinstance(read, str) else from_mask(mask, self._pooled(config, call, mask) if read is None else read)
         if self.feeds:
             self.last = given, given._version, found
-        if not isinstance(found, str):
-            return found
-        if found not in self.said and torch.is_grad_enabled():
+        if isinstance(found, str) and found not in self.said and torch.is_grad_enabled():
             self.said.add(found)
             say(f"kernels: padding, where there is any, is computed too: {found}")
-        return None
+        return found
 
     def _pooled(self, config: Any, call: Call, mask: Tensor) -> Tensor | None:
         """Where a decoder's classifier finds the token that it pools, [b, t]: the last of these, or the last of all."""

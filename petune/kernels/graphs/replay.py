@@ -96,7 +96,15 @@ class Graphs:
             and not torch.compiler.is_compiling()
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
+            and not self._is_mixed(stack)
         )
+
+    def _is_mixed(self, stack: Stack) -> bool:
+        """Whether some blocks attend within a sliding window and others not, who have rotary angles of their own; that is said."""
+        found = len({one.window for block in stack.blocks for one in cast("FusedBlock", block).spec.program.attends}) > 1
+        if found:
+            self._say(f"{stack.name} runs block by block, not as CUDA graphs: only some of its blocks have a sliding window")
+        return found
 
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""

@@ -61,7 +61,8 @@ def within_segments(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     """Hugging Face's attention function as a fused block would compute it."""
     segments: Segments | None = running().segments
     assert segments is None or (mask is None and query.shape[0] == 1 and query.shape[2] == segments.total)
-    how = How(bool(getattr(module, "is_causal", True)), kw["scaling"], len(query), segments, mask)
+    window = kw.get("sliding_window")
+    how = How(bool(getattr(module, "is_causal", True)), kw["scaling"], len(query), segments, mask, window=window)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     return Attend.apply(*flat, how).unflatten(0, (query.shape[0], -1)), None  # type: ignore[no-untyped-call]
 
@@ -146,6 +147,23 @@ def test_a_decoder_computes_on_kept_tokens_what_it_computed_in_the_padded_batch(
     batch["labels"] = torch.where(kept, batch["input_ids"], -100)
     assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], 1e-12)
     assert seen == [(1, int(kept.sum()), 64)] * 3
+
+
+@pytest.mark.parametrize(("left_out", "length"), [("right", 12), ("", 18)], ids=["padded", "whole rows"])
+@pytest.mark.parametrize("name", ["mistral-causal", "gemma3-causal"])
+def test_rows_longer_than_a_sliding_window_are_segments_padded_or_not(name: str, left_out: str, length: int) -> None:
+    plain, model = both(name, sliding_window=3)
+    batch: dict[str, Any] = inputs("right") | {"use_cache": False}
+    if not left_out:
+        batch["attention_mask"] = torch.ones(3, 6)
+    seen, kept, near = tokens_in_stack(model), batch["attention_mask"].bool(), 2e-6 if name.startswith("gemma3") else 1e-12
+    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=near, atol=near)
+    batch["labels"] = torch.where(kept, batch["input_ids"], -100)
+    assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], near)
+    if not left_out:
+        del batch["attention_mask"]
+        torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=near, atol=near)
+    assert seen == [(1, length, 64)] * (2 + (not left_out))
 
 
 # ------------------------------------------------------------------ what is read all the same
@@ -469,7 +487,6 @@ LEFT_ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a cache": ("llama-causal", {"use_cache": False}, {"use_cache": True}),
     "hidden states recorded": ("llama-causal", {}, {"output_hidden_states": True, "use_cache": False}),
     "hidden states recorded by config": ("bert-tokens", {"output_hidden_states": True}, {}),
-    "a sliding window": ("mistral-causal", {"sliding_window": 3}, {"use_cache": False}),
     "a BERT as a decoder": ("bert-tokens", {"is_decoder": True}, {}),
 }
 

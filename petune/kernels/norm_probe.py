@@ -1,0 +1,60 @@
+"""Probe of a norm: a module is tried on a few rows, and is what the kernels compute or is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from inspect import signature
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.kernels import reference
+
+OFFSETS = (0.0, 1.0)  # what RMS norms add to their weights: nothing, or 1 as Gemma's do
+
+
+def eps_of(norm: Any) -> float | None:
+    """The epsilon of a norm, by either of its names; None where it has none."""
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return float(found) if isinstance(found, float | int) else None
+
+
+def rms_offset(module: nn.Module) -> float | None:
+    """What an RMS norm adds to its weight before it multiplies by it; None for any other module."""
+    return next((offset for offset in OFFSETS if computes(module, "rms", offset)), None)
+
+
+def computes(module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0.0) -> bool:
+    """Whether a module's own forward is `reference.rms_norm` or `reference.layer_norm` with its epsilon and its
+    weight + offset: tried in float32, on the CPU, with weights of the probe's own.
+
+    One of the rows is so small that half of what its square is added to is the epsilon; another is far from centred.
+    How a norm rounds in a narrower dtype is not asked.
+    """
+    eps, forward = eps_of(module), cast("Callable[..., Tensor]", type(module).forward)
+    if eps is None or not _is_scale(module, kind == "layer") or len(signature(forward).parameters) != 2:
+        return False
+    width = len(cast("Tensor", module.weight))
+    numbers = torch.arange(3 * width, dtype=torch.float32, device="cpu").view(3, width)
+    weight, bias, rows = (1 + numbers[0]).sin(), numbers[1].sin(), (0.7 * numbers).cos()
+    x = torch.stack([rows[0], rows[1] * max(eps, 1e-12) ** 0.5, rows[2] * 30 + 20])
+    own = {"weight": weight, "bias": bias} if kind == "layer" else {"weight": weight}
+    probe = copy(module)
+    probe.__dict__["_parameters"] = {name: nn.Parameter(value) for name, value in own.items()}
+    with torch.no_grad():
+        found = forward(probe, x)
+        if kind == "layer":
+            expected = reference.layer_norm(x, weight + offset, bias, eps)[0]
+        else:
+            expected = reference.rms_norm(x, weight + offset, eps)[0]
+    return found.shape == x.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _is_scale(module: nn.Module, biased: bool) -> bool:
+    """Whether a module holds a weight [n], where `biased` a bias [n] too, and nothing else."""
+    own = module._parameters
+    if set(own) != ({"weight", "bias"} if biased else {"weight"}) or module._modules or module._buffers:
+        return False
+    return {None if value is None else value.dim() for value in own.values()} == {1}
