@@ -81,6 +81,8 @@ FUSED = [
     for at, backend in enumerate(CUTTING)
     for turn, name in enumerate(FOUR)
 ]
+# Norms of 1 + weight, before and behind: where they are whole, on a part of the tokens, and in a stage of a pipeline.
+FUSED += [pytest.param(backend, "gemma3-causal", marks=() if backend in ("tp", "galaxy", "pp-1f1b") else long) for backend in CUTTING]
 # Every other pair here; tests/parallel/tensor/test_overlap.py has more of them under galaxy, in float64.
 OVERLAPS = [
     pytest.param(backend, METHODS[at], FOUR[at], marks=long if (at + turn) % 2 else ())

@@ -23,7 +23,7 @@ from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, Policy, choose
-from petune.kernels.memory.policy_hook import SPARE, fixed_bytes, pinnable, resident_bytes, rounded, shape_of
+from petune.kernels.memory.policy_hook import SPARE, fixed_bytes, pinnable, resident_bytes, rounded, shape_of, typical
 from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
 from petune.recipe import Recipe
@@ -119,12 +119,13 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
         return "fused, but the memory of the devices is not known: give --memory"
     recipe, model = drawn.recipe, drawn.model
     specs = _specs(fused)
+    alike = [spec for spec in specs if len(spec.program.steps) == len(specs[-1].program.steps)]
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
     longest = max(drawn.work.tokens.values())  # of all stacks, with blocks as those of the last one, which are no smaller
     fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(model)
     try:
         return choose(
-            replace(shape_of(specs[-1]), itemsize=drawn.work.itemsize),
+            replace(shape_of(typical(alike)), itemsize=drawn.work.itemsize),
             len(specs),
             tokens=rounded(rows * longest),
             sequence=min(rounded(longest), rounded(rows * longest)),

@@ -21,6 +21,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 import petune
@@ -181,6 +183,26 @@ def test_a_window_that_no_mask_says_is_the_blocks_own() -> None:
     found, expected = (block(hidden, attention_mask=mask, position_embeddings=angles) for mask in (None, seen))
     torch.testing.assert_close(found, expected)
     assert not block.spec.said and block.spec.program.attends[0].window == 8
+
+
+WINDOWED = {
+    "of all blocks": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=4)),
+    "of the last blocks": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1)  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("which", WINDOWED)
+def test_rows_longer_than_the_windows_of_blocks_train_without_a_mask(which: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    fused, plain = twice(WINDOWED[which](), method="lora", r=4)
+    seen: list[Any] = []
+    monkeypatch.setattr(FusedBlock, "hows", lambda *args, own=FusedBlock.hows: (seen.extend(made := own(*args)), made)[1])
+    assert_alike(fused, plain, batch("llama", padded), 2e-6)
+    windows = [4, 4, 4] if which == "of all blocks" else [None, 4, 4]
+    assert [how.window for how in seen] == windows and all(how.mask is None for how in seen)
 
 
 def test_a_call_in_training_that_says_nothing_of_a_cache_has_none_and_runs_fused() -> None:

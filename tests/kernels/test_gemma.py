@@ -20,7 +20,7 @@ from petune.kernels.cuda_graphs import Graphs
 from petune.kernels.dispatch import reference_ops, triton_ops
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.memory import block_cost
-from petune.kernels.memory.policy_hook import shape_of
+from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.kernels.norm_probe import computes, rms_offset
 from petune.kernels.single_modules import FusedNorm, FusedShiftedNorm, fuse_sites
 from petune.kernels.triton import norm
@@ -302,6 +302,13 @@ def test_a_window_costs_as_many_keys_as_it_sees() -> None:
     assert cost[1] == 4 * 8 * 16 * 64 * 32 and cost[0] == 4 * 8 * 16 * 64 * 16 * (1 - 16 / 128)
     norms = [one for one in block_cost.forward(full, 64, 64) if one.stage in ("attention.n", "mlp.n")]
     assert len(norms) == 2  # those before the sums
+
+
+def test_the_commonest_block_stands_for_a_stack() -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    fused = petune.wrap(tiny("gemma3-causal", num_hidden_layers=3, layer_types=kinds), "lora", kernels="reference", r=4)
+    specs = [block.spec for block in blocks(fused)]
+    assert typical(specs) is specs[1] and typical(specs[:2]) is specs[0]
 
 
 def test_every_fused_norm_of_a_cut_model_keeps_its_offset() -> None:

@@ -57,6 +57,7 @@ DROPOUTS = {
     "bart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),
     "llama": ("attention_dropout",),
+    "gemma3": ("attention_dropout",),
 }
 
 
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        """bert, bart, t5 or llama."""
+        """What its name begins with: bert, bart, t5, llama, gemma3."""
         return self.name.partition("-")[0]
 
     @property

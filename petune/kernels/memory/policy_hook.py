@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -94,7 +96,7 @@ class Governor:
             cap = min(cap, self.config.budget * GIB)
         rates, later = rates_of(torch.cuda.get_device_name(device)), _later(model, stack)
         reserved = sum(_least(other, (tokens, longest), vocabulary_of(model), rates, self.config) for other in later)
-        shape = shape_of(specs[0], specs[0].computes_in(device.type))
+        shape = shape_of(typical(specs), specs[0].computes_in(device.type))
         streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"  # between their passes such blocks lie on the host
         pinned = len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32") if streamed and self.config.host is None else 0
         return choose(
@@ -128,6 +130,12 @@ def _least(stack: Stack, size: tuple[int, int], vocabulary: int, rates: Rates, c
 
 def _specs(stack: Stack) -> list[Spec]:
     return [cast("FusedBlock", block).spec for block in stack.blocks]
+
+
+def typical(specs: Sequence[Spec]) -> Spec:
+    """The block that stands for all of a stack: the first of the commonest kind, where some have a sliding window, say."""
+    kinds = Counter(spec.program for spec in specs)
+    return max(specs, key=lambda spec: kinds[spec.program])
 
 
 def rounded(tokens: int, step: int = ROUND) -> int:

@@ -26,7 +26,7 @@ from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
 from petune.models.spec import Role
 from petune.models.tuned_linear import BottleneckPart, LowRank
-from tests.kernels.shapes import BERT, KEEPS, LLAMA, VOCABULARY
+from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, VOCABULARY
 
 
 @pytest.mark.parametrize(("keep", "kibibytes"), [("all", 92), ("projections", 36), ("attention", 16), ("input", 8)])
@@ -245,8 +245,21 @@ def adapted(shape: BlockShape) -> BlockShape:
         replace(BERT, ranks=Ranks(q=8, k=8, v=8, o=8, up=8, down=8)),
         adapted(LLAMA),
         adapted(BERT),
+        GEMMA,
+        replace(GEMMA, ranks=Ranks(), trained=True),
     ],
-    ids=["lora", "lora of q and v", "lora of rank 128", "full", "bert", "bert with all roles", "adapter", "bert's adapter"],
+    ids=[
+        "lora",
+        "lora of q and v",
+        "lora of rank 128",
+        "full",
+        "bert",
+        "bert with all roles",
+        "adapter",
+        "bert's adapter",
+        "gemma",
+        "gemma, full",
+    ],
 )
 @pytest.mark.parametrize(("keep", "tile"), [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)])
 def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
