@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -18,7 +19,7 @@ from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fuse_modules
-from petune.kernels.single_modules import FusedGelu, FusedLora, FusedNorm, FusedSite, fuse_sites, unfuse_sites
+from petune.kernels.single_modules import FusedGelu, FusedLora, FusedNorm, FusedShiftedNorm, FusedSite, fuse_sites, unfuse_sites
 from petune.methods import without_tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
@@ -378,7 +379,7 @@ def test_what_is_kept_may_not_be_changed_before_the_backward_pass() -> None:
 # ------------------------------------------------------------------ norms
 
 
-@pytest.mark.parametrize("kind", [T5LayerNorm, LlamaRMSNorm])
+@pytest.mark.parametrize("kind", [T5LayerNorm, LlamaRMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_rms_norm_of_any_leading_dims(kind: type[nn.Module], trains: bool) -> None:
     plain = kind(6).requires_grad_(trains)
@@ -388,11 +389,26 @@ def test_an_rms_norm_of_any_leading_dims(kind: type[nn.Module], trains: bool) ->
         assert_same(run(fused_copy(plain), x), run(plain, x), 1e-5)
 
 
-@pytest.mark.parametrize("kind", [T5LayerNorm, LlamaRMSNorm])
+@pytest.mark.parametrize("kind", [T5LayerNorm, LlamaRMSNorm, Gemma3RMSNorm])
 def test_a_norm_of_another_dtype_than_its_input_keeps_its_own_way(kind: type[nn.Module]) -> None:
     plain = kind(6)
     x = torch.randn(3, 6).bfloat16()
     assert torch.equal(fused_copy(plain)(x), plain(x))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_norm_of_one_plus_weight_adds_them_in_float32(trains: bool) -> None:
+    plain = Gemma3RMSNorm(64).bfloat16().requires_grad_(trains)
+    nn.init.normal_(plain.weight, std=0.05)
+    fused, x = fused_copy(plain), torch.randn(5, 64).bfloat16()
+    assert isinstance(fused, FusedShiftedNorm) and torch.equal(fused(x), plain(x))
+    assert_same(run(fused, x), run(plain, x), 2**-7)
+
+
+def test_every_norm_of_a_gemma_is_fused_with_its_offset() -> None:
+    model = zoo.tiny("gemma3-causal")
+    fuse_sites(model, OPS)
+    assert [type(norm).__mro__[1] for norm in of(model, FusedNorm)] == [FusedShiftedNorm] * (2 * 6 + 1)
 
 
 def test_a_norm_that_only_looks_like_one_is_left_alone() -> None:

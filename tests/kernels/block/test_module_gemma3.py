@@ -17,12 +17,10 @@ from petune.kernels import cuda_graphs, reference
 from petune.kernels.block import call
 from petune.kernels.configs import Rung
 from petune.kernels.cuda_graphs import Graphs
-from petune.kernels.dispatch import reference_ops, triton_ops
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, unfuse
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of, typical
-from petune.kernels.norm_probe import computes, rms_offset
-from petune.kernels.single_modules import FusedNorm, FusedShiftedNorm, fuse_sites
 from petune.kernels.triton import norm
 from petune.models import attention, family_of
 from petune.models.stack import own_stacks
@@ -184,26 +182,7 @@ def test_only_norms_with_an_offset_are_made_anew_each_with_its_own() -> None:
     assert torch.equal(norms[0][0], first.float() + 1) and torch.equal(norms[2][0], third.float() + 2)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_single_norm_of_one_plus_weight_is_one_node(dtype: torch.dtype, trains: bool) -> None:
-    own, x, dy = norms_of(64, dtype)
-    own.requires_grad_(trains)
-    fused = copy.deepcopy(own)
-    assert fuse_sites(fused, reference_ops()) == 1 and isinstance(fused, FusedShiftedNorm)
-    found = []
-    for one in (fused, own):
-        given = x.clone().requires_grad_()
-        y = one(given)
-        y.backward(dy)
-        found.append([y.detach(), given.grad, one.weight.grad])
-    near = float(torch.finfo(dtype).eps) if dtype == torch.bfloat16 else 1e-5
-    assert torch.equal(found[0][0], found[1][0]) or DEVICE == "cuda"
-    for value, expected in zip(*found, strict=True):
-        assert (value is None) == (expected is None)
-        if value is not None and expected is not None:
-            assert value.dtype == expected.dtype
-            torch.testing.assert_close(value, expected, rtol=near, atol=near)
+# ------------------------------------------------------------------ what is refused
 
 
 class Halved(Gemma3RMSNorm):
@@ -211,40 +190,6 @@ class Halved(Gemma3RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 2
-
-
-class OtherEpsilon(LlamaRMSNorm):
-    """Reads another epsilon than the one it shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 2 * self.variance_epsilon))
-
-
-PROBED = {
-    "Llama's": (LlamaRMSNorm(8), 0.0),
-    "Gemma's": (Gemma3RMSNorm(8), 1.0),
-    "Gemma's, of a single column": (Gemma3RMSNorm(1), 1.0),
-    "in bf16 on no device": (Gemma3RMSNorm(8).to("meta", torch.bfloat16), 1.0),
-    "torch's": (nn.RMSNorm(8, eps=1e-6), 0.0),
-    "torch's without an epsilon": (nn.RMSNorm(8), None),
-    "without a weight": (nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), None),
-    "another epsilon": (OtherEpsilon(8), None),
-    "halved": (Halved(8), None),
-    "a LayerNorm": (nn.LayerNorm(8), None),
-    "a linear": (nn.Linear(8, 8, bias=False), None),
-}
-
-
-@pytest.mark.parametrize("what", PROBED)
-def test_a_norm_is_known_by_what_it_computes(what: str) -> None:
-    module, offset = PROBED[what]
-    before = [value.clone() for value in module.parameters() if not value.is_meta]
-    assert rms_offset(module) == offset
-    assert computes(module, "layer") == (what == "a LayerNorm")
-    assert all(torch.equal(*both) for both in zip(before, module.parameters(), strict=False))
-
-
-# ------------------------------------------------------------------ what is refused
 
 
 def become_halved(model: Any) -> None:
@@ -309,10 +254,3 @@ def test_the_commonest_block_stands_for_a_stack() -> None:
     fused = petune.wrap(tiny("gemma3-causal", num_hidden_layers=3, layer_types=kinds), "lora", kernels="reference", r=4)
     specs = [block.spec for block in blocks(fused)]
     assert typical(specs) is specs[1] and typical(specs[:2]) is specs[0]
-
-
-def test_every_fused_norm_of_a_cut_model_keeps_its_offset() -> None:
-    model = tiny("gemma3-causal")
-    fuse_sites(model, reference_ops())
-    kinds = {type(module).__mro__[1] for module in model.modules() if isinstance(module, FusedNorm)}
-    assert kinds == {FusedShiftedNorm} and sum(isinstance(module, FusedNorm) for module in model.modules()) == 2 * 6 + 1

@@ -1,0 +1,49 @@
+"""A norm is known by what it computes, whatever its class and its attributes say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from petune.kernels.norm_probe import computes, rms_offset
+
+
+class Halved(Gemma3RMSNorm):
+    """What its parent computes, halved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class OtherEpsilon(LlamaRMSNorm):
+    """Reads another epsilon than the one it shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 2 * self.variance_epsilon))
+
+
+PROBED = {
+    "Llama's": (LlamaRMSNorm(8), 0.0),
+    "Gemma's": (Gemma3RMSNorm(8), 1.0),
+    "Gemma's, of a single column": (Gemma3RMSNorm(1), 1.0),
+    "in bf16 on no device": (Gemma3RMSNorm(8).to("meta", torch.bfloat16), 1.0),
+    "torch's": (nn.RMSNorm(8, eps=1e-6), 0.0),
+    "torch's without an epsilon": (nn.RMSNorm(8), None),
+    "without a weight": (nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), None),
+    "another epsilon": (OtherEpsilon(8), None),
+    "halved": (Halved(8), None),
+    "a LayerNorm": (nn.LayerNorm(8), None),
+    "a linear": (nn.Linear(8, 8, bias=False), None),
+}
+
+
+@pytest.mark.parametrize("what", PROBED)
+def test_a_norm_is_known_by_what_it_computes(what: str) -> None:
+    module, offset = PROBED[what]
+    before = [value.clone() for value in module.parameters() if not value.is_meta]
+    assert rms_offset(module) == offset
+    assert computes(module, "layer") == (what == "a LayerNorm")
+    assert all(torch.equal(*both) for both in zip(before, module.parameters(), strict=False))
