@@ -61,6 +61,12 @@ def _llama(hidden: int, inner: int, layers: int, vocabulary: int, *, heads: int 
     return {**given, **plain, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **sizes}
 
 
+def _gemma(hidden: int, inner: int, layers: int, *, heads: int, keys: int, window: int) -> Sizes:
+    """Sizes of a text model of Gemma 3."""
+    sizes = {"num_key_value_heads": keys, "sliding_window": window, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
+    return _llama(hidden, inner, layers, 262144, heads=heads, head=256, **{**sizes, "tie_word_embeddings": True})
+
+
 def _bart() -> Sizes:
     """Sizes of BART-large."""
     sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _BART_SIDE.items()}
@@ -75,6 +81,8 @@ SHAPES: Mapping[str, Shape] = {
     "llama-8b": Shape("llama", _llama(4096, 14336, 32, 128256), _GATED),
     "llama-1b": Shape("llama", _llama(2048, 8192, 16, 128256, head=64, tie_word_embeddings=True), _GATED),
     "qwen3-4b": Shape("qwen3", _llama(2560, 9728, 36, 151936, tie_word_embeddings=True, rms_norm_eps=1e-6), _GATED),
+    "gemma3-1b": Shape("gemma3_text", _gemma(1152, 6912, 26, heads=4, keys=1, window=512), _GATED),
+    "gemma3-4b": Shape("gemma3_text", _gemma(2560, 10240, 34, heads=8, keys=4, window=1024), _GATED),
     "t5-large": Shape(
         "t5",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0, "dropout_rate": 0.0},
