@@ -13,12 +13,13 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import petune
-from petune.kernels import cuda_graphs, reference
+from petune.kernels import reference
 from petune.kernels.block import call
 from petune.kernels.configs import Rung
-from petune.kernels.cuda_graphs import Graphs
 from petune.kernels.dispatch import triton_ops
 from petune.kernels.fuse import fuse, unfuse
+from petune.kernels.graphs import replay
+from petune.kernels.graphs.replay import Graphs
 from petune.kernels.memory import block_cost
 from petune.kernels.memory.policy_hook import shape_of, typical
 from petune.kernels.triton import norm
@@ -225,7 +226,7 @@ def test_what_the_table_does_not_say_is_not_fused_and_computed_as_it_was(what: s
 
 def test_graphs_take_blocks_of_one_kind_of_attention_and_say_why_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(cuda_graphs, "say", lines.append)
+    monkeypatch.setattr(replay, "say", lines.append)
     monkeypatch.setattr(Graphs, "__call__", lambda *args: lines.append("asked"))
     for types, mixed in ((["sliding_attention", "full_attention"], True), (["sliding_attention"] * 2, False)):
         fused, plain = pair("gemma3-causal", dtype=torch.float32, layer_types=types)
