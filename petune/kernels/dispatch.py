@@ -33,6 +33,8 @@ class Ops:
     layer_norm_backward: Callable[..., Any]
     rope_: Callable[..., Any]
     rope_backward: Callable[..., Any]
+    norm_rope: Callable[..., Any]
+    norm_rope_backward: Callable[..., Any]
     activate: Callable[..., Any]
     activate_backward: Callable[..., Any]
     add_low: Callable[..., Any]
@@ -45,6 +47,7 @@ class Ops:
 _FILES = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), "norm"),
     **dict.fromkeys(("rope_", "rope_backward"), "rope"),
+    **dict.fromkeys(("norm_rope", "norm_rope_backward"), "norm_rope"),
     **dict.fromkeys(("activate", "activate_backward"), "activation"),
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
     "cross_entropy_": "loss",

@@ -21,6 +21,7 @@ from torch import Tensor
 from petune.rng.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
+Pair = tuple[Tensor, Tensor]  # of queries, and of keys
 Added = tuple[Tensor, Tensor | None]  # the same, b None where the matrix has the update in it already
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -113,6 +114,42 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, d], any strides but a dense last dim."""
     turned = [_turned(wide(part), cos, -sin) for part in (dq, dk)]
     return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
+
+
+def norm_rope(raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """RMSNorm of every head of queries and keys, then rotary positions: q | k | v [m, n] dense, beside the original.
+
+    raw [m, n], rows may be strided: `heads` query heads as wide as cos and sin, `kv_heads` key heads, then values,
+    which stay as they are. weights [d] of q's norm and of k's, any float dtype. A normed head is rounded to the dtype
+    of `raw` before it is turned, as between `rms_norm` and `rope_` (Qwen3, Gemma 3).
+    """
+    *parts, values = _parts(raw, cos, heads, kv_heads)
+    normed = [rms_norm(part.flatten(0, 1), weight, eps)[0].view(part.shape) for part, weight in zip(parts, weights, strict=True)]
+    return torch.cat([*(_turned(wide(part), cos, sin) for part in normed), wide(values)], 1).to(raw.dtype).flatten(1)
+
+
+def norm_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, weight_grad: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(gradient of raw [m, n] dense, of q's weight, of k's); the last two in float32, or None without `weight_grad`.
+
+    dq, dk, dv as for `rope_backward`. Statistics are made again from `raw`; nothing is rounded on the way.
+    """
+    found, sums = [], []
+    for grad, part, weight in zip((dq, dk), _parts(raw, cos, dq.shape[1], dk.shape[1]), weights, strict=False):
+        rows = part.flatten(0, 1)
+        turned = _turned(wide(grad), cos, -sin).flatten(0, 1)
+        drows, dweight = rms_norm_backward(turned, rows, weight, rms_norm(rows, weight, eps)[1], None, weight_grad)
+        found.append(drows.view(part.shape))
+        sums.append(dweight)
+    return torch.cat([*found, wide(dv)], 1).to(dq.dtype).flatten(1), sums[0], sums[1]
+
+
+def _parts(raw: Tensor, cos: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [m, heads of each, d] of q | k | v."""
+    every = raw.unflatten(1, (-1, cos.shape[-1]))
+    found: tuple[Tensor, ...] = every.split([heads, kv_heads, every.shape[1] - heads - kv_heads], 1)
+    return found
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

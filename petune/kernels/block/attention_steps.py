@@ -12,7 +12,7 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
 from petune.kernels.block.steps import Charge, Run, Step, Values
-from petune.kernels.memory.op_cost import Cost, attention, attention_backward, rms_norm, rms_norm_backward, rope_, rope_backward
+from petune.kernels.memory.op_cost import attention, attention_backward, norm_rope, norm_rope_backward, rope_, rope_backward
 from petune.kernels.memory.shape import BlockShape
 
 
@@ -52,13 +52,12 @@ class Rotate(Step):
 @dataclass(eq=False)
 class NormHeads(Step):
     """q | k | v, with the heads of q and of k normed and then turned by their positions, beside the original.
-    first: of their weights."""
+    at: place among the norms of q's, which k's follows; first: of their weights among the tensors."""
 
     raw: str
     qkv: str
     heads: int
     kv_heads: int
-    head_dim: int
     eps: float
     at: int
     first: int
@@ -67,29 +66,22 @@ class NormHeads(Step):
     def __post_init__(self) -> None:
         self.takes, self.gives, self.reads, self.keeps = (self.raw,), (self.qkv,), (self.raw,), {}
         self.trained = (self.first, self.first + 1)
-        q = self.heads * self.head_dim
-        self.columns = slice(0, q), slice(q, q + self.kv_heads * self.head_dim)
+
+    def _weights(self, run: Run) -> tuple[Tensor, Tensor]:
+        (q,), (k,) = run.norms[self.at : self.at + 2]
+        return q, k
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        raw = v[self.raw]
-        out = raw.clone()
-        for (weight,), columns in zip(run.norms[self.at : self.at + 2], self.columns, strict=True):
-            normed = run.ops.rms_norm(raw[:, columns].reshape(-1, self.head_dim), weight, self.eps)[0]
-            out[:, columns] = normed.view(len(raw), columns.stop - columns.start)
-        v[self.qkv] = run.ops.rope_(out, *_of(run.angles), self.heads + self.kv_heads)
+        v[self.qkv] = run.ops.norm_rope(v[self.raw], self._weights(run), self.eps, *_of(run.angles), self.heads, self.kv_heads)
 
     def backward(self, run: Run, v: Values) -> None:
-        """See Step."""
-        raw, sink = v[self.raw], run.sink
-        dqkv = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
-        for (weight,), columns, place in zip(run.norms[self.at : self.at + 2], self.columns, self.trained, strict=True):
-            heads, grad = (one[:, columns].reshape(-1, self.head_dim) for one in (raw, dqkv))
-            rstd = run.ops.rms_norm(heads, weight, self.eps)[1]
-            dheads, dweight = run.ops.rms_norm_backward(grad, heads, weight, rstd, None, sink.needs[place])
-            dqkv[:, columns] = dheads.view(len(raw), columns.stop - columns.start)
-            sink.add(place, dweight)
-        run.grads[self.raw] = dqkv
+        """See Step. The gradients come one by one from attention."""
+        trains = any(run.sink.needs[place] for place in self.trained)
+        given = (*run.grads.pop(self.qkv), v[self.raw], self._weights(run), self.eps, *_of(run.angles), trains)
+        run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
+        for place, grad in zip(self.trained, own, strict=True):
+            run.sink.add(place, grad)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -99,34 +91,13 @@ class NormHeads(Step):
         """See Step."""
         return {self.raw: shape.qkv * shape.itemsize}
 
-    def _heads(self, shape: BlockShape) -> tuple[int, int]:
-        """Columns of q, and of k."""
-        return shape.queries, shape.kv_heads * shape.head_dim
-
-    def beside(self, shape: BlockShape) -> int:
-        """See Step. The heads of q as they are read, and normed."""
-        return 2 * shape.queries * shape.itemsize
-
-    def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. The heads of q, their gradient, and that of what was normed."""
-        return 3 * shape.queries * shape.itemsize
-
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        yield "memory", Cost(0, 2 * rows * shape.qkv * shape.itemsize)  # the copy
-        for columns in self._heads(shape):
-            yield "memory", rms_norm(rows * columns / shape.head_dim, shape.head_dim, shape.itemsize)
-            yield "memory", Cost(0, 2 * 2 * rows * columns * shape.itemsize)  # out of q | k | v, and into its copy
-        yield "memory", rope_(rows, shape.qkv, shape.itemsize)
+        yield "memory", norm_rope(rows, shape.qkv, shape.itemsize)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        yield "memory", rope_backward(rows, shape.qkv, shape.itemsize)
-        for columns in self._heads(shape):
-            of_heads = rows * columns / shape.head_dim, shape.head_dim, shape.itemsize
-            yield "memory", rms_norm(*of_heads)
-            yield "memory", rms_norm_backward(*of_heads)
-            yield "memory", Cost(0, 3 * 2 * rows * columns * shape.itemsize)
+        yield "memory", norm_rope_backward(rows, shape.qkv, shape.itemsize)
 
 
 def _of(angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

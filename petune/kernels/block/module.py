@@ -66,9 +66,9 @@ class FusedBlock(nn.Module):
 
         return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
-    def unready(self, device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-        """Why every call at this moment goes to the block's own forward, or None. dtype: that it computes in."""
-        dtype = dtype or self.spec.computes_in(device.type)
+    def unready(self, device: torch.device) -> str | None:
+        """Why every call at this moment goes to the block's own forward, or None."""
+        dtype = self.spec.computes_in(device.type)
         if vars(self).get("_is_replica"):
             return "nn.DataParallel runs copies of it, whose layers it does not know"
         if any(vars(module).get("exchange") is not None for module in self.spec.attentions):
@@ -107,7 +107,7 @@ class FusedBlock(nn.Module):
         for states in (hidden, memory):
             if states is not None and states.dtype != dtype:
                 return f"hidden states are {_short(states.dtype)}, blocks compute in {_short(dtype)}"
-        return self.unready(hidden.device, dtype)
+        return self.unready(hidden.device)
 
     def _declines_bias(self, bias: Tensor | None) -> str | None:
         if bias is None and self.spec.distances is None:

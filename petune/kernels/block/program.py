@@ -213,7 +213,7 @@ class _Build:
         if core.q_norm is not None and core.k_norm is not None:
             place, first = self.norm_place(core.q_norm)
             self.norm_place(core.k_norm)
-            self.steps.append(NormHeads(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, place, first))
+            self.steps.append(NormHeads(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, place, first))
             sources = [raw]
         elif core.rotary:
             self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads))

@@ -100,6 +100,16 @@ def rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(3 * rows * columns, 2 * itemsize * rows * columns)
 
 
+def norm_rope(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """raw read, qkv written."""
+    return Cost(7 * rows * columns, 2 * itemsize * rows * columns)
+
+
+def norm_rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
+    """dq, dk, dv and raw read, the gradient of raw written."""
+    return Cost(15 * rows * columns, 3 * itemsize * rows * columns)
+
+
 def activate(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
     """u read, h written. columns: of h; rank: of u's low-rank part (all of its columns); below: of the next one, whose s is made."""
     wide = columns * (1 + gated)

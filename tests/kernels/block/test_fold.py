@@ -150,34 +150,30 @@ CALLS = {
         "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
     ),
     ("qwen3", "all"): (
-        "rms_norm qkv.low qkv.product rms_norm rms_norm rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
+        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
         "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
-        "rms_norm_backward o.dproducts o.learn o.dupdated rms_norm rms_norm rope_ "
-        "attention_backward rope_backward rms_norm rms_norm_backward rms_norm rms_norm_backward "
-        "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        "rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
+        "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
     ),
     ("qwen3", "projections"): (
-        "rms_norm qkv.low qkv.product rms_norm rms_norm rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
+        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
         "rms_norm up.low up.product down.dproducts activate_backward down.learn up.dproducts "
-        "up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated rms_norm rms_norm "
-        "rope_ attention_backward rope_backward rms_norm rms_norm_backward rms_norm "
-        "rms_norm_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        "up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
+        "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
     ),
     ("qwen3", "attention"): (
-        "rms_norm qkv.low qkv.product rms_norm rms_norm rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
+        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
         "o.product rms_norm up.low up.product down.dproducts activate_backward down.learn "
         "up.dproducts up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated "
-        "rms_norm qkv.low qkv.product rms_norm rms_norm rope_ attention_backward rope_backward "
-        "rms_norm rms_norm_backward rms_norm rms_norm_backward qkv.dproducts qkv.learn qkv.dupdated "
-        "rms_norm_backward",
+        "rms_norm qkv.low qkv.product norm_rope attention_backward norm_rope_backward "
+        "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
     ),
     ("qwen3", "input"): (
-        "rms_norm qkv.low qkv.product rms_norm rms_norm rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
-        "rms_norm qkv.low qkv.product rms_norm rms_norm rope_ attention o.product rms_norm up.low "
+        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
+        "rms_norm qkv.low qkv.product norm_rope attention o.product rms_norm up.low "
         "up.product down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
-        "rms_norm_backward o.dproducts o.learn o.dupdated rms_norm rms_norm rope_ "
-        "attention_backward rope_backward rms_norm rms_norm_backward rms_norm rms_norm_backward "
-        "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        "rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
+        "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
     ),
     ("bert", "all"): (
         "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product layer_norm",

@@ -24,7 +24,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
-from petune.models.spec import Role
+from petune.models.spec import Norm, Role
 from petune.models.tuned_linear import BottleneckPart, LowRank
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, VOCABULARY
 
@@ -177,6 +177,8 @@ def hollow() -> Ops:
         layer_norm_backward=lambda dy, *_: (made(dy), None, None),
         rope_=lambda qkv, *_: qkv,
         rope_backward=rope_backward,
+        norm_rope=lambda raw, *_: made(raw),
+        norm_rope_backward=lambda *given: (rope_backward(*given), None, None),
         activate=activate,
         activate_backward=activate_backward,
         linear_low=linear_low,
@@ -234,10 +236,19 @@ def adapted(shape: BlockShape) -> BlockShape:
     return replace(shape, ranks=Ranks(), described=sublayers)
 
 
+def normed(shape: BlockShape) -> BlockShape:
+    """The block with norms of the heads of queries and keys."""
+    attention, mlp = shape.sublayers
+    core = replace(attention.core, q_norm=Norm("", "rms", over="head"), k_norm=Norm("", "rms", over="head"))
+    return replace(shape, described=(replace(attention, core=core), mlp))
+
+
 @pytest.mark.parametrize(
     "shape",
     [
         LLAMA,
+        normed(LLAMA),
+        replace(normed(LLAMA), ranks=Ranks(), trained=True),
         replace(LLAMA, ranks=Ranks(q=16, v=16)),
         replace(LLAMA, ranks=Ranks(*[128] * 7)),
         replace(LLAMA, ranks=Ranks(), trained=True),
@@ -250,6 +261,8 @@ def adapted(shape: BlockShape) -> BlockShape:
     ],
     ids=[
         "lora",
+        "norms of heads",
+        "full with norms of heads",
         "lora of q and v",
         "lora of rank 128",
         "full",
