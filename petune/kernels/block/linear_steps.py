@@ -168,7 +168,7 @@ class Activated(Step):
         drop = None if self.drop is None else run.drops[self.drop]
         m, inlet = down.inlet(u)
         a = down.a if down.folds_input and drop is None else None
-        s = run.ops.activate(u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m)[1]
+        s = run.ops.activate(u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn())[1]
         if drop is not None:
             m, inlet = drop(m, run.rows), None
         v[self.s] = s = down.low(m) if s is None else s
@@ -190,7 +190,7 @@ class Activated(Step):
             down.dupdated(dm, ds)
         if drop is not None:
             dm = drop(dm, run.rows)
-        du, db, da = run.ops.activate_backward(dm, u, self.act, self.gated, up.read(low), below, up.paired)
+        du, db, da = run.ops.activate_backward(dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn())
         down.learn(run.sink, dd, Rows.again(again), v[self.s], ds, da=da)
         if self.u in run.wants:
             run.grads[self.u] = du
