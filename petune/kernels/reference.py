@@ -171,7 +171,7 @@ def activate_backward(
     below the other, [columns of u, r of low / 2].
     """
     values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
-    grad = wide(dh) if below is None else wide(dh) + _drop(wide(below[0]) @ wide(below[1]), how)
+    grad = wide(dh) if below is None else wide(dh) + drop(wide(below[0]) @ wide(below[1]), how)
     if gated:
         gate, up = values.chunk(2, -1)
         active, slope = _act(gate, act), _slope(gate, act)
@@ -180,7 +180,7 @@ def activate_backward(
         h, du = _act(values, act), grad * _slope(values, act)
     du = du.to(u.dtype)
     db = None if low is None else _blocks(du, low[0], paired)
-    return du, db, None if below is None else wide(below[0]).T @ _drop(wide(h.to(u.dtype)), how)
+    return du, db, None if below is None else wide(below[0]).T @ drop(wide(h.to(u.dtype)), how)
 
 
 def _blocks(du: Tensor, s: Tensor, paired: bool) -> Tensor:
@@ -269,16 +269,13 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------ dropout
 
 
-def drop(x: Tensor, how: Drop) -> Tensor:
+def drop(x: Tensor, how: Drop | None) -> Tensor:
     """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p: `petune.rng.dropout.drop` of what x stands for.
 
-    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0.
+    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0 and without
+    a draw.
     """
-    return dropped(x, how) if how.p else x
-
-
-def _drop(x: Tensor, how: Drop | None) -> Tensor:
-    return x if how is None else drop(x, how)
+    return x if how is None or not how.p else dropped(x, how)
 
 
 def dropped_low(x: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
@@ -286,18 +283,18 @@ def dropped_low(x: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop 
 
     a [sum of ranks, k]: the factors a_i of `ranks` rows, one below the other; hows: how each drops, None for not at all.
     """
-    return torch.cat([_drop(wide(x), how) @ wide(own).T for own, how in zip(a.split(list(ranks)), hows, strict=True)], 1).to(x.dtype)
+    return torch.cat([drop(wide(x), how) @ wide(own).T for own, how in zip(a.split(list(ranks)), hows, strict=True)], 1).to(x.dtype)
 
 
 def dropped_low_backward(ds: Tensor, x: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float]) -> Tensor:
     """The gradients scale_i * ds_i^T drop_i(x) of the factors a_i of `dropped_low`, [sum of ranks, k] in float32; ds [m, sum of ranks]."""
     pieces = zip(ds.split(list(ranks), 1), hows, scales, strict=True)
-    return torch.cat([scale * (wide(own).T @ _drop(wide(x), how)) for own, how, scale in pieces])
+    return torch.cat([scale * (wide(own).T @ drop(wide(x), how)) for own, how, scale in pieces])
 
 
 def add_dropped_low_(dx: Tensor, ds: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
     """dx [m, k] + the sum of drop_i(ds_i a_i), rounded once, in place of dx, which is returned; ds, a, ranks and hows as above."""
     total = wide(dx)
     for own, factor, how in zip(ds.split(list(ranks), 1), a.split(list(ranks)), hows, strict=True):
-        total = total + _drop(wide(own) @ wide(factor), how)
+        total = total + drop(wide(own) @ wide(factor), how)
     return dx.copy_(total)

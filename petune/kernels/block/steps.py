@@ -18,7 +18,7 @@ from petune.kernels.block.attention import How
 from petune.kernels.block.packed_linear import Group, Rows, Sink
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
-from petune.kernels.memory.op_cost import Cost, Kind, add, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from petune.kernels.memory.op_cost import Cost, Kind, add, drop, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.models.tuned_linear import BottleneckPart
 
@@ -223,6 +223,15 @@ class Drop(Step):
         """See Step."""
         drop, dy = run.drops[self.at], run.grads.pop(self.y)
         run.grads[self.x] = dy if drop is None else drop(dy, run.rows)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        if shape.dropouts:
+            yield "memory", drop(rows, shape.width, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        yield from self.ahead(shape, rows, sequence)
 
 
 @dataclass(eq=False)

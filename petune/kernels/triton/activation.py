@@ -130,6 +130,7 @@ def _activate_kernel(
 
 @triton.jit
 def rows_of(number, stride):
+    """Where rows of a matrix begin, one below the other."""
     return number.to(tl.int64)[:, None] * stride
 
 

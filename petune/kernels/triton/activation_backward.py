@@ -71,7 +71,7 @@ def _launched(
     (rows, width), (s, b), (ds, a) = dh.shape, low or (u, u), below or (u, u)
     rank = s.shape[1] // (1 + form["PAIRED"]) if low and (summed[0] or b is not None) else 0
     depth = ds.shape[1] if below else 0
-    tile = _backward_tile(u.dtype, any(summed))
+    tile = _backward_tile(u.dtype, depth > 0 and not any(summed))
     walks = triton.cdiv(width, tile.columns)
     parts = shares(walks, triton.cdiv(rows, tile.rows), multiprocessors(u.device) * tile.resident)
     size = u.shape[1] * summed[0] + width * summed[1]
@@ -96,10 +96,11 @@ def _launched(
     return total(sums, torch.float32) if size else sums[0]
 
 
-def _backward_tile(dtype: torch.dtype, sums: bool) -> Tile:
+def _backward_tile(dtype: torch.dtype, deep: bool) -> Tile:
+    """deep: an update is added whose gradients are not summed here."""
     if dtype.itemsize == 4:
         return Tile(32, 32, 8, 2, 1)
-    return Tile(32, 64, 4, 3, 3) if sums else Tile(32, 64, 4, 3, 4)
+    return Tile(32, 64, 8, 3, 3) if deep else Tile(32, 64, 4, 3, 3)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "base", "feature", "least"])
@@ -198,7 +199,7 @@ def variants() -> Iterator[Variant]:
             sums_b, sums_a = 0 < rank <= SUMMED, 0 < below <= SUMMED
             values = {"ACT": act, "GATED": gated, "PAIRED": paired, "RANK": rank, "R": padded(rank), "BELOW": below, "J": padded(below)}
             absent = {"b": None} if rank and not paired else {}
-            tile = _backward_tile(dtype, sums_b or sums_a)
+            tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a))
             absent |= {} if below and not sums_a else {"h": None}
             values |= absent | {"SUMS_B": sums_b, "SUMS_A": sums_a, "DROPS": drops, "LOADED": False}
             values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}

@@ -64,9 +64,9 @@ def _drop(
     tl.store(y + there * columns + column[None], values.to(y.dtype.element_ty), inside)
 
 
-def drop(x: Tensor, how: Drop) -> Tensor:
+def drop(x: Tensor, how: Drop | None) -> Tensor:
     """`reference.drop`; float32, bfloat16 or float16. Strided rows give a dense result."""
-    if how.p == 0:
+    if how is None or how.p == 0:
         return x
     rows, columns = x.shape
     y = x.new_empty(rows, columns)
