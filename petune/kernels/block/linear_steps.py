@@ -225,9 +225,10 @@ class Activated(Step):
         above = ranks.gu if gates <= SUMMED else 0
         made = activate_backward(rows, columns, shape.gated, shape.itemsize, above, ranks.down if folds else 0)
         yield "memory", made + Cost(0, rows * columns * shape.itemsize * (folds and shape.writes_m), hashes * folds)
-        if ranks.down > SUMMED:
-            yield low_input(shape, self.place, rows)
+        if SUMMED < ranks.down <= FOLDED:
+            yield "narrow", low_rank(rows, columns, ranks.down, shape.itemsize)
         if ranks.down > FOLDED:
+            yield low_input(shape, self.place, rows)
             yield added_back(shape, self.place, rows)
         if SUMMED < gates <= FOLDED:
             yield "narrow", low_rank(rows, shape.gu, gates, shape.itemsize)

@@ -70,7 +70,7 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
     trains."""
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
-    both = 0 < rank and outputs > WIDE * inputs and (shape.room(place) > 0 or (shape.gated and not shape.fp8))
+    both = rank > 0 and outputs > WIDE * inputs and (shape.room(place) > 0 or (shape.gated and not shape.fp8))
     if not both:  # else dx and ds are one product: linears that share an input have room for b even where an activation adds it
         yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
     if place.kind != "up" or rank > FOLDED * (1 + shape.gated):

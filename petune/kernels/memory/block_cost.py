@@ -1,7 +1,8 @@
 """The seconds of a transformer block on a device: its passes as lists of operations, and the rates that a
 device sustains.
 
-An operation is as slow as its arithmetic, its traffic or its launch (Williams et al. 2009, the roofline). The
+An operation is as slow as its arithmetic, its traffic or its hashes (Williams et al. 2009, the roofline), and
+takes its launch besides: while one kernel drains and the next begins, a device does none of them. The
 operations of a pass are those of the steps of its schedule; stages have the names of the values that they
 make (petune/kernels/block/program.py).
 """
@@ -30,7 +31,7 @@ NARROW = 0.75  # the share of the memory's rate that a product with few ranks re
 class Rates:
     """What a device sustains. FLOP/s of matmuls and, by sequence length, of attention; bytes/s of its memory
     and, each way, of the link to pinned host memory; elements a second of which it is computed whether they
-    drop out; seconds of a kernel that does next to nothing. measured: on such a device, not assumed."""
+    drop out; seconds that a kernel takes to begin and to end. measured: on such a device, not assumed."""
 
     name: str
     matmul: float
@@ -40,7 +41,7 @@ class Rates:
     memory: float
     link: float
     hashes: float = 1e12
-    launch: float = 3e-6
+    launch: float = 2.5e-6
     measured: bool = False
 
     def seconds(self, work: Iterable[Operation], sequence: float) -> float:
@@ -56,7 +57,7 @@ class Rates:
     def _alone(self, one: Operation, rate: float) -> float:
         """Seconds of one launch, whose arithmetic runs at `rate`."""
         cost, memory = one.cost, self.memory * (NARROW if one.kind == "narrow" else 1)
-        return max((cost.flop + cost.softmax) / rate, cost.bytes / memory, cost.hashes / self.hashes, self.launch)
+        return self.launch + max((cost.flop + cost.softmax) / rate, cost.bytes / memory, cost.hashes / self.hashes)
 
 
 def _interpolated(curve: Curve, length: float) -> float:

@@ -211,7 +211,7 @@ def attention_backward(
 def _softmax(flop: float, head_dim: int) -> float:
     """Of narrow heads, whose products are fewer for each exponential. An H200 runs heads of 64 at 0.71 of the rate of heads of 128, both
     ways."""
-    return flop * ((HEAD / head_dim) ** 0.5 - 1)
+    return flop * (float(HEAD / head_dim) ** 0.5 - 1)
 
 
 def _seen(sequence: float, causal: bool, keys: float | None, window: float | None) -> float:

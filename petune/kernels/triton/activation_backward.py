@@ -44,10 +44,10 @@ def activate_backward(
     h = torch.empty_like(dh, memory_format=torch.contiguous_format) if below and not sums_a else None
     grads = _launched(dh, u, du, h, low, below, (rank if sums_b else 0, depth if sums_a else 0), how, ACT=act, GATED=gated, PAIRED=paired)
     at = u.shape[1] * rank if sums_b else 0
-    db = grads[:at].view(-1, rank) if sums_b else None if low is None else _db(du, low[0], paired)
+    of_b = grads[:at].view(-1, rank) if sums_b else None if low is None else _db(du, low[0], paired)
     if below is None:
-        return du, db, None
-    return du, db, grads[at:].view(depth, -1) if h is None else matmul32(below[0].T, h, 1.0 if how is None else scaled(how))
+        return du, of_b, None
+    return du, of_b, grads[at:].view(depth, -1) if h is None else matmul32(below[0].T, h, 1.0 if how is None else scaled(how))
 
 
 def _db(du: Tensor, s: Tensor, paired: bool) -> Tensor:
@@ -197,10 +197,9 @@ def variants() -> Iterator[Variant]:
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for act, gated, paired, rank, below, drops in FORMS:
             sums_b, sums_a = 0 < rank <= SUMMED, 0 < below <= SUMMED
-            values = {"ACT": act, "GATED": gated, "PAIRED": paired, "RANK": rank, "R": padded(rank), "BELOW": below, "J": padded(below)}
-            absent = {"b": None} if rank and not paired else {}
+            values: dict[str, Any] = {"ACT": act, "GATED": gated, "PAIRED": paired, "RANK": rank, "R": padded(rank)}
+            values |= {"BELOW": below, "J": padded(below), "SUMS_B": sums_b, "SUMS_A": sums_a, "DROPS": drops, "LOADED": False}
+            values |= ({"b": None} if rank and not paired else {}) | ({} if below and not sums_a else {"h": None})
             tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a))
-            absent |= {} if below and not sums_a else {"h": None}
-            values |= absent | {"SUMS_B": sums_b, "SUMS_A": sums_a, "DROPS": drops, "LOADED": False}
             values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
             yield _activate_backward_kernel, signature_of(_activate_backward_kernel, kind), values, tile.warps, 3

@@ -260,7 +260,7 @@ def adapted(shape: BlockShape) -> BlockShape:
         adapted(LLAMA),
         adapted(BERT),
     ],
-    ids=["lora", "lora of q and v", "lora of rank 64", "lora of rank 128", "full", "bert", "bert with all roles", "adapter", "bert's adapter"],
+    ids=["lora", "q and v", "rank 64", "rank 128", "full", "bert", "bert with all roles", "adapter", "bert's adapter"],
 )
 @pytest.mark.parametrize(("keep", "tile"), [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)])
 def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
