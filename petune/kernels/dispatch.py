@@ -42,16 +42,21 @@ class Ops:
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
     drop: Callable[..., Any]
+    dropped_low: Callable[..., Any]
+    dropped_low_backward: Callable[..., Any]
+    add_dropped_low_: Callable[..., Any]
 
 
 _FILES = {
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), "norm"),
     **dict.fromkeys(("rope_", "rope_backward"), "rope"),
     **dict.fromkeys(("norm_rope", "norm_rope_backward"), "norm_rope"),
-    **dict.fromkeys(("activate", "activate_backward"), "activation"),
+    "activate": "activation",
+    "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
     "cross_entropy_": "loss",
     "drop": "dropout",
+    **dict.fromkeys(("dropped_low", "dropped_low_backward", "add_dropped_low_"), "dropped_low"),
 }
 NAMES = tuple(field.name for field in fields(Ops) if field.name != "name")
 

@@ -12,6 +12,7 @@ half a unit in the last place of x W^T would be lost if that were rounded first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -164,13 +165,21 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def activate(
-    u: Tensor, act: Act, gated: bool, low: Low | None = None, a: Tensor | None = None, paired: bool = False, out: Tensor | None = None
+    u: Tensor,
+    act: Act,
+    gated: bool,
+    low: Low | None = None,
+    a: Tensor | None = None,
+    paired: bool = False,
+    out: Tensor | None = None,
+    how: Drop | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(h, s): the activation between two linears, and the down projection's low-rank input.
 
     gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m, f] and h = act(u). `low` is
     added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the dtype of u, from h as rounded; None without `a`. paired, of
-    gated ones: b is block-diagonal, the first half of low's ranks is gate's and the second up's. out: as for `rms_norm`.
+    gated ones: b is block-diagonal, the first half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how: the
+    dropout of h that `a` alone reads.
     """
     values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
     if gated:
@@ -178,21 +187,28 @@ def activate(
         h = written(_act(gate, act) * up, u.dtype, out)
     else:
         h = written(_act(values, act), u.dtype, out)
-    return h, None if a is None else (wide(h) @ wide(a).T).to(u.dtype)
+    return h, None if a is None else dropped_low(h, a, [len(a)], [how])
 
 
 def activate_backward(
-    dh: Tensor, u: Tensor, act: Act, gated: bool, low: Added | None = None, below: Low | None = None, paired: bool = False
+    dh: Tensor,
+    u: Tensor,
+    act: Act,
+    gated: bool,
+    low: Added | None = None,
+    below: Low | None = None,
+    paired: bool = False,
+    how: Drop | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(du, db, da): gradients of u, of low's b and of `a`.
 
-    dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a. du is shaped like u, its dtype.
-    db [columns of u, r of low] = du^T s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. Without its b, `low` is
-    not added to u, which has it already. paired as for `activate`: db has the blocks alone then, one below the other, [columns of u, r of
-    low / 2].
+    dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a, of which `how` drops what it dropped
+    of h. du is shaped like u, its dtype. db [columns of u, r of low] = du^T s and da [r of below, f] = ds^T h, float32; None where `low` or
+    `below` is. Without its b, `low` is not added to u, which has it already. paired as for `activate`: db has the blocks alone then, one
+    below the other, [columns of u, r of low / 2].
     """
     values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
-    grad = wide(dh) if below is None else wide(dh) + wide(below[0]) @ wide(below[1])
+    grad = wide(dh) if below is None else wide(dh) + drop(wide(below[0]) @ wide(below[1]), how)
     if gated:
         gate, up = values.chunk(2, -1)
         active, slope = _act(gate, act), _slope(gate, act)
@@ -201,7 +217,7 @@ def activate_backward(
         h, du = _act(values, act), grad * _slope(values, act)
     du = du.to(u.dtype)
     db = None if low is None else _blocks(du, low[0], paired)
-    return du, db, None if below is None else wide(below[0]).T @ wide(h.to(u.dtype))
+    return du, db, None if below is None else wide(below[0]).T @ drop(wide(h.to(u.dtype)), how)
 
 
 def _blocks(du: Tensor, s: Tensor, paired: bool) -> Tensor:
@@ -290,9 +306,32 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------ dropout
 
 
-def drop(x: Tensor, how: Drop) -> Tensor:
+def drop(x: Tensor, how: Drop | None) -> Tensor:
     """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p: `petune.rng.dropout.drop` of what x stands for.
 
-    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0.
+    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0 and without
+    a draw.
     """
-    return dropped(x, how) if how.p else x
+    return x if how is None or not how.p else dropped(x, how)
+
+
+def dropped_low(x: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
+    """s [m, sum of ranks] = drop_i(x) a_i^T side by side: the low-rank inputs of updates that each drop elements of x [m, k] of their own.
+
+    a [sum of ranks, k]: the factors a_i of `ranks` rows, one below the other; hows: how each drops, None for not at all.
+    """
+    return torch.cat([drop(wide(x), how) @ wide(own).T for own, how in zip(a.split(list(ranks)), hows, strict=True)], 1).to(x.dtype)
+
+
+def dropped_low_backward(ds: Tensor, x: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float]) -> Tensor:
+    """The gradients scale_i * ds_i^T drop_i(x) of the factors a_i of `dropped_low`, [sum of ranks, k] in float32; ds [m, sum of ranks]."""
+    pieces = zip(ds.split(list(ranks), 1), hows, scales, strict=True)
+    return torch.cat([scale * (wide(own).T @ drop(wide(x), how)) for own, how, scale in pieces])
+
+
+def add_dropped_low_(dx: Tensor, ds: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
+    """dx [m, k] + the sum of drop_i(ds_i a_i), rounded once, in place of dx, which is returned; ds, a, ranks and hows as above."""
+    total = wide(dx)
+    for own, factor, how in zip(ds.split(list(ranks), 1), a.split(list(ranks)), hows, strict=True):
+        total = total + drop(wide(own) @ wide(factor), how)
+    return dx.copy_(total)

@@ -13,9 +13,9 @@ from petune.errors import UsageError
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
 from petune.kernels.block.linear import Bank, FrozenWeight
-from petune.kernels.block.packed_linear import Dropping, Group, Sink
+from petune.kernels.block.packed_linear import Group, Sink
 from petune.kernels.block.program import Program
-from petune.kernels.block.steps import Run, Values
+from petune.kernels.block.steps import Dropping, Run, Values
 from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
@@ -161,12 +161,11 @@ class Call:
         found = []
         for at, (place, parts, draws) in enumerate(zip(self.spec.program.groups, self.parts.groups, self.draws.groups, strict=True)):
             first = place.first
-            drops = [self._dropping(draw) for draw in draws]
             own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype) for k, part in enumerate(parts)]
             base = _base(self.spec.banks[at], own)
             a, b = factors[2 * at : 2 * at + 2] or (None, None)
             made = None if a is None or b is None else (a, b)
-            found.append(Group(own, self.dtype, first, self.spec.ops, base, drops, made, self.spec.defers and place.kind == "up"))
+            found.append(Group(own, self.dtype, first, self.spec.ops, base, draws, made, self.spec.defers and place.kind == "up"))
         return found
 
     def forward(self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> tuple[Tensor, Values, list[Tensor | None]]:

@@ -8,20 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petune.kernels.block.packed_linear import Rows
+from petune.kernels.block.packed_linear import FOLDED, SUMMED, Rows
+from petune.kernels.block.product_cost import added_back, bytes_within, dropping, low_input, result_bytes, returned, updated
 from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
-from petune.kernels.memory.op_cost import (
-    Cost,
-    activate,
-    activate_backward,
-    add,
-    add_low,
-    low_rank,
-    low_rank_update,
-    matmul,
-    quantise,
-)
+from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add, low_rank
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.kernels.reference import Act
 
@@ -50,8 +41,7 @@ class Low(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        inputs, _, rank = shape.linears(self.place)
-        yield "memory", low_rank(rows, inputs, rank, shape.itemsize)
+        yield low_input(shape, self.place, rows)
 
 
 @dataclass(eq=False)
@@ -93,13 +83,13 @@ class Product(Step):
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {self.y: _result(shape, self.place, self.behind)}
+        return {self.y: result_bytes(shape, self.place, self.behind)}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step. What no norm wrote into the room before s is copied there."""
         inputs, _, rank = shape.linears(self.place)
         copied = (inputs + rank) * shape.itemsize if self.norm is None and shape.room(self.place) else 0
-        return copied + _beside(shape, self.place)
+        return copied + bytes_within(shape, self.place)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -118,14 +108,14 @@ class Product(Step):
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        yield from _updated(shape, self.place, rows)
+        yield from updated(shape, self.place, rows)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        inputs, _, rank = shape.linears(self.place)
-        yield from _returned(shape, self.place, rows)
-        yield "memory", low_rank(rows, inputs, rank, shape.itemsize)
-        yield "memory", low_rank_update(rows, inputs, rank, shape.itemsize)
+        inputs = shape.linears(self.place)[0]
+        yield from returned(shape, self.place, rows)
+        yield low_input(shape, self.place, rows)
+        yield added_back(shape, self.place, rows)
         if found:
             yield "memory", add(rows, inputs, shape.itemsize)
 
@@ -168,7 +158,7 @@ class Activated(Step):
         drop = None if self.drop is None else run.drops[self.drop]
         m, inlet = down.inlet(u)
         a = down.a if down.folds_input and drop is None else None
-        s = run.ops.activate(u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m)[1]
+        s = run.ops.activate(u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn())[1]
         if drop is not None:
             m, inlet = drop(m, run.rows), None
         v[self.s] = s = down.low(m) if s is None else s
@@ -190,7 +180,7 @@ class Activated(Step):
             down.dupdated(dm, ds)
         if drop is not None:
             dm = drop(dm, run.rows)
-        du, db, da = run.ops.activate_backward(dm, u, self.act, self.gated, up.read(low), below, up.paired)
+        du, db, da = run.ops.activate_backward(dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn())
         down.learn(run.sink, dd, Rows.again(again), v[self.s], ds, da=da)
         if self.u in run.wants:
             run.grads[self.u] = du
@@ -200,11 +190,11 @@ class Activated(Step):
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
         rank = shape.linears(self.place)[2]
-        return {self.s: rank * shape.itemsize, self.d: _result(shape, self.place, self.behind)}
+        return {self.s: rank * shape.itemsize, self.d: result_bytes(shape, self.place, self.behind)}
 
     def beside(self, shape: BlockShape) -> int:
         """See Step."""
-        return (shape.columns + shape.room(self.place)) * shape.itemsize + _beside(shape, self.place)
+        return (shape.columns + shape.room(self.place)) * shape.itemsize + bytes_within(shape, self.place)
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
@@ -212,22 +202,36 @@ class Activated(Step):
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. dm, and m where the gradients of down need it."""
-        return shape.columns * shape.itemsize * (1 + shape.makes_m_again)
+        return shape.columns * shape.itemsize * (1 + shape.writes_m)
 
     def _activated(self, shape: BlockShape, rows: float) -> Charge:
         deferred = shape.ranks.gu if shape.defers else 0
-        return "memory", activate(rows, shape.columns, shape.gated, shape.itemsize, deferred, shape.ranks.down)
+        below = shape.ranks.down if shape.ranks.down <= FOLDED else 0
+        made = activate(rows, shape.columns, shape.gated, shape.itemsize, deferred, below)
+        return "memory", made + Cost(hashes=dropping(shape, self.place) * rows * shape.columns * (below > 0))
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
         yield self._activated(shape, rows)
-        yield from _updated(shape, self.place, rows)
+        if shape.ranks.down > FOLDED:
+            yield low_input(shape, self.place, rows)
+        yield from updated(shape, self.place, rows)
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
-        """See Step."""
-        ranks = shape.ranks
-        yield from _returned(shape, self.place, rows)
-        yield "memory", activate_backward(rows, shape.columns, shape.gated, shape.itemsize, ranks.gu, ranks.down)
+        """See Step. Gradients of more than SUMMED ranks are products of their own."""
+        ranks, columns, hashes = shape.ranks, shape.columns, dropping(shape, self.place) * rows * shape.columns
+        yield from returned(shape, self.place, rows)
+        folds, gates = 0 < ranks.down <= FOLDED, ranks.gu // (1 + shape.gated)
+        above = ranks.gu if gates <= SUMMED else 0
+        made = activate_backward(rows, columns, shape.gated, shape.itemsize, above, ranks.down if folds else 0)
+        yield "memory", made + Cost(0, rows * columns * shape.itemsize * (folds and shape.writes_m), hashes * folds)
+        if SUMMED < ranks.down <= FOLDED:
+            yield "narrow", low_rank(rows, columns, ranks.down, shape.itemsize)
+        if ranks.down > FOLDED:
+            yield low_input(shape, self.place, rows)
+            yield added_back(shape, self.place, rows)
+        if SUMMED < gates <= FOLDED:
+            yield "narrow", low_rank(rows, shape.gu, gates, shape.itemsize)
 
     def again(self, shape: BlockShape, rows: float, there: bool) -> Iterator[Charge]:
         """See Step."""
@@ -240,50 +244,3 @@ def _product(run: Run, at: int, behind: int | None, x: Tensor, s: Tensor | None,
     if behind is None or run.bottlenecks[behind][0].tensors is None:
         return run.groups[at].product(x, s, inlet)
     return run.groups[at].sum32(x, s)
-
-
-# ------------------------------------------------------------------ what products cost
-
-
-def _result(shape: BlockShape, place: GroupPlace, behind: int | None) -> int:
-    """Bytes of a row of what a product gives."""
-    return shape.linears(place)[1] * (shape.itemsize if behind is None else max(4, shape.itemsize))
-
-
-def _beside(shape: BlockShape, place: GroupPlace) -> int:
-    """Bytes of a row within a product: its input in eight bits, its result in float32 where the update is
-    added to it afterwards."""
-    inputs, outputs, _ = shape.linears(place)
-    return inputs * shape.fp8 + 4 * outputs * _sums(shape, place)
-
-
-def _sums(shape: BlockShape, place: GroupPlace) -> bool:
-    """Whether product and update meet in a sum of float32: neither in one product nor in the activation."""
-    deferred = place.kind == "up" and shape.defers
-    return shape.linears(place)[2] > 0 and not deferred and not shape.room(place)
-
-
-def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
-    """A product with a weight, which in eight bits quantises what it reads first."""
-    if shape.fp8:
-        yield "memory", quantise(rows, inner, shape.itemsize)
-    yield "matmul_fp8" if shape.fp8 else "matmul", matmul(rows, inner, columns, shape.itemsize)
-
-
-def _updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
-    """A product with a weight and its low-rank update."""
-    inputs, outputs, rank = shape.linears(place)
-    yield from _weighted(shape, rows, inputs + shape.room(place), outputs)
-    if _sums(shape, place):
-        yield "memory", Cost(0, (4 - shape.itemsize) * rows * outputs) + add_low(rows, outputs, shape.itemsize, rank)
-
-
-def _returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
-    """The way back through a product: ds, db, dx but for its update, and the weight's gradient where it
-    trains."""
-    inputs, outputs, rank = shape.linears(place)
-    yield "memory", low_rank(rows, outputs, rank, shape.itemsize)
-    yield "memory", low_rank(rows, outputs, rank, shape.itemsize)
-    yield from _weighted(shape, rows, outputs, inputs)
-    if shape.trained:
-        yield "matmul", matmul(outputs, rows, inputs, shape.itemsize)

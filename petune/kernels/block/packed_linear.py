@@ -24,9 +24,10 @@ from petune.kernels.block.linear import Dense, FrozenWeight, matmul32
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Added, Low
 from petune.models.tuned_linear import LowRank
+from petune.rng.dropout import Drop
 
-Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
 FOLDED = 64  # the largest rank that the element-wise kernels add or read on their way
+SUMMED = 32  # the largest rank whose gradients the backward pass of an activation sums on its way
 
 
 class Sink:
@@ -44,33 +45,30 @@ class Sink:
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix that entered a linear: at hand, or made again from what a norm read."""
+    """A matrix x that entered a linear: at hand, or made again from what a norm read. normed: total, rstd and weight of an RMS norm."""
 
     matrix: Callable[[], Tensor]
-    times: Callable[[Tensor, float], Tensor]  # (ds [m, r], scale) -> scale * ds^T x [r, k] in float32
+    normed: tuple[Tensor, Tensor, Tensor] | None = None
 
     @staticmethod
     def of(x: Tensor) -> Rows:
         """The matrix itself."""
-        return Rows(lambda: x, lambda ds, scale: matmul32(ds.T, x, scale))
+        return Rows(lambda: x)
 
     @staticmethod
-    def again(make: Callable[[], Tensor]) -> Rows:
+    def again(make: Callable[[], Tensor], normed: tuple[Tensor, Tensor, Tensor] | None = None) -> Rows:
         """A matrix that is made when it is asked for, once."""
-        make = cache(make)
-        return Rows(make, lambda ds, scale: matmul32(ds.T, make(), scale))
+        return Rows(cache(make), normed)
 
-    @staticmethod
-    def rms(total: Tensor, weight: Tensor, rstd: Tensor, again: Callable[[], Tensor]) -> Rows:
-        """total * rstd * weight, which need not be made for ds^T x: scaling the few columns of ds does the same."""
+    def times(self, ds: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """product(ds [m, r], x [m, k]): ds^T x [r, k] in float32, or that of an x some of whose elements are zero.
 
-        again = cache(again)
-
-        def times(ds: Tensor, scale: float) -> Tensor:
-            scaled = torch.mul(ds, rstd[:, None], out=torch.empty_like(ds))
-            return matmul32(scaled.T, total, scale).mul_(weight)
-
-        return Rows(again, times)
+        x = total * rstd * weight need not be made for it: scaling the few columns of ds does the same.
+        """
+        if self.normed is None:
+            return product(ds, self.matrix())
+        total, rstd, weight = self.normed
+        return product(torch.mul(ds, rstd[:, None], out=torch.empty_like(ds)), total).mul_(weight)
 
 
 class Group:
@@ -87,7 +85,7 @@ class Group:
         first: int,
         ops: Ops,
         base: FrozenWeight | None = None,
-        drops: Sequence[Dropping | None] = (),
+        drops: Sequence[Drop | None] = (),
         factors: tuple[Tensor, Tensor] | None = None,
         gates: bool = False,
     ) -> None:
@@ -96,7 +94,7 @@ class Group:
         self.ranks = [0 if part.a is None else len(part.a) for part in parts]
         self.whole = base or (Dense(self.parts[0].weight, self.parts[0].bias) if len(parts) == 1 else None)
         self.tuned = any(self.ranks)
-        self.drops = tuple(drops) if any(drops) else ()
+        self.drops = tuple(drops) if any(drop is not None for drop in drops) else ()
         self.rows: slice | None = None  # which of the call's rows a tile is, for dropout
         self.defers = gates and 0 < sum(self.ranks) <= FOLDED and (self.paired or len(parts) == 1)
         if self.tuned:
@@ -135,7 +133,7 @@ class Group:
     @property
     def folds_input(self) -> bool:
         """Whether a kernel that makes or reads this group's input may compute s and add ds a on its way."""
-        return self.tuned and sum(self.ranks) <= FOLDED and not self.drops
+        return self.tuned and sum(self.ranks) <= FOLDED and len(self.parts) == 1
 
     # ------------------------------------------------------------ forward
 
@@ -151,14 +149,20 @@ class Group:
             return None
         if not self.drops:
             return x @ self.a.T
-        return torch.cat([self._dropped(x, at) @ self.a[ranks].T for at, ranks in self._tuned_spans()], 1)
+        s: Tensor = self.ops.dropped_low(x, self.a, *self._drawn())
+        return s
 
-    def _tuned_spans(self) -> list[tuple[int, slice]]:
-        return [(at, ranks) for at, ranks in enumerate(spans(self.ranks)) if self.ranks[at]]
+    def _tuned(self) -> list[int]:
+        return [at for at, rank in enumerate(self.ranks) if rank]
 
-    def _dropped(self, x: Tensor, at: int) -> Tensor:
+    def _drawn(self) -> tuple[list[int], list[Drop | None]]:
+        """(rank, what drops out of its input in the tile's rows) of each update."""
+        return [self.ranks[at] for at in self._tuned()], [self.drawn(at) for at in self._tuned()]
+
+    def drawn(self, at: int = 0) -> Drop | None:
+        """What drops out of the input of a part's update, in the tile's rows."""
         drop = self.drops[at] if self.drops else None
-        return x if drop is None else drop(x, self.rows)
+        return drop if drop is None or self.rows is None else drop._replace(numbers=drop.numbers[self.rows])
 
     def base(self, x: Tensor) -> Tensor:
         """x W^T + bias, [m, sum of outputs]."""
@@ -235,9 +239,8 @@ class Group:
             return dx
         if not self.drops:
             return dx.addmm_(ds, self.a)
-        for at, ranks in self._tuned_spans():
-            dx.add_(self._dropped(ds[:, ranks] @ self.a[ranks], at))
-        return dx
+        updated: Tensor = self.ops.add_dropped_low_(dx, ds, self.a, *self._drawn())
+        return updated
 
     def learn(
         self, sink: Sink, dy: Tensor, x: Rows, s: Tensor | None, ds: Tensor | None, da: Tensor | None = None, db: Tensor | None = None
@@ -255,16 +258,18 @@ class Group:
 
     def _da(self, x: Rows, ds: Tensor) -> Tensor:
         """The gradients of the factors A, one below the other."""
-        scales = {self.parts[at].scale for at, _ in self._tuned_spans()}
-        if not self.drops and len(scales) == 1:
-            return x.times(ds, scales.pop())
-        matrix = x.matrix()
-        return torch.cat([matmul32(ds[:, ranks].T, self._dropped(matrix, at), self.parts[at].scale) for at, ranks in self._tuned_spans()])
+        scales = [self.parts[at].scale for at in self._tuned()]
+        if self.drops:
+            return x.times(ds, lambda ds, x: self.ops.dropped_low_backward(ds, x, *self._drawn(), scales))
+        if len(set(scales)) == 1:
+            return x.times(ds, lambda ds, x: matmul32(ds.T, x, scales[0]))
+        return self._scaled_(x.times(ds, lambda ds, x: matmul32(ds.T, x)))
 
     def _scaled_(self, da: Tensor) -> Tensor:
         """ds^T x as it is, times each part's scale, in place."""
-        for at, ranks in self._tuned_spans():
-            da[ranks].mul_(self.parts[at].scale)
+        for part, ranks in zip(self.parts, spans(self.ranks), strict=True):
+            if part.a is not None:
+                da[ranks].mul_(part.scale)
         return da
 
     def gradients(self, sink: Sink) -> list[Tensor | None]:

@@ -8,22 +8,23 @@ kept instead. A step of `rows` treats every row for itself, so that it may run i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from petune.kernels.block.attention import How
-from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink
+from petune.kernels.block.packed_linear import Group, Rows, Sink
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
-from petune.kernels.memory.op_cost import Cost, Kind, add, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from petune.kernels.memory.op_cost import Cost, Kind, add, drop, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.models.tuned_linear import BottleneckPart
 
 _MIDDLE: Level = "projections"
 Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs
+Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
 Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
 
 
@@ -167,7 +168,7 @@ class Normalize(Step):
         """h as the matrix that entered a group, made only if it must be."""
         x = v[self.x]
         if self.rms:
-            return Rows.rms(x, run.norms[self.at][0], v[self.stats[0]], lambda: self.made(run, x))
+            return Rows.again(lambda: self.made(run, x), (x, v[self.stats[0]], run.norms[self.at][0]))
         return Rows.again(lambda: self.made(run, x))
 
     def backward(self, run: Run, v: Values) -> None:
@@ -222,6 +223,15 @@ class Drop(Step):
         """See Step."""
         drop, dy = run.drops[self.at], run.grads.pop(self.y)
         run.grads[self.x] = dy if drop is None else drop(dy, run.rows)
+
+    def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
+        """See Step."""
+        if shape.dropouts:
+            yield "memory", drop(rows, shape.width, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        yield from self.ahead(shape, rows, sequence)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """The seconds of a transformer block on a device: its passes as lists of operations, and the rates that a
 device sustains.
 
-An operation is as slow as its arithmetic, its traffic or its launch (Williams et al. 2009, the roofline). The
+An operation is as slow as its arithmetic, its traffic or its hashes (Williams et al. 2009, the roofline), and
+takes its launch besides: while one kernel drains and the next begins, a device does none of them. The
 operations of a pass are those of the steps of its schedule; stages have the names of the values that they
 make (petune/kernels/block/program.py).
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log
+from math import ceil, inf, log
 
 from petune.kernels.block.program import Program, needs_of, of_shape
 from petune.kernels.block.schedule import Action, Section
@@ -21,6 +22,7 @@ from petune.kernels.memory.shape import BlockShape
 
 Keep = Level
 Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising length
+NARROW = 0.75  # the share of the memory's rate that a product with few ranks reaches
 
 # ------------------------------------------------------------------ devices
 
@@ -28,8 +30,8 @@ Curve = tuple[tuple[int, float], ...]  # (sequence length, FLOP/s), by rising le
 @dataclass(frozen=True)
 class Rates:
     """What a device sustains. FLOP/s of matmuls and, by sequence length, of attention; bytes/s of its memory
-    and, each way, of the link to pinned host memory; seconds of a launch. measured: on such a device, not
-    assumed."""
+    and, each way, of the link to pinned host memory; elements a second of which it is computed whether they
+    drop out; seconds that a kernel takes to begin and to end. measured: on such a device, not assumed."""
 
     name: str
     matmul: float
@@ -38,7 +40,8 @@ class Rates:
     attention_backward: Curve
     memory: float
     link: float
-    launch: float = 5e-6
+    hashes: float = 1e12
+    launch: float = 2.5e-6
     measured: bool = False
 
     def seconds(self, work: Iterable[Operation], sequence: float) -> float:
@@ -48,9 +51,13 @@ class Rates:
             "matmul_fp8": self.matmul_fp8,
             "attention": _interpolated(self.attention, sequence),
             "attention_backward": _interpolated(self.attention_backward, sequence),
-            "memory": float("inf"),
         }
-        return sum(one.times * max(one.cost.flop / rate[one.kind], one.cost.bytes / self.memory, self.launch) for one in work)
+        return sum(one.times * self._alone(one, rate.get(one.kind, inf)) for one in work)
+
+    def _alone(self, one: Operation, rate: float) -> float:
+        """Seconds of one launch, whose arithmetic runs at `rate`."""
+        cost, memory = one.cost, self.memory * (NARROW if one.kind == "narrow" else 1)
+        return self.launch + max((cost.flop + cost.softmax) / rate, cost.bytes / memory, cost.hashes / self.hashes)
 
 
 def _interpolated(curve: Curve, length: float) -> float:
@@ -73,6 +80,7 @@ H200 = Rates(
     attention_backward=((2048, 374e12), (8192, 481e12), (32768, 529e12)),
     memory=4.25e12,
     link=55.4e9,
+    hashes=2e12,
     measured=True,
 )
 # Assumed, on the low side of what the vendors promise.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from petune.kernels.block.packed_linear import FOLDED
+from petune.kernels.block.packed_linear import FOLDED, SUMMED
 from petune.models.spec import Attention, Mlp, Norm, Role, SubLayer, linears
 
 
@@ -57,7 +57,8 @@ class GroupPlace:
 class BlockShape:
     """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
     of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
-    multiply in eight bits. described: its sub-layers, where they are others than these."""
+    multiply in eight bits. drops: the inputs of its updates drop out; dropouts: so do its own values.
+    described: its sub-layers, where they are others than these."""
 
     width: int
     heads: int
@@ -71,6 +72,8 @@ class BlockShape:
     norm: Literal["rms", "layer"] = "rms"
     causal: bool = True
     fp8: bool = False
+    drops: bool = False
+    dropouts: bool = False
     described: tuple[SubLayer, ...] | None = None
 
     @property
@@ -89,6 +92,10 @@ class BlockShape:
         outputs = {"q": self.queries, "k": keys, "v": keys, "o": self.width, "gate": above, "up": above, "down": self.width}
         inputs = {"in": self.width, "out": self.queries, "up": self.width, "down": above}[place.kind]
         return inputs, sum(outputs[role] for role in place.roles), sum(getattr(self.ranks, role) for role in place.roles)
+
+    def updates(self, place: GroupPlace) -> int:
+        """The roles of a group that have an update."""
+        return sum(getattr(self.ranks, role) > 0 for role in place.roles)
 
     def room(self, place: GroupPlace) -> int:
         """Columns behind a group's input for its low-rank one, so that one product sums both."""
@@ -134,5 +141,10 @@ class BlockShape:
 
     @property
     def makes_m_again(self) -> bool:
-        """Whether the down projection's gradients need its input, which otherwise lives within one kernel."""
+        """Whether the activation is computed again, as the down projection's gradients need its input."""
         return self.trained or self.ranks.down > FOLDED
+
+    @property
+    def writes_m(self) -> bool:
+        """Whether that input lies in memory in the backward pass; otherwise it lives within one kernel."""
+        return self.trained or self.ranks.down > SUMMED

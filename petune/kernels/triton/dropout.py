@@ -30,11 +30,24 @@ def hashed(number):
 
 @triton.jit
 def factors(place, feature, least, scale):
-    """float32: `scale` where an element stays, 0 where not; of hashes int64 of places and features int32 in shapes that broadcast."""
+    """float32: `scale` where an element stays, 0 where not; see `stays`."""
+    return tl.where(stays(place, feature, least), scale, 0.0)
+
+
+@triton.jit
+def stays(place, feature, least):
+    """Whether elements stay, of hashes int64 of places and features int32 in shapes that broadcast."""
     value = feature * ((place >> 32).to(tl.int32) | 1) + place.to(tl.int32)
     value = (value ^ (value >> 16)) * _C
     value = (value ^ (value >> 13)) * _D
-    return tl.where(value >= least, scale, 0.0)
+    return value >= least
+
+
+@triton.jit
+def placed(numbers, row, rows, base, LOADED: tl.constexpr):
+    """The hashes int64 of rows of a matrix. LOADED: base is the address of it."""
+    added = tl.load(base) if LOADED else base
+    return hashed(tl.load(numbers + row, row < rows, 0) + added)
 
 
 @triton.jit(do_not_specialize=["rows", "base", "feature", "least"])
@@ -43,8 +56,7 @@ def _drop(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    added = tl.load(base) if LOADED else base
-    place = hashed(tl.load(numbers + row, row < rows, 0) + added)
+    place = placed(numbers, row, rows, base, LOADED)
     factor = factors(place[:, None], (feature + column)[None], least, scale)
     there, inside = row[:, None], (row < rows)[:, None] & (column < columns)[None]
     # A product, not a choice: what is dropped but not finite leaves its trace, as in torch's own dropout.
@@ -52,18 +64,22 @@ def _drop(
     tl.store(y + there * columns + column[None], values.to(y.dtype.element_ty), inside)
 
 
-def drop(x: Tensor, how: Drop) -> Tensor:
+def drop(x: Tensor, how: Drop | None) -> Tensor:
     """`reference.drop`; float32, bfloat16 or float16. Strided rows give a dense result."""
-    if how.p == 0:
+    if how is None or how.p == 0:
         return x
     rows, columns = x.shape
     y = x.new_empty(rows, columns)
     if y.numel():
         per, block = _tile(columns)
-        scale = 1 / (1 - how.p) if how.p < 1 else 0.0
-        rest = how.base, how.feature, threshold(how.p), scale, isinstance(how.base, Tensor), per, block
+        rest = how.base, how.feature, threshold(how.p), scaled(how), isinstance(how.base, Tensor), per, block
         _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](x, how.numbers, y, rows, columns, x.stride(0), *rest, num_warps=4)
     return y
+
+
+def scaled(how: Drop) -> float:
+    """What is left is multiplied by."""
+    return 1 / (1 - how.p) if how.p < 1 else 0.0
 
 
 def _tile(columns: int) -> tuple[int, int]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from petune.kernels import reference
 from petune.kernels.block.linear import Bank, Dense, matmul32
-from petune.kernels.block.packed_linear import Dropping, Group, Rows, Sink, spans
+from petune.kernels.block.packed_linear import Group, Rows, Sink, spans
 from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
 from petune.models.tuned_linear import LowRank, low_rank_of
+from petune.rng.dropout import Drop
 
 M, K = 7, 12
 WIDTHS = (8, 5, 5)
@@ -39,10 +40,9 @@ def parts_of(ranks: tuple[int, ...], bias: bool, scales: tuple[float, ...] = (1.
     return made
 
 
-def mask(seed: int) -> Dropping:
-    """A dropout that drops the same elements every time, of all rows or of some."""
-    kept = (torch.rand(M, K, generator=torch.Generator().manual_seed(seed)) > 0.3) / 0.7
-    return lambda x, rows: x * kept[slice(None) if rows is None else rows, : x.shape[1]]
+def draw_of(base: int) -> Drop:
+    """A dropout of M rows."""
+    return Drop(torch.arange(M), base, 0.3, 0)
 
 
 def oracle(parts: list[LowRank], drops: list[Any], x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def oracle(parts: list[LowRank], drops: list[Any], x: Tensor) -> Tensor:
     for part, drop in zip(parts, drops, strict=True):
         y = F.linear(x, part.weight, part.bias)
         if part.a is not None and part.b is not None:
-            y = y + part.scale * F.linear(F.linear(x if drop is None else drop(x, None), part.a), part.b)
+            y = y + part.scale * F.linear(F.linear(x if drop is None else reference.drop(x, drop), part.a), part.b)
         outs.append(y)
     return torch.cat(outs, 1)
 
@@ -75,7 +75,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_groups_values_and_gradients_are_autograds(case: str, dropped: bool, banked: bool) -> None:
     parts = parts_of(*CASES[case])
-    drops = [mask(at) if dropped and part.a is not None else None for at, part in enumerate(parts)]
+    drops = [draw_of(at) if dropped and part.a is not None else None for at, part in enumerate(parts)]
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
     tensors = [None if one is None else one.detach().requires_grad_() for one in (x, *leaves(parts))]
     made = [part.with_tensors(tensors[1 + 4 * at : 5 + 4 * at]) for at, part in enumerate(parts)]
@@ -100,7 +100,7 @@ def test_a_groups_values_and_gradients_are_autograds(case: str, dropped: bool, b
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_gradients_of_tiles_add_up(size: int, dropped: bool) -> None:
     parts = parts_of((2, 3, 2), True)
-    drops = [mask(at) for at in range(3)] if dropped else []
+    drops = [draw_of(at) for at in range(3)] if dropped else []
     x, dy = torch.randn(M, K), torch.randn(M, sum(WIDTHS))
     found = []
     for rows in (M, size):
@@ -150,8 +150,8 @@ def test_a_gradient_of_a_normed_matrix_needs_no_normed_matrix() -> None:
         asked.append(1)
         return h
 
-    rows = Rows.rms(total, weight, rstd, again)
-    torch.testing.assert_close(rows.times(ds, 0.5), 0.5 * ds.T @ h)
+    rows = Rows.again(again, (total, rstd, weight))
+    torch.testing.assert_close(rows.times(ds, lambda ds, x: ds.T @ x), ds.T @ h)
     assert not asked
     assert rows.matrix() is h and rows.matrix() is h and asked == [1]
 
@@ -166,7 +166,7 @@ def test_a_matrix_that_is_made_again_is_made_once() -> None:
 
     rows = Rows.again(again)
     assert not asked
-    torch.testing.assert_close(rows.times(torch.ones(M, 1), 2.0), 2 * x.sum(0, keepdim=True))
+    torch.testing.assert_close(rows.times(torch.ones(M, 1), lambda ds, x: ds.T @ x), x.sum(0, keepdim=True))
     assert rows.matrix() is x and asked == [1]
 
 

@@ -95,12 +95,21 @@ def test_attention_goes_from_one_known_length_to_the_next(length: int, rate: flo
         (Operation("u", "matmul_fp8", Cost(4e9, 1)), 2e-3),
         (Operation("u", "matmul", Cost(1, 1e9)), 1e-2),
         (Operation("u", "memory", Cost(4e15, 1e9)), 1e-2),
-        (Operation("u", "memory", Cost(1, 1), times=7), 7e-5),
+        (Operation("u", "memory", Cost(1, 1e6, hashes=1e9)), 1e-1),
+        (Operation("u", "matmul", Cost(4e9, 1, hashes=1e6)), 4e-3),
+        (Operation("u", "attention", Cost(1e9, 1, softmax=3e9)), 4e-3),
+        (Operation("u", "memory", Cost(), times=7), 0.0),
     ],
 )
-def test_the_slowest_of_arithmetic_traffic_and_launch_counts(operation: Operation, seconds: float) -> None:
-    rates = replace(CPU, matmul=1e12, matmul_fp8=2e12, memory=1e11, launch=1e-5)
-    assert rates.seconds((operation,), 1) == pytest.approx(seconds)
+def test_the_slowest_of_arithmetic_traffic_and_hashes_counts_and_the_launch_besides(operation: Operation, seconds: float) -> None:
+    rates = replace(CPU, matmul=1e12, matmul_fp8=2e12, attention=((1, 1e12),), memory=1e11, hashes=1e10, launch=1e-5)
+    assert rates.seconds((operation,), 1) == pytest.approx(seconds + operation.times * 1e-5)
+
+
+def test_a_product_with_few_ranks_is_slower_than_the_memory() -> None:
+    cost, rates = Cost(1, 1e9), replace(CPU, launch=0.0)
+    narrow, plain = (rates.seconds((Operation("s", kind, cost),), 1) for kind in ("narrow", "memory"))
+    assert narrow == pytest.approx(plain / block_cost.NARROW)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +125,33 @@ def test_the_slowest_of_arithmetic_traffic_and_launch_counts(operation: Operatio
 def test_a_device_gets_its_preset_by_name(name: str, rates: block_cost.Rates) -> None:
     assert block_cost.rates_of(name) is rates
     assert rates.measured == (rates is H200)
+
+
+def test_dropout_of_updates_costs_time_and_no_flop() -> None:
+    """Every update's input is hashed ahead, for its gradient and for that of A; within the kernels of an activation those are one."""
+    wide = replace(LLAMA, ranks=Ranks(*[64] * 7))
+    large = replace(LLAMA, ranks=Ranks(*[128] * 7))
+    for shape, hashed in ((LLAMA, 3 * 6 * 4096 + 2 * 14336), (wide, 3 * 6 * 4096 + 2 * 14336), (large, 3 * (6 * 4096 + 14336))):
+        plain, drops = (
+            block_cost.forward(one, 8192, 2048) + block_cost.backward(one, 8192, 2048) for one in (shape, replace(shape, drops=True))
+        )
+        assert total(plain).flop == total(drops).flop and total(plain).hashes == 0
+        assert H200.seconds(drops, 2048) > H200.seconds(plain, 2048)
+        assert total(drops).hashes == 8192 * hashed
+
+
+def test_a_blocks_own_dropouts_cost_passes_of_their_own() -> None:
+    described = replace(BERT, described=tuple(replace(one, drop="drop") for one in BERT.sublayers))
+    plain, drops = (total(block_cost.forward(one, 512, 512)) for one in (described, replace(described, dropouts=True)))
+    assert drops.hashes == 2 * 512 * 1024 and plain.hashes == 0
+    assert drops.bytes > plain.bytes
+
+
+def test_narrow_heads_are_slower_by_their_exponentials() -> None:
+    wide, narrow = (
+        H200.seconds((Operation("a", "attention", attention(8192, 2048, heads, 8, dim)),), 2048) for heads, dim in ((32, 128), (64, 64))
+    )
+    assert narrow == pytest.approx(2**0.5 * wide, rel=0.01)
 
 
 def test_eight_bits_are_faster_where_matmuls_bound() -> None:

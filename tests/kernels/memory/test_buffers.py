@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from petune.kernels.block import attention as attending
 from petune.kernels.block import fold, linear
 from petune.kernels.block.linear import Dense
-from petune.kernels.block.packed_linear import Group
+from petune.kernels.block.packed_linear import SUMMED, Group
 from petune.kernels.block.program import Program, needs_of, of_shape
 from petune.kernels.block.steps import Run
 from petune.kernels.dispatch import Ops
@@ -150,7 +150,7 @@ def hollow() -> Ops:
         return y, made(x, len(x), dtype=wide), made(x, len(x), dtype=wide), x if residual is None else made(x)
 
     def activate(
-        u: Tensor, act: str, gated: bool, low: Any = None, a: Tensor | None = None, paired: bool = False, out: Tensor | None = None
+        u: Tensor, act: str, gated: bool, low: Any = None, a: Tensor | None = None, paired: bool = False, out: Any = None, how: Any = None
     ) -> Any:
         return out if out is not None else made(u, len(u), u.shape[1] // (1 + gated)), None if a is None else made(u, len(u), len(a))
 
@@ -158,15 +158,25 @@ def hollow() -> Ops:
         product = made(x, len(x), len(weight), dtype=wide)
         return made(x, *product.shape)
 
-    def activate_backward(dh: Tensor, u: Tensor, act: str, gated: bool, low: Any = None, below: Any = None, paired: bool = False) -> Any:
+    def activate_backward(
+        dh: Tensor, u: Tensor, act: str, gated: bool, low: Any = None, below: Any = None, paired: bool = False, how: Any = None
+    ) -> Any:
+        du, h = made(u), None if below is None or len(below[1]) <= SUMMED else made(dh)
         db = None if low is None else made(u, u.shape[1], low[0].shape[1], dtype=wide)
-        return made(u), db, None if below is None else made(u, *below[1].shape, dtype=wide)
+        del h
+        return du, db, None if below is None else made(u, *below[1].shape, dtype=wide)
 
     def rope_backward(*grads: Tensor) -> Tensor:
         return made(grads[0], len(grads[0]), sum(one.shape[1] * one.shape[2] for one in grads[:3]))
 
     def add_low(x: Tensor | None, y: Tensor, low: Any) -> Tensor:
         return made(low[0], *y.shape)
+
+    def dropped_low(x: Tensor, a: Tensor, *_: Any) -> Tensor:
+        return made(x, len(x), len(a))
+
+    def dropped_low_backward(ds: Tensor, x: Tensor, *_: Any) -> Tensor:
+        return made(x, ds.shape[1], x.shape[1], dtype=wide)
 
     rest = dict.fromkeys(("cross_entropy_", "quantise", "drop"), made)
     return Ops(
@@ -183,6 +193,9 @@ def hollow() -> Ops:
         activate_backward=activate_backward,
         linear_low=linear_low,
         add_low=add_low,
+        dropped_low=dropped_low,
+        dropped_low_backward=dropped_low_backward,
+        add_dropped_low_=lambda dx, *_: dx,
         **rest,
     )
 
@@ -250,6 +263,7 @@ def normed(shape: BlockShape) -> BlockShape:
         normed(LLAMA),
         replace(normed(LLAMA), ranks=Ranks(), trained=True),
         replace(LLAMA, ranks=Ranks(q=16, v=16)),
+        replace(LLAMA, ranks=Ranks(*[64] * 7)),
         replace(LLAMA, ranks=Ranks(*[128] * 7)),
         replace(LLAMA, ranks=Ranks(), trained=True),
         BERT,
@@ -264,6 +278,7 @@ def normed(shape: BlockShape) -> BlockShape:
         "norms of heads",
         "full with norms of heads",
         "lora of q and v",
+        "lora of rank 64",
         "lora of rank 128",
         "full",
         "bert",

@@ -30,6 +30,9 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.low_rank(100, 10, 4), 8000, 2 * (1000 + 440)),
         (op_cost.low_rank_update(100, 10, 4), 8000, 2 * (2000 + 440)),
         (op_cost.low_rank(100, 10, 0), 0, 0),
+        (op_cost.dropped_low(100, 10, 4, 2), 8000, 2 * (1000 + 440)),
+        (op_cost.add_dropped_low_(100, 10, 4, 2), 8000, 2 * (2000 + 440)),
+        (op_cost.dropped_low(100, 10, 0, 2), 0, 0),
         (op_cost.rms_norm(10, 8), 320, 2 * 2 * 80 + 40),
         (op_cost.rms_norm(10, 8, residual=True), 400, 4 * 2 * 80 + 40),
         (op_cost.rms_norm_backward(10, 8, dresidual=True), 720, 4 * 2 * 80 + 40),
@@ -57,6 +60,14 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
 )
 def test_an_operation_costs_what_a_hand_computes(found: Cost, flop: float, moved: float) -> None:
     assert (found.flop, found.bytes) == (flop, moved)
+
+
+def test_what_drops_out_is_hashed_element_by_element() -> None:
+    assert op_cost.drop(10, 8).hashes == 80
+    assert [cost(100, 10, 4, 3).hashes for cost in (op_cost.dropped_low, op_cost.dropped_low_backward, op_cost.add_dropped_low_)] == [
+        3000
+    ] * 3
+    assert op_cost.dropped_low(100, 10, 0, 0).hashes == 0
 
 
 def test_attention_backward_makes_five_products_to_forwards_two() -> None:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from petune.kernels import reference
+from petune.kernels.dispatch import triton_ops
 from petune.kernels.reference import Act, Low
-from petune.kernels.triton import activation as kernels
-from petune.kernels.triton import residual
+from petune.kernels.triton import activation, activation_backward, residual
+from petune.rng.dropout import Drop
 from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wider
 
+kernels = triton_ops()
 ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu"]
 # rows, columns of h, rank of low or 0, rank of a and below or 0
 SHAPES = [(1, 16, 1, 8), (3, 100, 8, 1), (65, 130, 48, 16), (65, 130, 0, 16), (3, 100, 16, 0), (65, 16, 0, 0), (33, 34, 64, 64)]
@@ -21,7 +23,9 @@ each_shape = pytest.mark.parametrize(("rows", "width", "rank", "depth"), SHAPES)
 each_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 
 
-def operands(rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype, strided: bool = False) -> dict[str, Any]:
+def operands(
+    rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype, strided: bool = False, p: float | None = None
+) -> dict[str, Any]:
     """u, dh, low, a and below of one activation; the factors are scaled as trained ones are."""
     columns = width * (1 + gated)
     low: Low | None = (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4) if rank else None
@@ -32,19 +36,20 @@ def operands(rows: int, width: int, rank: int, depth: int, gated: bool, dtype: t
         "low": low,
         "a": a,
         "below": None if a is None else (matrix(rows, depth, dtype, 6, strided), a),
+        "how": None if p is None else Drop(torch.arange(rows, device=DEVICE), 99, p, 3),
     }
 
 
 def forward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
-    return module.activate(given["u"], act, gated, given["low"], given["a"])
+    return module.activate(given["u"], act, gated, given["low"], given["a"], how=given["how"])
 
 
 def backward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
-    return module.activate_backward(given["dh"], given["u"], act, gated, given["low"], given["below"])
+    return module.activate_backward(given["dh"], given["u"], act, gated, given["low"], given["below"], how=given["how"])
 
 
 def assert_all_as_good(call: Any, given: dict[str, Any], act: Act, gated: bool) -> None:
-    exact = call(reference, {name: wider(value) for name, value in given.items()}, act, gated)
+    exact = call(reference, {name: wider(value) for name, value in given.items()} | {"how": given["how"]}, act, gated)
     for found, same, true in zip(call(kernels, given, act, gated), call(reference, given, act, gated), exact, strict=True):
         if same is None:
             assert found is None
@@ -102,6 +107,28 @@ def test_every_activation_is_the_references_where_rows_are_strided(act: Act, gat
     assert torch.equal(given["u"], kept)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_form
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("rows", "width", "rank", "depth"), [(65, 130, 48, 16), (33, 34, 64, 64), (65, 130, 0, 16)])
+def test_what_drops_out_of_the_input_below_is_the_references(
+    rows: int, width: int, rank: int, depth: int, p: float, gated: bool, dtype: torch.dtype
+) -> None:
+    given = operands(rows, width, rank, depth, gated, dtype, strided=True, p=p)
+    assert_all_as_good(forward, given, "silu", gated)
+    assert_all_as_good(backward, given, "silu", gated)
+
+
+@each_form
+@pytest.mark.parametrize("depth", [16, 64])
+def test_a_base_on_the_device_is_read_there(gated: bool, depth: int) -> None:
+    given = operands(33, 34, 16, depth, gated, torch.bfloat16, p=0.3)
+    there = given | {"how": given["how"]._replace(base=torch.tensor([99], device=DEVICE))}
+    for call in (forward, backward):
+        for one, other in zip(call(kernels, given, "silu", gated), call(kernels, there, "silu", gated), strict=True):
+            assert one is not None and other is not None and torch.equal(one, other)
+
+
 @pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
 @each_form
 def test_a_result_is_written_where_it_is_wanted_and_nowhere_else(gated: bool, module: Any) -> None:
@@ -127,7 +154,8 @@ def test_an_update_that_the_matrix_has_already_is_not_added_again(gated: bool) -
 def test_tiles_shared_between_programs_add_up(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(200, 200, 16, 16, gated, torch.bfloat16)
     for parts in (1, 2, 5):
-        monkeypatch.setattr(kernels, "shares", lambda walks, steps, places, parts=parts: parts)
+        for module in (activation, activation_backward):
+            monkeypatch.setattr(module, "shares", lambda walks, steps, places, parts=parts: parts)
         assert_all_as_good(forward, given, "silu", gated)
         assert_all_as_good(backward, given, "silu", gated)
 

@@ -1,0 +1,86 @@
+"""What the products of a group of linears cost: kernels, and bytes of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petune.kernels.block.linear import WIDE
+from petune.kernels.block.packed_linear import FOLDED
+from petune.kernels.block.steps import Charge
+from petune.kernels.memory.op_cost import SMALL, Cost, add_dropped_low_, add_low, dropped_low, low_rank, matmul, quantise
+from petune.kernels.memory.shape import BlockShape, GroupPlace
+
+FEW = 4  # kernels of an update in a pass that take no more than their launches
+
+
+def result_bytes(shape: BlockShape, place: GroupPlace, behind: int | None) -> int:
+    """Bytes of a row of what a product gives."""
+    return shape.linears(place)[1] * (shape.itemsize if behind is None else max(4, shape.itemsize))
+
+
+def bytes_within(shape: BlockShape, place: GroupPlace) -> int:
+    """Bytes of a row within a product: its input in eight bits, its result in float32 where the update is
+    added to it afterwards."""
+    inputs, outputs, _ = shape.linears(place)
+    return inputs * shape.fp8 + 4 * outputs * _sums(shape, place)
+
+
+def dropping(shape: BlockShape, place: GroupPlace) -> int:
+    """The updates of a group whose inputs drop out."""
+    return shape.updates(place) if shape.drops else 0
+
+
+def low_input(shape: BlockShape, place: GroupPlace, rows: float) -> Charge:
+    """s = x a^T, or ds^T x."""
+    inputs, _, rank = shape.linears(place)
+    return "narrow", dropped_low(rows, inputs, rank, dropping(shape, place), shape.itemsize)
+
+
+def _factors(shape: BlockShape, place: GroupPlace) -> Iterator[Charge]:
+    """What is small for each update in a pass: factors scaled, rounded and put in their places, partial sums
+    added up."""
+    for _ in range(FEW * shape.updates(place)):
+        yield "memory", SMALL
+
+
+def _sums(shape: BlockShape, place: GroupPlace) -> bool:
+    """Whether product and update meet in a sum of float32: neither in one product nor in the activation."""
+    deferred = place.kind == "up" and shape.defers
+    return shape.linears(place)[2] > 0 and not deferred and not shape.room(place)
+
+
+def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
+    """A product with a weight, which in eight bits quantises what it reads first."""
+    if shape.fp8:
+        yield "memory", quantise(rows, inner, shape.itemsize)
+    yield "matmul_fp8" if shape.fp8 else "matmul", matmul(rows, inner, columns, shape.itemsize)
+
+
+def updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
+    """A product with a weight and its low-rank update."""
+    inputs, outputs, rank = shape.linears(place)
+    yield from _factors(shape, place)
+    yield from _weighted(shape, rows, inputs + shape.room(place), outputs)
+    if _sums(shape, place):
+        yield "memory", Cost(0, (4 - shape.itemsize) * rows * outputs) + add_low(rows, outputs, shape.itemsize, rank)
+
+
+def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
+    """The way back through a product: ds, db, dx but for its update, and the weight's gradient where it
+    trains."""
+    inputs, outputs, rank = shape.linears(place)
+    yield from _factors(shape, place)
+    both = rank > 0 and outputs > WIDE * inputs and (shape.room(place) > 0 or (shape.gated and not shape.fp8))
+    if not both:  # else dx and ds are one product: linears that share an input have room for b even where an activation adds it
+        yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
+    if place.kind != "up" or rank > FOLDED * (1 + shape.gated):
+        yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
+    yield from _weighted(shape, rows, outputs, inputs + rank * both)
+    if shape.trained:
+        yield "matmul", matmul(outputs, rows, inputs, shape.itemsize)
+
+
+def added_back(shape: BlockShape, place: GroupPlace, rows: float) -> Charge:
+    """dx += ds a."""
+    inputs, _, rank = shape.linears(place)
+    return "memory", add_dropped_low_(rows, inputs, rank, dropping(shape, place), shape.itemsize)
