@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal
 
 # Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks, on the memory's side.
@@ -221,7 +222,7 @@ def attention_backward(
 def _softmax(flop: float, head_dim: int) -> float:
     """Of narrow heads, whose products are fewer for each exponential. An H200 runs heads of 64 at 0.71 of the rate of heads of 128, both
     ways."""
-    return flop * (float(HEAD / head_dim) ** 0.5 - 1)
+    return flop * (sqrt(HEAD / head_dim) - 1)
 
 
 def _seen(sequence: float, causal: bool, keys: float | None, window: float | None) -> float:
