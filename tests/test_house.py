@@ -70,6 +70,7 @@ LONG_FILES = (
     "petune/kernels/block/attention.py",
     "petune/kernels/memory/offloaded_adamw.py",
     "petune/kernels/memory/policy.py",
+    "petune/kernels/reference.py",
     "petune/kernels/triton/attention.py",
     "petune/models/stack.py",
     "petune/parallel/launch/launcher.py",

@@ -125,7 +125,7 @@ def _least(stack: Stack, size: tuple[int, int], vocabulary: int, rates: Rates, c
     hooks = stack._forward_pre_hooks.values()
     tokens, longest = next((hook.entered for hook in hooks if isinstance(hook, Governor) and hook.entered), size)
     specs = _specs(stack)
-    return least_bytes(shape_of(specs[0]), len(specs), rounded(tokens), rounded(longest, 128), vocabulary, rates, config)
+    return least_bytes(shape_of(typical(specs)), len(specs), rounded(tokens), rounded(longest, 128), vocabulary, rates, config)
 
 
 def _specs(stack: Stack) -> list[Spec]:

@@ -169,7 +169,7 @@ def _low_backward(ds: Tensor, x: Tensor, one: _Launch) -> Tensor:
 
 
 def _low_backward_tile(dtype: torch.dtype) -> Tile:
-    return Tile(32, 32, 8, 2, 2) if dtype.itemsize == 4 else Tile(64, 128, 8, 3, 3)
+    return Tile(32, 32, 8, 2, 2) if dtype.itemsize == 4 else Tile(64, 64, 4, 3, 4)
 
 
 @triton.jit(do_not_specialize=["rows", "split", "base", "base1", "base2", "feature", "least"])
@@ -223,7 +223,7 @@ def _add(dx: Tensor, ds: Tensor, a: Tensor, one: _Launch) -> None:
 
 
 def _add_tile(dtype: torch.dtype) -> Tile:
-    return Tile(32, 32, 8, 1, 2) if dtype.itemsize == 4 else Tile(64, 32, 4, 2, 3)
+    return Tile(32, 32, 8, 1, 2) if dtype.itemsize == 4 else Tile(32, 64, 4, 2, 4)
 
 
 @triton.jit(do_not_specialize=["rows", "split", "base", "base1", "base2", "feature", "least"])
