@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from petune.errors import Problem, TrainingFault
 from petune.methods import frozen_tensors
+from petune.models.frozen_weight import bytes_in
 from petune.parallel import local
 
 GRADIENT_WITHIN = 2
@@ -95,8 +96,9 @@ def _signed(value: int) -> int:
 
 
 def frozen_checksums(model: nn.Module) -> dict[str, int]:
-    """The checksum of every tensor of `model` that must not move."""
-    return checksums(frozen_tensors(model))
+    """The checksum of every tensor of `model` that must not move; of a quantised weight, of each tensor that it is held in."""
+    held = {(name, at): part for name, value in frozen_tensors(model).items() for at, part in enumerate(bytes_in(value))}
+    return checksums({name if at == 0 else f"{name}:{at}": part for (name, at), part in held.items()})
 
 
 def digest(checksums: Mapping[str, int]) -> str:
