@@ -40,10 +40,14 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each device with one wait."""
-    found: dict[str, int] = {}
-    for device in {value.device for value in tensors.values()}:
-        here = {name: value for name, value in tensors.items() if value.device == device}
+    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each device with one wait.
+
+    That of a quantised weight is an odd multiple of each of those of the tensors that it is held in, added up.
+    """
+    found: dict[tuple[str, int], int] = {}
+    parts = {(name, at): part for name, value in tensors.items() for at, part in enumerate(bytes_in(value))}
+    for device in {value.device for value in parts.values()}:
+        here = {name: value for name, value in parts.items() if value.device == device}
         weights = _weights(_COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device)
         add_up = partial(_weighted_sum, weights=weights)
         if device.type == "cpu":
@@ -52,7 +56,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         else:
             sums = [add_up(value) for value in here.values()]
         found |= zip(here, torch.stack(sums).tolist(), strict=True)
-    return {name: found[name] % 2**64 for name in tensors}
+    counts = {name: len(bytes_in(value)) for name, value in tensors.items()}
+    return {name: sum((2 * at + 1) * found[name, at] for at in range(count)) % 2**64 for name, count in counts.items()}
 
 
 @torch.no_grad()
@@ -96,9 +101,8 @@ def _signed(value: int) -> int:
 
 
 def frozen_checksums(model: nn.Module) -> dict[str, int]:
-    """The checksum of every tensor of `model` that must not move; of a quantised weight, of each tensor that it is held in."""
-    held = {(name, at): part for name, value in frozen_tensors(model).items() for at, part in enumerate(bytes_in(value))}
-    return checksums({name if at == 0 else f"{name}:{at}": part for (name, at), part in held.items()})
+    """The checksum of every tensor of `model` that must not move."""
+    return checksums(frozen_tensors(model))
 
 
 def digest(checksums: Mapping[str, int]) -> str:
