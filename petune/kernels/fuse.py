@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
-from petune.kernels.block.fp8 import Eight, refuse_eight
+from petune.kernels.block.fp8 import refuse_fp8
 from petune.kernels.block.hooks import InDtype, NoCache, Ready, dense
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
@@ -31,6 +31,7 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
+from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
@@ -197,7 +198,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         if isinstance(spec, str):
             return f"block {number}: {spec}"
         specs.append(spec)
-    _check_eight(specs, plan)
+    _quantise(specs, plan)
     limit = None if plan.memory.host is None else int(plan.memory.host * GIB)
     store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
@@ -237,13 +238,18 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
         stack.edges.insert(0, Unpadded())
 
 
-def _check_eight(specs: Sequence[Spec], plan: Plan) -> None:
-    """Raise UsageError where weights cannot be quantised, before the first one is."""
-    for layers in (layers for spec in specs for layers in spec.layers) if plan.base_dtype is not None else ():
-        weights = [cast("torch.Tensor", layer.weight) for layer in layers]
-        if any(weight.requires_grad for weight in weights):
+def _quantise(specs: Sequence[Spec], plan: Plan) -> None:
+    """Put quantised weights in the place of those of the linears, one by one. Raises UsageError, before the first, where one cannot be."""
+    if plan.base_dtype is None:
+        return
+    layers: list[Any] = [layer for spec in specs for group in spec.layers for layer in group]
+    for weight in (layer.weight for layer in layers):
+        if weight.requires_grad:
             raise UsageError("base_dtype: fp8 needs weights that do not train", where="base_dtype", remedy="use method: lora")
-        refuse_eight(weights[0].device, weights[0].dtype, (sum(map(len, weights)), weights[0].shape[1]))
+        refuse_fp8(weight.device, weight.dtype, (weight.shape[0], weight.shape[1]))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in layers:
+        layer.weight = made.setdefault(layer.weight, quantised(layer.weight, plan.base_dtype))
 
 
 def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> Bank | None:
@@ -251,15 +257,14 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
 
     alone: of a single linear, a rank that the activation adds needs no room.
     """
-    parts = [cast("LowRank", linear_of(layer)) for layer in layers]
-    rank = sum(0 if part.a is None else len(part.a) for part in parts) if room and plan.base_dtype is None else 0
-    single = len(layers) == 1 and plan.base_dtype is None and (not rank or (alone and rank <= FOLDED))
-    if single or not bankable(layers):
+    if not bankable(layers):
         return None
-    bank = Bank(layers, rank)
-    if plan.base_dtype == "fp8":
-        bank.base = Eight(bank.weight, bank.bias, plan.ops, parts)
-    return bank
+    if isinstance(layers[0].weight, QuantisedWeight):
+        return Bank(layers, plan.ops)
+    parts = [cast("LowRank", linear_of(layer)) for layer in layers]
+    rank = sum(0 if part.a is None else len(part.a) for part in parts) if room else 0
+    single = len(layers) == 1 and (not rank or (alone and rank <= FOLDED))
+    return None if single else Bank(layers, plan.ops, rank)
 
 
 def fused_blocks(model: nn.Module) -> list[nn.Module]:
@@ -287,8 +292,9 @@ def unfuse(model: nn.Module) -> None:
 
 def _out_of(bank: Bank | None, layers: Sequence[nn.Module]) -> None:
     """Copy what still lies in the bank out of it: such a view keeps the whole bank alive, and is saved and pickled with it."""
-    homes = set() if bank is None else {whole.untyped_storage().data_ptr() for whole in (bank.weight, bank.bias) if whole is not None}
+    homes = {whole.untyped_storage().data_ptr() for whole in (() if bank is None else (*bank.tensors, bank.bias)) if whole is not None}
     for value in (value for layer in layers for value in layer._parameters.values() if value is not None):
-        storage = value.untyped_storage()
-        if storage.data_ptr() in homes and storage.nbytes() > value.nbytes:
+        first = bytes_in(value)[0]
+        storage = first.untyped_storage()
+        if storage.data_ptr() in homes and storage.nbytes() > first.nbytes:
             value.data = value.detach().clone(memory_format=torch.contiguous_format)

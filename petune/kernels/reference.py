@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petune.models import fp8
 from petune.rng.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
@@ -297,10 +298,7 @@ def cross_entropy_(
 # ------------------------------------------------------------------ eight-bit floats
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, scale): x [m, n] as float8_e4m3fn with one float32 scale per row [m, 1], so that x ~ q * scale and a row's largest is 448."""
-    scale = (wide(x).abs().amax(1, keepdim=True) / 448).clamp(min=1e-12).float()
-    return (wide(x) / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+quantise = fp8.quantise
 
 
 # ------------------------------------------------------------------ dropout

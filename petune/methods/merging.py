@@ -16,10 +16,12 @@ from torch import nn
 
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
+from petune.log import warn
 from petune.methods.configs import method_of
 from petune.methods.saving import forget
 from petune.methods.wrapped import tuning
 from petune.models import attention
+from petune.models.frozen_weight import quantised_in, restore_dense
 from petune.models.stack import disown_stacks
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 
@@ -33,9 +35,11 @@ def merge(model: Model) -> Model:
         >>> plain = petune.merge(petune.load(base, "tuned"))
         >>> plain.save_pretrained("merged")
 
-    Its parameters all require gradients again, as those of a freshly loaded model do. Raises UsageError for adapter and side.
+    Its parameters all require gradients again, as those of a freshly loaded model do. A quantised base becomes dense, with the values
+    that it was trained with. Raises UsageError for adapter and side.
     """
     _refuse_unmergeable(model)
+    warn_of_quantised(model)
     unfuse(model)
     disown_stacks(model)
     attention.leave(model)
@@ -46,11 +50,20 @@ def merge(model: Model) -> Model:
         plain = layer.plain()
         plain.weight = nn.Parameter(layer.merged_weight())
         model.set_submodule(name, plain)
+    restore_dense(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     forget(model)
     _merged.add(model)
     return model
+
+
+def warn_of_quantised(model: nn.Module) -> None:
+    """Say of a quantised base, which is about to be merged, what becomes of it."""
+    if (found := next(quantised_in(model), None)) is not None:
+        kind, dtype = found[2].form.name, str(found[2].dtype).removeprefix("torch.")
+        values = f"this base is held in {kind}: its weights become {dtype} again with the values they have in {kind}"
+        warn(f"{values}; to merge into the weights as they were, save the tuning, load the base and petune.load it there")
 
 
 _merged: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a merged model itself has nothing left to know it by

@@ -76,7 +76,7 @@ class Recipe(BaseModel):
     memory: SkipValidation[MemoryConfig] = Field(
         MemoryConfig(), description=f"what fused blocks keep for the backward pass: {', '.join(KEEPS)}; or a mapping with keep and more"
     )
-    base_dtype: BaseDtype | None = Field(None, description="fp8: quantise frozen weights of fused blocks, lora only; not exact")
+    base_dtype: BaseDtype | None = Field(None, description="fp8: hold frozen weights of fused blocks in one byte each; not exact")
     parallel: SkipValidation[ParallelConfig] = Field(
         ParallelConfig(), description="none; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a mapping of backends to size or settings"
     )

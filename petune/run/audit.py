@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from petune.errors import Problem, TrainingFault
 from petune.methods import frozen_tensors
+from petune.models.frozen_weight import bytes_in
 from petune.parallel import local
 
 GRADIENT_WITHIN = 2
@@ -39,10 +40,14 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each device with one wait."""
-    found: dict[str, int] = {}
-    for device in {value.device for value in tensors.values()}:
-        here = {name: value for name, value in tensors.items() if value.device == device}
+    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each device with one wait.
+
+    That of a quantised weight is an odd multiple of each of those of the tensors that it is held in, added up.
+    """
+    found: dict[tuple[str, int], int] = {}
+    parts = {(name, at): part for name, value in tensors.items() for at, part in enumerate(bytes_in(value))}
+    for device in {value.device for value in parts.values()}:
+        here = {name: value for name, value in parts.items() if value.device == device}
         weights = _weights(_COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device)
         add_up = partial(_weighted_sum, weights=weights)
         if device.type == "cpu":
@@ -51,7 +56,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         else:
             sums = [add_up(value) for value in here.values()]
         found |= zip(here, torch.stack(sums).tolist(), strict=True)
-    return {name: found[name] % 2**64 for name in tensors}
+    counts = {name: len(bytes_in(value)) for name, value in tensors.items()}
+    return {name: sum((2 * at + 1) * found[name, at] for at in range(count)) % 2**64 for name, count in counts.items()}
 
 
 @torch.no_grad()

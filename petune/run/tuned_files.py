@@ -14,6 +14,7 @@ from petune.files.hashes import FileHashes
 from petune.log import phase
 from petune.methods import tuned_parameters
 from petune.methods.configs import method_of
+from petune.models.frozen_weight import quantised_in
 from petune.models.source import model_files
 from petune.run import state
 from petune.run.build import build
@@ -81,8 +82,11 @@ class TunedFiles:
             )
 
     def _hashed_object(self, model: nn.Module) -> str | None:
-        """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its place."""
+        """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its place, or it was quantised:
+        then the fingerprint alone knows it again."""
         if self.prepared.objects.model is None or method_of(self.prepared.recipe.method).trains_base:
+            return None
+        if next(quantised_in(model), None) is not None:
             return None
         with phase("hashing the base"):
             return export.full_hash(model)

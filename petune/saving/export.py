@@ -28,8 +28,10 @@ from petune.files.safetensors import check_dtypes, is_finite, read_json, read_te
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
+from petune.methods.merging import warn_of_quantised
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
+from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
@@ -372,6 +374,7 @@ def save_merged(
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"{type(model).__name__} is not a transformers model", remedy="use petune.merge and save it your own way")
     layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
+    warn_of_quantised(model)
     update, ulps, lost = _rounding(layers)
     before = _logits(model, batch) if batch is not None else None
     config, unties = model.config, _unties(model, layers)
@@ -383,7 +386,7 @@ def save_merged(
 
         def fill(work: Path) -> None:
             # a config that ties nothing is read without tying anything: whatever is still shared is then written under each of its names
-            own = {name: value.detach().clone() if unties else value.detach() for name, value in state.items()}
+            own = {name: dense_of(value.detach().clone() if unties else value.detach()) for name, value in state.items()}
             _write_hugging_face(model, own, work)
             _check_complete(own, work)
             if tokenizer is not None:

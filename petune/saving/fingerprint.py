@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.methods import is_wrapped, tuned_parameters, tuning
 from petune.methods.configs import method_of
+from petune.models.frozen_weight import QuantisedWeight, sampled
 from petune.models.tuned_linear import tuned_layers
 
 VERSION = 1
-POINTS = 4  # per tensor, evenly spaced: enough to tell two trainings apart, while a change of single rows needs the hash
 MOST = 10  # of the differences are named
 _ROUNDING = 2.0**-8  # two bfloat16 roundings of half an ulp, relative
 _TINY = 1e-7  # float16 has no smaller numbers than this
@@ -64,7 +64,8 @@ def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Ten
 def fingerprint(model: nn.Module) -> dict[str, Any]:
     """{"version", "tensors": {base name: [dtype, shape, samples]}} as JSON, for a plain or a wrapped model.
 
-    Raises UsageError inside merged_weights. Of a fully tuned model, whose base is gone, names, shapes and dtypes remain.
+    Of a quantised base it is that of the weights it was made of. Of a fully tuned model, whose base is gone, names, shapes and dtypes
+    remain. Raises UsageError inside merged_weights.
     """
     model = bare(model)
     refuse_merged(model)
@@ -81,13 +82,13 @@ def _build(value: Tensor) -> tuple[str, list[int]]:
 
 
 def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float | str]]:
-    """A few values of each tensor, gathered by one copy per device; numbers JSON has no word for become text."""
+    """A few values of each tensor, gathered by one copy per device: enough to tell two trainings apart, while a change of single rows needs
+    the hash. Numbers JSON has no word for become text."""
     picked: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
         for name, value in tensors.items():
-            flat = value.reshape(-1)
-            step = max(1, flat.numel() // POINTS)
-            picked.setdefault(value.device, []).append((name, flat[step // 2 :: step][:POINTS].double()))
+            few = sampled(value)
+            picked.setdefault(few.device, []).append((name, few))
         found: dict[str, list[float | str]] = {}
         for chosen in picked.values():
             numbers = torch.cat([values for _, values in chosen]).tolist()
@@ -155,13 +156,15 @@ def _remedy(rows: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
     """SHA-256 over name, dtype, shape and every byte of the base's tensors, sorted by name; one tensor at a time visits the CPU.
 
-    Raises UsageError for a fully tuned model, whose base is gone, and inside merged_weights.
+    Raises UsageError for a fully tuned model and for a quantised base, whose own weights are gone, and inside merged_weights.
     """
     refuse_merged(bare(model))
     if is_wrapped(bare(model)) and method_of(tuning(bare(model)).config).trains_base:
         raise UsageError("full fine-tuning keeps no untouched base to hash", remedy="hash the base before wrapping it")
-    digest = hashlib.sha256()
-    for name, value in sorted(base_tensors(model, heads).items()):
+    tensors, digest = base_tensors(model, heads), hashlib.sha256()
+    if quantised := next((name for name, value in tensors.items() if isinstance(value, QuantisedWeight)), None):
+        raise UsageError("the weights this base was quantised from are gone", where=quantised, remedy="hash the base before wrapping it")
+    for name, value in sorted(tensors.items()):
         dtype, shape = _build(value)
         digest.update(f"{name} {dtype} {shape}\n".encode())
         if value.numel():

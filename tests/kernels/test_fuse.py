@@ -72,7 +72,7 @@ def block_of(model: Any) -> Any:
 def in_bank(model: nn.Module) -> bool:
     """Whether q still lies in the first block's bank."""
     block: Any = blocks(model)[0]
-    return bool(block.spec.banks[0].weight.data_ptr() == block.self_attn.q_proj.weight.data_ptr())
+    return bool(block.spec.banks[0].tensors[0].data_ptr() == block.self_attn.q_proj.weight.data_ptr())
 
 
 # ------------------------------------------------------------------ calls that are declined
@@ -428,7 +428,7 @@ def test_weights_that_a_model_has_left_are_freed() -> None:
     gradients(fused, batch("llama"))
     gc.collect()
     banks = [bank for block in blocks(fused) for bank in block.spec.banks if bank is not None]
-    assert all(bank.weight.dtype == torch.float32 for bank in banks)
+    assert all(bank.tensors[0].dtype == torch.float32 for bank in banks)
 
 
 # ------------------------------------------------------------------ what trains

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import exact
 from petune.kernels.block.bottleneck_steps import Bottleneck
-from petune.kernels.block.fp8 import Eight
+from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.block.linear_steps import Product
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.steps import Run
@@ -15,6 +15,7 @@ from petune.kernels.dispatch import reference_ops
 from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
 from petune.kernels.memory.shape import GroupPlace
 from petune.kernels.reference import wide
+from petune.models.fp8 import Fp8
 from petune.models.tuned_linear import BottleneckPart, LowRank
 
 RANKS = (16, 40, 72)  # gate | up in the activation and in the product, s of down by the activation and by itself
@@ -59,7 +60,7 @@ def layer(columns: int = 512) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 def test_products_in_eight_bits_meet_their_update_before_they_are_rounded() -> None:
     x, weight, s, b, change = layer()
     ops = reference_ops()
-    base, zero = Eight(weight, None, ops, ()), torch.zeros_like(b)
+    base, zero = PackedFp8(Fp8.of(weight), None, ops), torch.zeros_like(b)
     assert 0.95 < exact.share(lambda b: base.linear_low(x, (s, zero if b is None else b), ops, None), b, change) < 1.05
 
 
@@ -68,7 +69,7 @@ def test_a_bottleneck_meets_the_product_that_it_acts_on_before_that_is_rounded(b
     x, weight, *_ = layer(128)
     down = (torch.randn(16, 128) / 8).bfloat16()
     ops, zero = reference_ops(), torch.zeros(128).bfloat16()
-    frozen = Eight(weight, zero, ops, ()) if base == "fp8" else None
+    frozen = PackedFp8(Fp8.of(weight), zero, ops) if base == "fp8" else None
     group = Group([LowRank(weight, zero)], torch.bfloat16, 0, ops, frozen)
     product = Product("x", "s", "y", 0, GroupPlace("out", ("o",), ("o",), 0), None, behind=0)
     bottleneck = Bottleneck("y", "n", 16, 0, 4, None)

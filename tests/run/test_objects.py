@@ -52,6 +52,20 @@ def objects(place: Path, family: str = "llama", **options: Any) -> dict[str, Any
     return {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(place / family), "data": data}
 
 
+def test_a_base_in_memory_that_is_quantised_is_known_by_its_fingerprint(tmp_path: Path) -> None:
+    recipe = settings(tmp_path, kernels="reference", base_dtype="fp8")
+    found = run(recipe, **objects(tmp_path))
+    stored = read_json(found.folder / "tuned" / "petune.json")["base"]
+    assert stored["sha256"] is None and stored["fingerprint"]["tensors"]
+    other = objects(tmp_path)["model"]
+    petune.load(other, found.folder / "tuned")
+    wrong = objects(tmp_path)["model"]
+    with torch.no_grad():
+        wrong.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(FileError, match="another base model"):
+        petune.load(wrong, found.folder / "tuned")
+
+
 @pytest.mark.parametrize(
     ("family", "method"),
     [

@@ -9,10 +9,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from petune.errors import UsageError
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
-from petune.kernels.block.linear import Bank, FrozenWeight
+from petune.kernels.block.linear import Bank
 from petune.kernels.block.packed_linear import Group, Sink
 from petune.kernels.block.program import Program
 from petune.kernels.block.steps import Dropping, Run, Values
@@ -162,7 +161,8 @@ class Call:
         for at, (place, parts, draws) in enumerate(zip(self.spec.program.groups, self.parts.groups, self.draws.groups, strict=True)):
             first = place.first
             own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype) for k, part in enumerate(parts)]
-            base = _base(self.spec.banks[at], own)
+            bank = self.spec.banks[at]
+            base = None if bank is None else bank.at_hand(own)
             a, b = factors[2 * at : 2 * at + 2] or (None, None)
             made = None if a is None or b is None else (a, b)
             found.append(Group(own, self.dtype, first, self.spec.ops, base, draws, made, self.spec.defers and place.kind == "up"))
@@ -235,17 +235,3 @@ def _shifted(norms: list[tuple[Tensor, ...]], offsets: Sequence[float]) -> list[
     torch._foreach_add_(sums, [offsets[place] for place in at])
     made = dict(zip(at, sums, strict=True))
     return [(made[place], *norm[1:]) if place in made else norm for place, norm in enumerate(norms)]
-
-
-def _base(bank: Bank | None, parts: Sequence[LowRank]) -> FrozenWeight | None:
-    """The frozen weights of `parts` as one product, where they still lie in their bank."""
-    if bank is None:
-        return None
-    if not bank.intact(parts):
-        if not bank.base.repacks:
-            remedy = "move the model before petune.wrap(..., base_dtype='fp8')"
-            raise UsageError("weights were moved or replaced after they were quantised", where="base_dtype", remedy=remedy)
-        return None
-    if bank.base.stale(parts):
-        bank.base.refresh(parts)
-    return bank.base

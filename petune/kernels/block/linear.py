@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Low
+from petune.models.fp8 import Fp8
+from petune.models.frozen_weight import QuantisedWeight, bytes_in
 from petune.models.tuned_linear import LowRank
 
 
@@ -36,8 +39,8 @@ def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
 WIDE = 2  # times as many outputs as inputs, from which on one product gives dy W and dy b sooner than two
 
 
-class FrozenWeight(Protocol):
-    """The frozen weight of linears that share an input, [sum of outputs, k] with its bias, in whatever form it is held."""
+class PackedWeight(Protocol):
+    """The frozen weights of linears that share an input, [sum of outputs, k] with their biases, and the products a fused block makes."""
 
     @property
     def rate(self) -> Literal["matmul", "matmul_fp8"]:
@@ -45,39 +48,8 @@ class FrozenWeight(Protocol):
         ...
 
     @property
-    def repacks(self) -> bool:
-        """Whether parameters that were moved or replaced are packed anew. False: that is an error, as another form was made of them."""
-        ...
-
-    @property
     def recordable(self) -> bool:
-        """Whether its memory stays where it is, so that CUDA graphs may read it."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(sum of outputs, k)."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its form takes beside the layers' own parameters."""
-        ...
-
-    def dense(self) -> Tensor:
-        """The weight [sum of outputs, k] as its products see it."""
-        ...
-
-    def narrow(self, dim: int, start: int, length: int) -> FrozenWeight:
-        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them; by inputs without the bias."""
-        ...
-
-    def stale(self, parts: Sequence[LowRank]) -> bool:
-        """Whether one of the parameters that lie in it was written since its form was made."""
-        ...
-
-    def refresh(self, parts: Sequence[LowRank]) -> None:
-        """Make its form again of the parameters."""
+        """Whether CUDA graphs may record its products."""
         ...
 
     def linear(self, x: Tensor) -> Tensor:
@@ -113,46 +85,19 @@ class Dense:
     bias: Tensor | None
     room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
     rate: ClassVar[Literal["matmul"]] = "matmul"
-    repacks: ClassVar[bool] = True
     recordable: ClassVar[bool] = True
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See FrozenWeight."""
-        return self.weight.shape[0], self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """See FrozenWeight: the room, as the weight is the parameters themselves."""
-        return 0 if self.room is None else self.room.nbytes - self.weight.numel() * self.weight.itemsize
-
-    def dense(self) -> Tensor:
-        """See FrozenWeight."""
-        return self.weight
-
-    def narrow(self, dim: int, start: int, length: int) -> Dense:
-        """See FrozenWeight."""
-        bias = None if dim or self.bias is None else self.bias.narrow(0, start, length)
-        return Dense(self.weight.narrow(dim, start, length), bias)
-
-    def stale(self, parts: Sequence[LowRank]) -> bool:
-        """See FrozenWeight: never, as it is the parameters themselves."""
-        return False
-
-    def refresh(self, parts: Sequence[LowRank]) -> None:
-        """See FrozenWeight."""
-
     def linear(self, x: Tensor) -> Tensor:
-        """See FrozenWeight."""
+        """See PackedWeight."""
         return F.linear(x, self.weight, self.bias)
 
     def linear32(self, x: Tensor) -> Tensor:
-        """See FrozenWeight."""
+        """See PackedWeight."""
         y = matmul32(x, self.weight.T)
         return y if self.bias is None else y.add_(self.bias)
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See FrozenWeight."""
+        """See PackedWeight."""
         if not self._has_room(rank):
             return None
         columns = self.weight.shape[1] + rank
@@ -162,7 +107,7 @@ class Dense:
         return whole[:, :columns]
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See FrozenWeight."""
+        """See PackedWeight."""
         s, b = low
         if not self._has_room(s.shape[1]):
             product: Tensor = ops.linear_low(x, self.weight, self.bias, low)
@@ -184,11 +129,11 @@ class Dense:
         return self.room[:, : k + b.shape[1]]
 
     def dlinear(self, dy: Tensor) -> Tensor:
-        """See FrozenWeight."""
+        """See PackedWeight."""
         return dy @ self.weight
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See FrozenWeight."""
+        """See PackedWeight."""
         outputs, k = self.weight.shape
         if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
             return dy @ self.weight, dy @ b
@@ -202,35 +147,102 @@ def _whole_lines(columns: int) -> int:
     return -(-columns // unit) * unit
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Quantised weights that lie in places of their own, one product each: after a copy, a move or a merge of one of them."""
+
+    weights: Sequence[PackedWeight]
+    widths: Sequence[int]
+    rate: ClassVar[Literal["matmul"]] = "matmul"
+    recordable: ClassVar[bool] = False
+
+    def linear(self, x: Tensor) -> Tensor:
+        """See PackedWeight."""
+        return torch.cat([weight.linear(x) for weight in self.weights], 1)
+
+    def linear32(self, x: Tensor) -> Tensor:
+        """See PackedWeight."""
+        return torch.cat([weight.linear32(x) for weight in self.weights], 1)
+
+    def inlet(self, m: int, rank: int) -> Tensor | None:
+        """See PackedWeight."""
+        return None
+
+    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
+        """See PackedWeight."""
+        s, b = low
+        pairs = zip(self.weights, b.split(list(self.widths)), strict=True)
+        return torch.cat([weight.linear_low(x, (s, rows), ops, None) for weight, rows in pairs], 1)
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """See PackedWeight."""
+        first, *rest = (weight.dlinear(own) for weight, own in zip(self.weights, dy.split(list(self.widths), 1), strict=True))
+        return sum(rest, first)
+
+    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """See PackedWeight."""
+        return self.dlinear(dy), dy @ b
+
+
+def packed(weight: Tensor, bias: Tensor | None, ops: Ops) -> PackedWeight:
+    """The frozen weight of one linear, dense or quantised."""
+    return PackedFp8(cast("Fp8", weight.form), bias, ops) if isinstance(weight, QuantisedWeight) else Dense(weight, bias)
+
+
 class Bank:
     """Weights that do not train, moved into one tensor so that linears of one input are one product; the layers keep views of it.
 
     A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
-    have so many columns more, for the factors b.
+    have so many columns more, for the factors b. Quantised weights are moved together as what they are held in.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], room: int = 0) -> None:
-        self.room = room
+    base: PackedWeight
+
+    def __init__(self, layers: Sequence[nn.Module], ops: Ops, room: int = 0) -> None:
+        self.room, self.ops = room, ops
         weights = [cast("nn.Parameter", layer.weight) for layer in layers]
         biases = [value for layer in layers if (value := cast("nn.Parameter | None", layer.bias)) is not None]
-        self.weight, whole = _moved_together(weights, room)
         self.bias = _moved_together(biases, 0)[0] if len(biases) == len(layers) else None
-        self.base: FrozenWeight = Dense(self.weight, self.bias, whole if room else None)
+        self.quantised = isinstance(weights[0], QuantisedWeight)
+        if self.quantised:
+            form = _forms_together(cast("Any", weights))
+            self.tensors, self.base = form.tensors, PackedFp8(form, self.bias, ops)
+        else:
+            weight, whole = _moved_together(weights, room)
+            self.tensors, self.base = (weight,), Dense(weight, self.bias, whole if room else None)
 
     def intact(self, parts: Sequence[LowRank]) -> bool:
         """Whether these parts' weights and biases are still the views of the bank."""
         biases = [part.bias for part in parts if part.bias is not None]
-        if self.bias is None:
-            return not biases and _lie_in(self.weight, [part.weight for part in parts])
-        return _lie_in(self.weight, [part.weight for part in parts]) and _lie_in(self.bias, biases)
+        if bool(biases) if self.bias is None else not _lie_in(self.bias, biases):
+            return False
+        if not self.quantised:
+            return _lie_in(self.tensors[0], [part.weight for part in parts])
+        held = [bytes_in(part.weight) for part in parts]
+        return all(len(own) == len(self.tensors) for own in held) and all(map(_lie_in, self.tensors, zip(*held, strict=True)))
+
+    def again(self, layers: Sequence[nn.Module]) -> Bank | None:
+        """A bank of the weights as they are now; None where there can be none, but for quantised ones, which this finds one by one."""
+        if bankable(layers):
+            return Bank(layers, self.ops, self.room)
+        return self if self.quantised else None
+
+    def at_hand(self, parts: Sequence[LowRank]) -> PackedWeight | None:
+        """The weights of `parts` as one product: those of the bank, or where they have left it, quantised ones one by one; else None."""
+        if self.intact(parts):
+            return self.base
+        if not self.quantised:
+            return None
+        return Apart([packed(part.weight, part.bias, self.ops) for part in parts], [len(part.weight) for part in parts])
 
 
 def bankable(layers: Sequence[nn.Module]) -> bool:
-    """Whether the weights and biases of `layers` are plain tensors of one dtype, none of which trains."""
+    """Whether the weights and biases of `layers` are plain tensors of one dtype, or quantised in one form, none of which trains."""
     weights = [cast("Tensor", layer.weight) for layer in layers]
     biases = [cast("Tensor | None", layer.bias) for layer in layers]
-    plain = all(type(weight.data) is Tensor and not weight.requires_grad for weight in weights)
-    alike = len({weight.dtype for weight in weights}) == 1 and len({bias is None for bias in biases}) == 1
+    plain = all(type(weight.data) in (Tensor, QuantisedWeight) and not weight.requires_grad for weight in weights)
+    kinds = {(weight.dtype, type(weight.form) if isinstance(weight, QuantisedWeight) else None) for weight in weights}
+    alike = len(kinds) == 1 and len({bias is None for bias in biases}) == 1
     return plain and alike and all(bias is None or not bias.requires_grad for bias in biases)
 
 
@@ -242,6 +254,17 @@ def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:
             return False
         at += len(value) * stride * value.itemsize
     return at == whole.data_ptr() + len(whole) * stride * whole.itemsize
+
+
+def _forms_together(weights: Sequence[QuantisedWeight]) -> Fp8:
+    """The forms of `weights` in one, one below the other, of which they become views."""
+    forms = [cast("Fp8", weight.form) for weight in weights]
+    if len(forms) == 1:
+        return forms[0]
+    whole, at = Fp8.together(forms), 0
+    for weight in weights:
+        weight.form, at = whole.narrow(0, at, len(weight)), at + len(weight)
+    return whole
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, Places, angles_of, memory_in_autocast, places_in
-from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
 from petune.log import say
@@ -172,9 +171,8 @@ class FusedBlock(nn.Module):
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
         for at, (bank, parts) in enumerate(zip(self.spec.banks, found.groups, strict=True) if torch.is_grad_enabled() else ()):
-            if bank is not None and bank.base.repacks and not bank.intact(parts):
-                layers = self.spec.layers[at]
-                self.spec.banks[at] = Bank(layers, bank.room) if bankable(layers) else None
+            if bank is not None and not bank.intact(parts):
+                self.spec.banks[at] = bank.again(self.spec.layers[at])
         return found
 
     def tensors(self, parts: Parts) -> list[Tensor | None]:

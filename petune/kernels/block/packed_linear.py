@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petune.kernels.block.linear import Dense, FrozenWeight, matmul32
+from petune.kernels.block.linear import Dense, PackedWeight, matmul32
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Added, Low
 from petune.models.tuned_linear import LowRank
@@ -84,7 +84,7 @@ class Group:
         dtype: torch.dtype,
         first: int,
         ops: Ops,
-        base: FrozenWeight | None = None,
+        base: PackedWeight | None = None,
         drops: Sequence[Drop | None] = (),
         factors: tuple[Tensor, Tensor] | None = None,
         gates: bool = False,
@@ -114,7 +114,7 @@ class Group:
         if len(self.parts) == 1:
             assert self.parts[0].b is not None
             return self.parts[0].b.to(dtype)
-        out = self.parts[0].weight.new_zeros(sum(self.widths), sum(self.ranks), dtype=dtype)
+        out = torch.zeros(sum(self.widths), sum(self.ranks), dtype=dtype, device=self.parts[0].weight.device)
         for part, rows, columns in zip(self.parts, spans(self.widths), spans(self.ranks), strict=True):
             if part.b is not None:
                 out[rows, columns] = part.b

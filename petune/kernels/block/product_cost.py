@@ -75,6 +75,8 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
         yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
     if place.kind != "up" or rank > FOLDED * (1 + shape.gated):
         yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
+    if shape.fp8:  # turned first
+        yield "memory", Cost(0, 2 * inputs * outputs)
     yield from _weighted(shape, rows, outputs, inputs + rank * both)
     if shape.trained:
         yield "matmul", matmul(outputs, rows, inputs, shape.itemsize)

@@ -136,12 +136,19 @@ def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = 
     """Bytes alive at once beside what blocks keep: in the fullest phase of a block, its gradients, which are
     float32 until its end, and its bottlenecks in the dtype of the computation.
 
-    A weight that trains has its gradient summed over tiles, so that the largest is there twice.
+    A weight that trains has its gradient summed over tiles, so that the largest is there twice. A weight in eight bits is
+    turned for its backward product.
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
     tuned = _stacked(shape) + shape.bottlenecks
     gradients = shape.bottlenecks * shape.itemsize + 4 * (tuned + (shape.parameters + twice) * shape.trained)
-    return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients
+    return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients + _turned(shape)
+
+
+def _turned(shape: BlockShape) -> int:
+    """Bytes of the largest group's weights in eight bits."""
+    sizes = (shape.linears(place) for place in of_shape(shape).groups)
+    return max(inputs * outputs for inputs, outputs, _ in sizes) * shape.fp8
 
 
 def _is_tiled(keep: Level, tokens: int, tile: int | None) -> bool:
@@ -159,11 +166,11 @@ def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> i
 
 def standing_bytes(shape: BlockShape) -> int:
     """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of
-    the computation, the room for them behind frozen weights, and frozen weights in eight bits, twice."""
+    the computation, and the room for them behind frozen weights, which those in eight bits have not."""
     ranks = shape.ranks
     up = ranks.gu * shape.gu if shape.gated or not shape.defers else 0
     room = 0 if shape.fp8 else ranks.qkv * shape.qkv + up + ranks.down * shape.width
-    return (_stacked(shape) + room) * shape.itemsize + 2 * shape.parameters * shape.fp8
+    return (_stacked(shape) + room) * shape.itemsize
 
 
 def _stacked(shape: BlockShape) -> int:

@@ -139,7 +139,7 @@ def _add_low_kernel(
 # ------------------------------------------------------------------ eight-bit floats
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`petune.kernels.reference.quantise`, up to `MAX_COLUMNS` columns; ValueError above."""
     rows, width = x.shape
     if width > MAX_COLUMNS:
@@ -149,7 +149,8 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         block = triton.next_power_of_2(width)
         bits, native = q.view(torch.uint8), x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
-        _quantise_kernel[(rows,)](x, bits, scale, width, x.stride(0), BLOCK=block, NATIVE=native, num_warps=_quantise_warps(block))
+        by = None if by is None else by.contiguous()
+        _quantise_kernel[(rows,)](x, bits, scale, by, width, x.stride(0), BLOCK=block, NATIVE=native, num_warps=_quantise_warps(block))
     return q, scale
 
 
@@ -158,10 +159,12 @@ def _quantise_warps(block: int) -> int:
 
 
 @triton.jit
-def _quantise_kernel(x, q, scale, width, x_stride, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+def _quantise_kernel(x, q, scale, by, width, x_stride, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     value = tl.load(x + row * x_stride + col, mask=col < width, other=0.0).to(tl.float32)
+    if by is not None:
+        value *= tl.load(by + col, mask=col < width, other=0.0)
     unit = tl.maximum(tl.max(tl.abs(value), 0) / 448.0, 1e-12)
     tl.store(scale + row, unit)
     value = tl.minimum(tl.maximum(value * (1.0 / unit), -448.0), 448.0)
@@ -193,6 +196,7 @@ def variants() -> Iterator[Variant]:
         for rank, absent in ((16, {}), (64, {"x": None}), (256, {})):
             values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
             yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
-    signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "width": "i32", "x_stride": "i32"}
+    signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "by": "*fp32", "width": "i32", "x_stride": "i32"}
     for block in (4096, 16384, MAX_COLUMNS):
-        yield _quantise_kernel, signature, {"BLOCK": block, "NATIVE": False}, _quantise_warps(block), 3
+        for absent in ({}, {"by": None}):
+            yield _quantise_kernel, signature, {"BLOCK": block, "NATIVE": False} | absent, _quantise_warps(block), 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import petune
 from petune.errors import UsageError
-from petune.kernels.block.fp8 import Eight, refuse_eight
-from petune.kernels.block.linear import Dense, FrozenWeight
+from petune.kernels.block.fp8 import PackedFp8, refuse_fp8
 from petune.kernels.dispatch import Ops, reference_ops, triton_ops
-from petune.kernels.fuse import fuse
+from petune.kernels.fuse import fuse, fuse_modules, unfuse
+from petune.kernels.single_modules import FusedLora
 from petune.models import family_of
+from petune.models.fp8 import Fp8
+from petune.models.frozen_weight import QuantisedWeight, dense_of, quantised_in, restore_dense
 from tests.kernels.fused_pairs import batch, blocks, gradients
 
 CPU = torch.device("cpu")
@@ -53,7 +57,7 @@ def test_products_are_as_near_as_the_rounding_of_their_factors_allows(ops: Ops, 
     weight, x, dy = torch.randn(48, 64).to(dtype), torch.randn(9, 64).to(dtype), torch.randn(9, 48).to(dtype)
     weight[3] *= 1000  # a row of another size spoils no other
     offset = torch.randn(48).to(dtype) if bias else None
-    eight = Eight(weight, offset, ops, ())
+    eight = PackedFp8(Fp8.of(weight), offset, ops)
     y = eight.linear(x)
     assert y.dtype == dtype and y.shape == (9, 48)
     assert_near(y - offset if bias else y, x, weight.T)
@@ -64,13 +68,13 @@ def test_products_are_as_near_as_the_rounding_of_their_factors_allows(ops: Ops, 
 def test_a_product_with_its_update_is_the_product_and_the_update(ops: Ops, bias: bool) -> None:
     weight, x, s, b = torch.randn(48, 64), torch.randn(9, 64), torch.randn(9, 4), torch.randn(48, 4)
     weight[3] *= 1000
-    eight = Eight(weight, torch.randn(48) if bias else None, ops, ())
+    eight = PackedFp8(Fp8.of(weight), torch.randn(48) if bias else None, ops)
     torch.testing.assert_close(eight.linear_low(x, (s, b), ops, None), eight.linear(x) + s @ b.T, rtol=1e-5, atol=1e-4)
 
 
 def test_the_low_rank_part_of_the_backward_product_is_exact(ops: Ops) -> None:
     weight, dy, b = torch.randn(48, 64), torch.randn(9, 48), torch.randn(48, 3)
-    dx, ds = Eight(weight, None, ops, ()).dlinear_with(dy, b)
+    dx, ds = PackedFp8(Fp8.of(weight), None, ops).dlinear_with(dy, b)
     assert torch.equal(ds, dy @ b)
     assert_near(dx, dy, weight)
 
@@ -78,29 +82,12 @@ def test_the_low_rank_part_of_the_backward_product_is_exact(ops: Ops) -> None:
 def test_rows_of_zeros_stay_zero(ops: Ops) -> None:
     weight, x = torch.randn(16, 32), torch.randn(4, 32)
     weight[5], x[2] = 0, 0
-    y = Eight(weight, None, ops, ()).linear(x)
+    y = PackedFp8(Fp8.of(weight), None, ops).linear(x)
     assert torch.equal(y[2], torch.zeros(16)) and torch.equal(y[:, 5], torch.zeros(4))
 
 
-@pytest.mark.parametrize("kind", ["dense", "fp8"])
-def test_a_slice_of_a_weight_multiplies_as_that_slice_of_the_whole(kind: str) -> None:
-    weight, offset, x, dy = torch.randn(48, 64), torch.randn(48), torch.randn(9, 64), torch.randn(9, 48)
-    weight[3], weight[:, 5] = weight[3] * 1000, weight[:, 5] * 100  # scales belong to their own rows
-    whole: FrozenWeight = Dense(weight, offset) if kind == "dense" else Eight(weight, offset, reference_ops(), ())
-    assert whole.shape == (48, 64)
-    assert whole.nbytes == (0 if kind == "dense" else 2 * 48 * 64 + 4 * (48 + 64))
-    torch.testing.assert_close(whole.dense(), weight, rtol=2**-4, atol=weight.abs().max().item() * 2**-9)
-    outputs, inputs = whole.narrow(0, 16, 32), whole.narrow(1, 32, 16)
-    assert outputs.shape == (32, 64) and inputs.shape == (48, 16)
-    torch.testing.assert_close(outputs.linear(x), whole.linear(x)[:, 16:], rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(inputs.dlinear(dy), whole.dlinear(dy)[:, 32:48], rtol=1e-5, atol=1e-3)
-    own = torch.zeros_like(x)
-    own[:, 32:48] = x[:, 32:48]
-    torch.testing.assert_close(inputs.linear(x[:, 32:48].contiguous()), whole.linear(own) - offset, rtol=1e-5, atol=1e-3)
-
-
 def test_no_rows_are_no_rows(ops: Ops) -> None:
-    eight = Eight(torch.randn(16, 32), torch.randn(16), ops, ())
+    eight = PackedFp8(Fp8.of(torch.randn(16, 32)), torch.randn(16), ops)
     assert eight.linear(torch.empty(0, 32)).shape == (0, 16)
     assert eight.dlinear(torch.empty(0, 16)).shape == (0, 32)
 
@@ -108,7 +95,7 @@ def test_no_rows_are_no_rows(ops: Ops) -> None:
 @pytest.mark.parametrize("sizes", [(24, 32), (32, 40), (8, 8)])
 def test_sizes_that_are_no_multiples_of_sixteen_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="base_dtype") as caught:
-        refuse_eight(CPU, torch.bfloat16, sizes)
+        refuse_fp8(CPU, torch.bfloat16, sizes)
     assert f"{sizes[0]} x {sizes[1]}" in str(caught.value)
 
 
@@ -119,10 +106,10 @@ def test_sizes_that_are_no_multiples_of_sixteen_are_refused(sizes: tuple[int, in
 def test_what_a_device_must_be(capability: tuple[int, int], dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if fits:
-        refuse_eight(torch.device("cuda"), dtype, (32, 32))
+        refuse_fp8(torch.device("cuda"), dtype, (32, 32))
     else:
         with pytest.raises(UsageError, match="base_dtype"):
-            refuse_eight(torch.device("cuda"), dtype, (32, 32))
+            refuse_fp8(torch.device("cuda"), dtype, (32, 32))
 
 
 # ------------------------------------------------------------------ in a model
@@ -146,7 +133,7 @@ TUNINGS: list[dict[str, Any]] = [{"method": "lora"}, {"method": "adapter", "redu
 @pytest.mark.parametrize("settings", TUNINGS, ids=str)
 def test_every_frozen_product_of_a_block_is_in_eight_bits(settings: dict[str, Any]) -> None:
     eight, _ = pair_of(**settings)
-    assert [isinstance(bank.base, Eight) for block in blocks(eight) for bank in block.spec.banks] == [True] * 8
+    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [True] * 8
 
 
 @pytest.mark.parametrize("settings", TUNINGS[:2], ids=str)
@@ -161,10 +148,112 @@ def test_loss_and_the_direction_of_gradients_are_nearly_the_unfused_models(setti
         assert float(torch.cosine_similarity(found[name].flatten(), value.flatten(), dim=0)) > 0.95, name
 
 
-def test_state_and_files_are_those_of_the_weights_as_they_were() -> None:
+def reachable(model: nn.Module) -> int:
+    """Bytes of every tensor that can be reached from a model, whoever holds it."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    left: list[Any] = [model]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor) and not isinstance(one, QuantisedWeight):
+            found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        left += gc.get_referents(one)
+    return sum(found.values())
+
+
+def test_a_base_in_eight_bits_holds_a_byte_a_weight_and_its_scales() -> None:
     eight, plain = pair_of()
-    for (name, value), (other_name, other) in zip(eight.state_dict().items(), plain.state_dict().items(), strict=True):
-        assert name == other_name and torch.equal(value, other)
+    for steps in range(2):
+        weights = [layer.weight for block in blocks(eight) for layers in block.spec.layers for layer in layers]
+        own = sum(weight.numel() + 4 * len(weight) + 32 for weight in weights)  # and the samples it is known again by
+        assert len(weights) == 14 and own < 1.2 * sum(weight.numel() for weight in weights)
+        saved = reachable(plain) - reachable(eight)
+        assert saved == pytest.approx(4 * sum(weight.numel() for weight in weights) - own, abs=512), steps  # what else fusing holds
+        gradients(eight, batch("llama"))
+        for value in (*eight.parameters(), *plain.parameters()):
+            value.grad = None
+
+
+@pytest.mark.parametrize("settings", TUNINGS[:2], ids=str)
+def test_unfused_forward_and_backward_are_those_of_the_fused_blocks(settings: dict[str, Any]) -> None:
+    eight, _ = pair_of(**settings)
+    other = copy.deepcopy(eight)
+    unfuse(other)
+    assert not blocks(other) and len(list(quantised_in(other))) == 14
+    (loss, found), (expected, wanted) = gradients(eight, batch("llama")), gradients(other, batch("llama"))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm()) < 0.02 * float(value.norm()), name
+    with torch.no_grad():
+        one, two = (model.eval()(input_ids=torch.arange(24).view(2, 12), use_cache=False).logits for model in (eight, other))
+    assert float((one - two).norm()) < 0.01 * float(two.norm())
+
+
+def test_a_block_that_declines_a_call_multiplies_as_the_unfused_one() -> None:
+    eight, _ = pair_of()
+    other = copy.deepcopy(eight)
+    unfuse(other)
+    with torch.no_grad():
+        one, two = (model.eval()(**batch("llama"), use_cache=True).logits for model in (eight, other))
+    assert torch.equal(one, two)
+
+
+def test_linears_that_are_fused_alone_leave_quantised_ones_to_themselves() -> None:
+    eight, _ = pair_of()
+    unfuse(eight)
+    loss, wanted = gradients(eight, batch("llama"))
+    assert fuse_modules([eight], "reference", CPU, "a plan cuts its blocks").sites
+    assert not any(isinstance(module, FusedLora) for module in eight.modules())
+    again, found = gradients(eight, batch("llama"))
+    assert float(again) == pytest.approx(float(loss), rel=1e-4)
+    assert all(float((found[name] - value).norm()) < 0.05 * float(value.norm()) for name, value in wanted.items())
+
+
+def test_loss_and_gradients_are_near_those_in_float64_of_the_weights_they_stand_for() -> None:
+    eight, _ = pair_of()
+    truth = copy.deepcopy(eight)
+    unfuse(truth)
+    restore_dense(truth.double())
+    (loss, found), (expected, wanted) = gradients(eight, batch("llama")), gradients(truth, batch("llama"))
+    assert float(loss) == pytest.approx(float(expected), rel=0.01)
+    whole = [torch.cat([grads[name].double().flatten() for name in wanted]) for grads in (found, wanted)]
+    assert float(torch.cosine_similarity(*whole, dim=0)) > 0.99
+
+
+def test_the_gradient_of_what_enters_a_block_is_near_that_in_float64() -> None:
+    eight, _ = pair_of()
+    truth = copy.deepcopy(eight)
+    unfuse(truth)
+    restore_dense(truth.double())
+    found = []
+    for model in (eight, truth):
+        entered = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        entered = entered.to(next(model.parameters()).dtype).requires_grad_()
+        model(inputs_embeds=entered, labels=torch.arange(12).view(2, 6)).loss.backward()
+        found.append(entered.grad.double().flatten())
+    assert float(torch.cosine_similarity(*found, dim=0)) > 0.98
+
+
+def test_names_of_the_state_stay_and_it_is_loaded_to_the_bit() -> None:
+    eight, plain = pair_of()
+    assert list(eight.state_dict()) == list(plain.state_dict())
+    again, _ = pair_of()
+    again.load_state_dict(eight.state_dict())
+    (loss, found), (expected, wanted) = gradients(again, batch("llama")), gradients(eight, batch("llama"))
+    assert loss == expected and all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_unfusing_gives_every_weight_memory_of_its_own() -> None:
+    eight, _ = pair_of()
+    before = {name: dense_of(value).clone() for name, value in eight.named_parameters()}
+    unfuse(eight)
+    assert all(torch.equal(dense_of(value), before[name]) for name, value in eight.named_parameters())
+    for _, _, weight in quantised_in(eight):
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in weight.form.tensors)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -180,11 +269,30 @@ def test_weights_that_are_loaded_later_count(steps: int) -> None:
     torch.testing.assert_close(y.linear(x), blocks(eight)[0].self_attn.o_proj.weight.T, rtol=0.1, atol=0.01)
 
 
-def test_a_model_that_has_moved_does_not_leave_eight_bits_without_a_word() -> None:
+@pytest.mark.parametrize("change", [lambda model: model.double().float(), copy.deepcopy], ids=["moved", "copied"])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_model_that_was_moved_or_copied_multiplies_in_eight_bits_all_the_same(change: Any, first: str) -> None:
     eight, _ = pair_of()
-    eight.double().float()
-    with pytest.raises(UsageError, match="after they were quantised"):
-        gradients(eight, batch("llama"))
+    inputs = batch("llama")
+    with torch.no_grad():
+        expected = eight.eval()(**inputs, use_cache=False).logits
+    loss = gradients(eight.train(), inputs)[0]
+    other = change(eight)
+    if first == "training":
+        assert gradients(other.train(), inputs)[0] == loss
+        pairs = [pair for block in blocks(other) for pair in zip(block.spec.banks, block.linears().groups, strict=True)]
+        assert all(bank.intact(parts) for bank, parts in pairs)
+    with torch.no_grad():
+        torch.testing.assert_close(other.eval()(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fusing_again_what_was_unfused_is_in_eight_bits_again() -> None:
+    eight, _ = pair_of()
+    loss = gradients(eight, batch("llama"))[0]
+    unfuse(eight)
+    assert fuse(eight, family_of(eight), "reference")
+    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [True] * 8
+    assert gradients(eight, batch("llama"))[0] == loss
 
 
 @pytest.mark.parametrize("settings", [{"method": "full"}, {"method": "lora", "also_train": ("self_attn",)}], ids=["full", "some"])

@@ -201,7 +201,7 @@ def test_a_bank_leaves_parameters_values_and_state_as_they_were(room: int) -> No
     own = layers()
     parameters = [layer.weight for layer in own]
     before = [value.clone() for value in parameters]
-    bank = Bank(own, room)
+    bank = Bank(own, reference_ops(), room)
     x = torch.randn(M, K)
     assert all(layer.weight is value for layer, value in zip(own, parameters, strict=True))
     assert all(torch.equal(value, old) for value, old in zip(parameters, before, strict=True))
@@ -213,18 +213,18 @@ def test_a_bank_leaves_parameters_values_and_state_as_they_were(room: int) -> No
 @pytest.mark.parametrize("room", [0, 3, 5])
 def test_room_behind_the_weights_changes_no_product_and_no_weight(room: int) -> None:
     own = layers()
-    bank, dy, b = Bank(own, room), torch.randn(M, sum(WIDTHS)), torch.randn(sum(WIDTHS), 3)
-    before = bank.weight.clone()
+    bank, dy, b = Bank(own, reference_ops(), room), torch.randn(M, sum(WIDTHS)), torch.randn(sum(WIDTHS), 3)
+    before = bank.tensors[0].clone()
     for factor in (b, 2 * b):
         dx, ds = bank.base.dlinear_with(dy, factor)
         torch.testing.assert_close(dx, dy @ before)
         torch.testing.assert_close(ds, dy @ factor)
-    assert torch.equal(bank.weight, before)
+    assert torch.equal(bank.tensors[0], before)
 
 
 def test_writing_b_behind_the_weights_does_not_make_saved_weights_look_changed() -> None:
     own = layers()
-    bank = Bank(own, 3)
+    bank = Bank(own, reference_ops(), 3)
     x = torch.randn(M, K, requires_grad=True)
     y = own[0](x)
     bank.base.dlinear_with(torch.randn(M, sum(WIDTHS)), torch.randn(sum(WIDTHS), 3))
@@ -235,8 +235,8 @@ def test_writing_b_behind_the_weights_does_not_make_saved_weights_look_changed()
 @pytest.mark.parametrize("room", [1, 3, 4, 12])
 def test_rows_of_a_bank_begin_at_multiples_of_sixteen_bytes(room: int) -> None:
     own = [nn.Linear(16, 48, dtype=torch.bfloat16).requires_grad_(False) for _ in range(2)]
-    bank = Bank(own, room)
-    assert bank.weight.stride(0) * bank.weight.itemsize % 16 == 0
+    bank = Bank(own, reference_ops(), room)
+    assert bank.tensors[0].stride(0) * bank.tensors[0].itemsize % 16 == 0
 
 
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
@@ -251,27 +251,27 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 @pytest.mark.parametrize("room", [0, 3])
 def test_a_bank_sees_that_a_weight_has_left(which: int, change: str, room: int) -> None:
     own = layers()
-    bank = Bank(own, room)
+    bank = Bank(own, reference_ops(), room)
     CHANGES[change](own[which])
     assert not bank.intact([low_rank_of(layer) for layer in own])
 
 
 def test_a_bank_sees_that_a_bias_has_left() -> None:
     own = layers()
-    bank = Bank(own)
+    bank = Bank(own, reference_ops())
     own[1].bias = nn.Parameter(own[1].bias.detach() + 1)
     assert not bank.intact([low_rank_of(layer) for layer in own])
 
 
 def test_weights_in_another_order_are_not_the_banks() -> None:
     own = [nn.Linear(K, 4).requires_grad_(False) for _ in range(2)]
-    bank = Bank(own)
+    bank = Bank(own, reference_ops())
     assert not bank.intact([low_rank_of(layer) for layer in reversed(own)])
 
 
 def test_what_is_written_into_a_layer_is_in_the_bank() -> None:
     own = layers()
-    bank = Bank(own, 3)
+    bank = Bank(own, reference_ops(), 3)
     with torch.no_grad():
         own[2].weight.fill_(7.0)
         own[2].bias.fill_(8.0)
@@ -281,13 +281,13 @@ def test_what_is_written_into_a_layer_is_in_the_bank() -> None:
 @pytest.mark.parametrize(("with_bias", "expected"), [((True, True, True), True), ((False, False, False), False)])
 def test_a_bank_has_a_bias_where_all_layers_have_one(with_bias: tuple[bool, ...], expected: bool) -> None:
     own = [nn.Linear(K, width, bias).requires_grad_(False) for width, bias in zip(WIDTHS, with_bias, strict=True)]
-    assert (Bank(own).bias is not None) is expected
+    assert (Bank(own, reference_ops()).bias is not None) is expected
 
 
 def test_memory_behind_the_rows_of_an_inlet_counts_nothing() -> None:
     """oneDNN reads behind rows of bf16 whose columns are no multiple of eight."""
     layer = nn.Linear(64, 128, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    base = Bank([layer], 12).base
+    base = Bank([layer], reference_ops(), 12).base
     x, low = torch.randn(128, 64).bfloat16(), (torch.randn(128, 12).bfloat16(), torch.randn(128, 12).bfloat16())
     torch.use_deterministic_algorithms(True)  # what is not written is NaN then
     try:

@@ -89,7 +89,13 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
     by_hand = 48 * (4096 + 6144) + 16 * (4096 + 4096) + 32 * (4096 + 28672) + 16 * (14336 + 4096)
     room = 48 * 6144 + 32 * 28672 + 16 * 4096
     assert buffers.standing_bytes(LLAMA) == 2 * (by_hand + room)
-    assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand + 2 * LLAMA.parameters
+    assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand
+
+
+def test_a_weight_in_eight_bits_is_there_turned_while_the_block_goes_back() -> None:
+    phases = max(phase.bytes for phase in buffers.phases(replace(LLAMA, fp8=True), "all", 1))
+    gradients = buffers.working_set(LLAMA, "all", 1) - max(phase.bytes for phase in buffers.phases(LLAMA, "all", 1))
+    assert buffers.working_set(replace(LLAMA, fp8=True), "all", 1) == phases + gradients + 4096 * 28672
 
 
 def test_the_head_holds_hidden_states_three_times_and_one_chunk_of_logits() -> None:

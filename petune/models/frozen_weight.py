@@ -1,0 +1,298 @@
+"""The frozen weight of a base: the tensor itself where it is dense, else a `QuantisedWeight`, the one copy of it in a form of fewer bytes.
+
+A quantised weight is a parameter under the same name and with the shape, dtype and device of the weight that it stands for, so layers
+hold and call it as any other: `torch.nn.functional.linear` multiplies in its form, forward and backward; copies, moves and slices keep
+the form; `copy_` quantises what is written; everything else reads its values, which `dense_of` gives, and a view is a copy of them. It does
+not train.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from petune.errors import UsageError
+from petune.models.fp8 import Fp8
+
+FORMS: Mapping[str, type[Fp8]] = {"fp8": Fp8}  # as `base_dtype` names them
+POINTS = 4  # values of a tensor that tell it from another
+
+
+class FrozenWeight(Protocol):
+    """A weight [n, k] that does not train, in a form of fewer bytes; it stands for a weight of `dtype`."""
+
+    name: ClassVar[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight that it stands for."""
+        ...
+
+    @property
+    def shape(self) -> torch.Size:
+        """(n, k)."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is held in; the first has n rows."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
+    def each(self, act: Callable[[Tensor], Tensor]) -> FrozenWeight:
+        """The same made of act(tensor) for each of its tensors."""
+        ...
+
+    def to(self, dtype: torch.dtype) -> FrozenWeight:
+        """The same tensors, standing for a weight of another dtype."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The weight [n, k] that its products see, rounded to `dtype`."""
+        ...
+
+    def narrow(self, dim: int, start: int, length: int) -> FrozenWeight:
+        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them. Nothing is quantised again."""
+        ...
+
+    def write(self, weight: Tensor) -> None:
+        """Quantise another weight [n, k] into its memory."""
+        ...
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x W^T, [m, k] -> [m, n]."""
+        ...
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """dy W, [m, n] -> [m, k]."""
+        ...
+
+
+class QuantisedWeight(Tensor):
+    """A frozen weight [n, k] as a tensor: `form` holds it, and there is no other copy.
+
+    samples: float64, the `sampled` values of the dense weight it was made of, by which that is known again; None of a slice.
+    """
+
+    form: FrozenWeight
+    samples: Tensor | None
+
+    @staticmethod
+    def __new__(cls, form: FrozenWeight, samples: Tensor | None = None) -> Self:
+        """Of a form, whose memory it shares."""
+        made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.tensors[0].device)
+        made.form, made.samples = form, samples
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Products go to the form, and a parameter that is given other data takes its form; the rest as torch does it."""
+        if func is F.linear:
+            return _linear(*args, **(kwargs or {}))
+        if func is Tensor.__setitem__ and isinstance(args[0], cls):
+            raise _cannot_write(args[0], "an index")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if func == _SET_DATA:
+            args[0].form, args[0].samples = args[1].form, args[1].samples
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What keeps the form (see _KEEP), else the same of dense values. Raises UsageError for what would write into those."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], cls) and (keep := _KEEP.get(func)) is not None:
+            made = keep(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        arguments = func._schema.arguments
+        given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
+        for one in arguments:
+            if one.is_write and isinstance(found := given.get(one.name), cls):
+                raise _cannot_write(found, str(func))
+        args, kwargs = tree_map_only(cls, dense_of, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raises UsageError where it is to train."""
+        if requires_grad:
+            raise _cannot_train(self)
+        return self
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # a method of Tensor's, to a type checker
+        """Bytes that it takes."""
+        return self.form.nbytes
+
+    def data_ptr(self) -> int:
+        """Where its first tensor lies."""
+        return self.form.tensors[0].data_ptr()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        n, k = self.shape
+        return f"QuantisedWeight({self.form.name}, {n} x {k}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantisedWeight:
+        if id(self) not in memo:
+            form = self.form.each(lambda value: copy.deepcopy(value, memo))
+            memo[id(self)] = _remade(form, self.samples, isinstance(self, nn.Parameter))
+        return cast("QuantisedWeight", memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _remade, (self.form, self.samples, isinstance(self, nn.Parameter))
+
+
+def _remade(form: FrozenWeight, samples: Tensor | None, parameter: bool) -> Tensor:
+    made = QuantisedWeight(form, samples)
+    return nn.Parameter(made, requires_grad=False) if parameter else made
+
+
+def _cannot_write(weight: QuantisedWeight, by: str) -> UsageError:
+    return UsageError(f"a weight in {weight.form.name} cannot be written by {by}", remedy="write the whole weight with copy_")
+
+
+def _cannot_train(weight: QuantisedWeight) -> UsageError:
+    return UsageError(f"a weight in {weight.form.name} cannot train", where="base_dtype", remedy="leave base_dtype out, or do not train it")
+
+
+# ------------------------------------------------------------------ what keeps the form
+
+
+def _shared(weight: QuantisedWeight) -> QuantisedWeight:
+    return QuantisedWeight(weight.form, weight.samples)
+
+
+def _cloned(weight: QuantisedWeight, memory_format: Any = None) -> QuantisedWeight:
+    return QuantisedWeight(weight.form.each(_dense_clone), weight.samples)
+
+
+def _dense_clone(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _moved(weight: QuantisedWeight, *, dtype: torch.dtype | None = None, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    form = weight.form.each(lambda value: value.to(device=device or value.device, non_blocking=non_blocking, copy=True))
+    return QuantisedWeight(form if dtype is None else form.to(dtype), weight.samples)
+
+
+def _sliced(weight: QuantisedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if step != 1:
+        return NotImplemented
+    first, last, _ = slice(start, end).indices(weight.shape[dim])
+    whole = last - first == weight.shape[dim]
+    return QuantisedWeight(weight.form.narrow(dim % 2, first, max(0, last - first)), weight.samples if whole else None)
+
+
+def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False) -> QuantisedWeight:
+    if not isinstance(source, QuantisedWeight):
+        source = source.expand(weight.shape)
+        weight.form.write(source)
+        weight.samples = sampled(source)
+        return weight
+    if type(source.form) is not type(weight.form):
+        return _written(weight, source.form.dense())
+    for own, other in zip(weight.form.tensors, source.form.tensors, strict=True):
+        own.copy_(other)
+    weight.samples = source.samples
+    return weight
+
+
+_ATEN = torch.ops.aten
+_SET_DATA = cast("Any", Tensor.data).__set__
+_KEEP: dict[Any, Callable[..., Any]] = {
+    _ATEN.detach.default: _shared,
+    _ATEN.alias.default: _shared,
+    _ATEN.clone.default: _cloned,
+    _ATEN._to_copy.default: _moved,
+    _ATEN.slice.Tensor: _sliced,
+    _ATEN.copy_.default: _written,
+}
+
+
+# ------------------------------------------------------------------ its product
+
+
+def _linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear, under autocast too."""
+    if weight.requires_grad:
+        raise _cannot_train(weight)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    elif x.dtype != weight.dtype:
+        raise RuntimeError(f"expected an input of {weight.dtype}, the weight's, but found {x.dtype}")  # torch's own error for a dense one
+    y: Tensor = _Product.apply(x, weight.form)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, form: FrozenWeight) -> Tensor:
+        ctx.form = form
+        with torch.autocast(x.device.type, enabled=False):
+            return form.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], form.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        with torch.autocast(dy.device.type, enabled=False):
+            return ctx.form.dlinear(dy.reshape(-1, dy.shape[-1])).view(*dy.shape[:-1], ctx.form.shape[1]), None
+
+
+# ------------------------------------------------------------------ layers and models
+
+
+def dense_of(weight: Tensor) -> Tensor:
+    """The values of a weight as a plain tensor: a quantised one's that its products see, else the tensor itself."""
+    return weight.form.dense() if isinstance(weight, QuantisedWeight) else weight
+
+
+def bytes_in(weight: Tensor) -> tuple[Tensor, ...]:
+    """The plain tensors that a weight is held in."""
+    return weight.form.tensors if isinstance(weight, QuantisedWeight) else (weight,)
+
+
+def sampled(value: Tensor) -> Tensor:
+    """A few values of a tensor, evenly spaced, in float64: of a quantised one, those of the dense weight it was made of."""
+    if isinstance(value, QuantisedWeight) and value.samples is not None:
+        return value.samples
+    flat = dense_of(value.detach()).reshape(-1)
+    step = max(1, flat.numel() // POINTS)
+    return flat[step // 2 :: step][:POINTS].double()
+
+
+def quantised(weight: nn.Parameter, name: str) -> nn.Parameter:
+    """`weight` [n, k], which does not train, as a parameter in the form `name`; itself where it is quantised already."""
+    if isinstance(weight, QuantisedWeight):
+        return weight
+    return nn.Parameter(QuantisedWeight(FORMS[name].of(weight), sampled(weight)), requires_grad=False)
+
+
+def quantised_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, QuantisedWeight]]:
+    """Every quantised weight of a model: (its module, its name there, itself)."""
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if isinstance(value, QuantisedWeight):
+                yield module, name, value
+
+
+def restore_dense(model: nn.Module) -> None:
+    """Put dense parameters with the same values in the place of quantised weights; a shared one stays shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module, name, value in list(quantised_in(model)):
+        made.setdefault(id(value), nn.Parameter(value.form.dense(), requires_grad=False))
+        setattr(module, name, made[id(value)])

@@ -1,0 +1,171 @@
+"""A quantised weight stands where the dense one did: in layers, states, copies, moves and slices, and it refuses what would be lost."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.models.frozen_weight import QuantisedWeight, dense_of, quantised, quantised_in, restore_dense, sampled
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def layer(bias: bool = True) -> nn.Linear:
+    """A frozen linear whose weight is quantised."""
+    made = nn.Linear(64, 48, bias=bias).requires_grad_(False)
+    made.weight = quantised(made.weight, "fp8")
+    return made
+
+
+def reachable(weight: Tensor) -> int:
+    """Bytes of every plain tensor that a weight holds."""
+    assert isinstance(weight, QuantisedWeight)
+    found, seen = [*vars(weight).values(), *vars(weight.form).values()], {}
+    seen = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in found if type(value) is Tensor}
+    return sum(seen.values())
+
+
+def test_it_is_the_same_parameter_in_a_quarter_of_the_bytes() -> None:
+    made = layer()
+    weight = made.weight
+    assert isinstance(weight, nn.Parameter) and not weight.requires_grad
+    assert weight.shape == (48, 64) and weight.dtype == torch.float32 and list(made.state_dict()) == ["weight", "bias"]
+    assert weight.nbytes == 48 * 64 + 4 * 48 and reachable(weight) == weight.nbytes + 4 * 8  # and its samples
+    assert reachable(quantised(nn.Parameter(torch.randn(512, 512), requires_grad=False), "fp8")) < 1.01 * 512 * 512
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 5, 64), (0, 64)], ids=str)
+def test_a_layer_multiplies_in_its_form_forward_and_backward(shape: tuple[int, ...], bias: bool) -> None:
+    made, x, dy = layer(bias), torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 48)
+    y = made(x)
+    y.backward(dy)
+    form, rows = made.weight.form, x.detach().reshape(-1, 64)
+    expected = form.linear(rows).view(dy.shape)
+    assert torch.equal(y, expected if made.bias is None else expected + made.bias)
+    assert torch.equal(x.grad, form.dlinear(dy.reshape(-1, 48)).view(shape))
+
+
+def test_the_gradient_of_a_bias_that_trains_is_there() -> None:
+    made = layer()
+    made.bias.requires_grad_(True)
+    made(torch.randn(5, 64)).sum().backward()
+    assert torch.equal(made.bias.grad, torch.full((48,), 5.0))
+
+
+def test_autocast_says_the_dtype_of_the_product() -> None:
+    made, x = layer(), torch.randn(5, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = made(x)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="float64"):
+        made(torch.randn(5, 64, dtype=torch.float64))
+
+
+def test_everything_else_reads_its_values() -> None:
+    weight = layer().weight
+    values = dense_of(weight)
+    assert type(values) is Tensor and torch.equal(weight.T, values.T) and torch.equal(weight + 1, values + 1)
+    assert torch.equal(weight.view(-1), values.view(-1)) and torch.equal(torch.cat([weight, weight]), torch.cat([values, values]))
+    assert weight.mean() == values.mean() and torch.equal(F.embedding(torch.tensor([3]), weight), values[3:4])
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "to another dtype and back": lambda module: copy.deepcopy(module).double().float(),
+    "a state that is loaded": lambda module: _loaded(module),
+}
+
+
+def _loaded(module: nn.Module) -> nn.Module:
+    other = layer()
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_the_same_to_the_bit_in_memory_of_its_own(how: str) -> None:
+    made = layer()
+    again = COPIES[how](made)
+    one, two = made.weight, again.weight
+    assert isinstance(two, QuantisedWeight) and isinstance(two, nn.Parameter) and not two.requires_grad
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(one.form.tensors, two.form.tensors, strict=True))
+    assert two.dtype == two.form.dtype == torch.float32 and torch.equal(sampled(one), sampled(two))
+    assert one.data_ptr() != two.data_ptr() and reachable(two) == reachable(one)
+    x = torch.randn(5, 64)
+    assert torch.equal(made(x), again(x))
+
+
+def test_a_move_takes_the_form_along() -> None:
+    moved = layer().to("meta")
+    assert isinstance(moved.weight, QuantisedWeight) and {value.device.type for value in moved.weight.form.tensors} == {"meta"}
+    doubled = layer().double()
+    assert (
+        doubled.weight.dtype == doubled.weight.form.dtype == torch.float64 and doubled(torch.randn(2, 64).double()).dtype == torch.float64
+    )
+
+
+def test_dense_weights_that_are_loaded_are_quantised_and_quantised_ones_made_dense() -> None:
+    made, plain = layer(), nn.Linear(64, 48)
+    made.load_state_dict(plain.state_dict())
+    assert isinstance(made.weight, QuantisedWeight) and torch.equal(dense_of(made.weight), quantised(plain.weight, "fp8").form.dense())
+    assert torch.equal(sampled(made.weight), sampled(plain.weight))
+    plain.load_state_dict(made.state_dict())
+    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, dense_of(made.weight))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_slice_keeps_the_form_and_as_a_copy_holds_nothing_more(dim: int) -> None:
+    weight = layer().weight
+    part = nn.Parameter(weight.detach().narrow(dim, 16, 32).clone(), requires_grad=False)
+    assert isinstance(part, QuantisedWeight) and torch.equal(dense_of(part), dense_of(weight).narrow(dim, 16, 32))
+    assert reachable(part) == part.nbytes == part.numel() + 4 * len(part)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "zero_": lambda weight: weight.zero_(),
+    "mul_ of its data": lambda weight: weight.data.mul_(2),
+    "init": lambda weight: nn.init.normal_(weight),
+    "an index": lambda weight: weight.__setitem__(0, 0.0),
+    "out": lambda weight: torch.mul(torch.ones(48, 64), 2, out=weight),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_what_would_write_into_a_part_of_it_is_refused(how: str) -> None:
+    weight = layer().weight
+    before = dense_of(weight).clone()
+    with torch.no_grad(), pytest.raises(UsageError, match=r"in fp8 cannot be written(.|\n)*copy_"):
+        WRITES[how](weight)
+    assert torch.equal(dense_of(weight), before)
+
+
+def test_it_does_not_train() -> None:
+    made = layer()
+    with pytest.raises(UsageError, match="in fp8 cannot train"):
+        made.requires_grad_(True)
+    made.weight.requires_grad = True
+    with pytest.raises(UsageError, match="in fp8 cannot train"):
+        made(torch.randn(5, 64))
+
+
+def test_a_model_becomes_dense_again_and_what_was_shared_is() -> None:
+    model = nn.ModuleList([layer(), layer(False), nn.Linear(4, 4)])
+    model[1].weight = model[0].weight
+    values = dense_of(model[0].weight)
+    assert len(list(quantised_in(model))) == 2
+    restore_dense(model)
+    assert not list(quantised_in(model)) and torch.equal(model[0].weight, values) and model[0].weight is model[1].weight
