@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from petune.kernels.configs import MemoryConfig
 from petune.parallel.plan import ParallelPlan
 from tests.methods.zoo import FOUR
 from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, METHODS, ROUND, SQUARE, case
@@ -121,6 +122,35 @@ def test_the_runner_of_a_single_process_is_plain_torch(method: str, name: str) -
 def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(backend: str, name: str, dropout: float) -> None:
     plan = CUTTING[backend](name, 2)
     check(case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, fused=True))
+
+
+# Blocks that are cut and fused: methods, families and what is kept go round under each plan here, their product in the long part.
+KEPT = [MemoryConfig("all"), MemoryConfig("projections", tile=7), MemoryConfig("attention"), MemoryConfig("input", tile=5)]
+CUT = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2")
+FUSED_BLOCKS = [(METHODS[at], CUT[turn], FOUR[(at + turn) % 4], (at + turn) % 4) for turn in range(4) for at in range(4)]
+EVERY_FUSED = list(product(METHODS, CUT, FOUR, range(4)))
+
+
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
+@pytest.mark.parametrize(("method", "backend", "name", "kept"), in_part(EVERY_FUSED, FUSED_BLOCKS))
+def test_fused_blocks_that_are_cut_train_as_in_one_process(method: str, backend: str, name: str, kept: int, dropout: float) -> None:
+    check(case(name, method, BACKENDS[backend](name, 2), dropout=dropout, steps=1, blocks=KEPT[kept]))
+
+
+@pytest.mark.parametrize("backend", ["tp", "galaxy"])
+@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
+def test_three_steps_of_fused_blocks_cut_over_three_ranks_are_those_of_one_process(name: str, backend: str) -> None:
+    check(case(name, "lora", BACKENDS[backend](name, 3), steps=3, blocks=KEPT[3]))
+
+
+@pytest.mark.parametrize("name", OTHERS[3:])
+def test_other_models_fused_and_cut(name: str) -> None:
+    check(case(name, "lora", BACKENDS["tp"](name, 2), steps=1, passes=(3,), blocks=KEPT[2]))
+
+
+@pytest.mark.parametrize("composed", ["dp x tp", "dp x galaxy"])
+def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
+    check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), blocks=KEPT[2]))
 
 
 @pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, HALF))

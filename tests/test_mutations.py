@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from petune.kernels.block import drawing
+from petune.kernels.configs import MemoryConfig
 from petune.models import attention
 from petune.models.stack import Stack
-from petune.parallel import placement, runner
-from petune.parallel.collectives import gather_seq, gather_shared
+from petune.parallel import boundary, placement, runner
+from petune.parallel.collectives import COPY, GATHER_SHARED, REDUCE, REDUCE_SCATTER_SEQ, gather_seq, gather_shared
 from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
@@ -118,11 +120,11 @@ def test_gradients_that_are_parts_of_a_sum_are_summed_once(case: Case, times: in
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(name: str, method: str, fails: Fails) -> None:
     """One copy after the embeddings does not stand for those at the entries."""
-    fails(cell(name, method, "tp"), hooks, "copy", lambda x, group: x, GRADIENTS)
+    fails(cell(name, method, "tp"), boundary, "COPY", COPY._replace(back=lambda x, group, own=False: x), GRADIENTS)
 
 
 def test_what_leaves_a_region_cut_by_heads_is_summed(fails: Fails) -> None:
-    fails(cell("llama-causal", "lora", "tp"), hooks, "reduce", lambda x, group: x, LOGITS)
+    fails(cell("llama-causal", "lora", "tp"), boundary, "REDUCE", REDUCE._replace(ahead=lambda x, group, own=False: x.clone()), LOGITS)
 
 
 @pytest.mark.parametrize("backend", ["sp-gather", "cut"])
@@ -134,13 +136,47 @@ def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(name: str
 
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
 def test_a_gather_before_different_work_sums_its_gradient(name: str, fails: Fails) -> None:
-    fails(cell(name, "lora", "galaxy"), hooks, "gather_seq", gather_shared, GRADIENTS)
+    fails(cell(name, "lora", "galaxy"), boundary, "GATHER_SEQ", GATHER_SHARED, GRADIENTS)
 
 
 @pytest.mark.parametrize("backend", ["galaxy", "sp-gather"])
 def test_a_gather_before_the_same_loss_on_every_rank_does_not(backend: str, fails: Fails) -> None:
     """A gather that sums there gives twice the gradient."""
     fails(cell("bert-classify", "lora", backend), hooks, "gather_shared", gather_seq, GRADIENTS)
+
+
+FUSED = MemoryConfig("attention")
+
+
+@pytest.mark.parametrize(
+    ("backend", "pair", "fault", "match"),
+    [
+        ("tp", "COPY", COPY._replace(back=lambda x, group, own=False: x), GRADIENTS),
+        ("tp", "REDUCE", REDUCE._replace(ahead=lambda x, group, own=False: x), LOGITS),
+        ("tp", "REDUCE", REDUCE._replace(back=COPY.back), GRADIENTS),
+        ("galaxy", "GATHER_SEQ", GATHER_SHARED, GRADIENTS),
+        (
+            "galaxy",
+            "REDUCE_SCATTER_SEQ",
+            REDUCE_SCATTER_SEQ._replace(back=lambda *given: REDUCE_SCATTER_SEQ.back(*given) / 2),
+            GRADIENTS,
+        ),
+    ],
+)
+def test_every_crossing_within_a_fused_block_has_its_adjoint(backend: str, pair: str, fault: Any, match: str, monkeypatch: Any) -> None:
+    one = cell("llama-causal", "lora", backend, blocks=FUSED)
+    monkeypatch.setattr(boundary, pair, fault)
+    with pytest.raises(AssertionError, match=match):
+        check(one)
+
+
+@pytest.mark.parametrize("over", ["features", "heads"])
+def test_a_fused_block_drops_out_the_features_and_heads_that_it_has(over: str, monkeypatch: Any) -> None:
+    one, part = cell("llama-causal", "lora", "tp", blocks=FUSED, dropout=0.1), drawing.part_of
+    check(one)
+    monkeypatch.setattr(drawing, "part_of", lambda spec, drop, how: drop if how.over == over else part(spec, drop, how))
+    with pytest.raises(AssertionError, match="losses of step 0"):
+        check(one)
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])

@@ -216,7 +216,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
     if stack.ladder is None:  # whose levels are nobody else's to compute again
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
-    if plan.ops.name == "triton" and plan.memory.stream == "none":  # addresses are part of a graph, and streamed weights change theirs
+    if plan.ops.name == "triton" and plan.memory.stream == "none" and not specs[0].boundaries:  # a graph has fixed addresses, and no peers
         stack.whole = Graphs()
     return None
 

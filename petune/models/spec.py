@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import nn
 
 from petune.errors import UsageError, nearest
+from petune.models.boundary import Connection
 
 Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 StackName = Literal["encoder", "decoder"]
@@ -145,7 +146,8 @@ class SubLayer:
         y = norm_after_sum(x + drop(norm_out(core(norm_in(x)))))
 
     where a norm or a dropout that is None does nothing. bottleneck: features of the bottleneck that a method
-    has put behind the core's last linear, 0 without one; no table says so.
+    has put behind the core's last linear, 0 without one. connection: how ranks that share the core hold what
+    lies around it, None where it is whole. No table says either.
     """
 
     core: Attention | Mlp
@@ -154,6 +156,7 @@ class SubLayer:
     norm_after_sum: Norm | None = None
     drop: str | None = None
     bottleneck: int = 0
+    connection: Connection | None = None
 
 
 @dataclass(frozen=True)

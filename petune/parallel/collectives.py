@@ -11,6 +11,7 @@ tokens are allowed. They talk in the tensor's own dtype. The backward of each is
     split_shared         own slice        all-gather       whole, the same on every rank -> sequence
     gather_shared        all-gather       own slice        sequence -> whole, where every rank then does the same work
 
+Each is a `Pair` of plain functions, which fused blocks call by themselves, and the autograd function made of it.
 Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses the other ranks' part.
 
 A group of None or of one rank means that nothing is said and `x` comes back. Every rank must make the same calls in the same order. Uneven
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,32 +47,32 @@ def alone(group: Group) -> bool:
 
 def copy(x: Tensor, group: Group) -> Tensor:
     """`x`, the same on every rank; its gradient is the sum of what every rank makes of it."""
-    return x if alone(group) else transition(x, _alias, _all_reduce, group)
+    return x if alone(group) else transition(x, *COPY, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of every rank's `x`, for consumers that are the same on every rank."""
-    return x if alone(group) else transition(x, _all_reduce, _unchanged, group)
+    return x if alone(group) else transition(x, *REDUCE, group)
 
 
 def gather_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the own tokens."""
-    return x if alone(group) else transition(x, _gather, _reduce_scatter, sizes, group)
+    return x if alone(group) else transition(x, *GATHER_SEQ, sizes, group)
 
 
 def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, all tokens, ...], one term of a sum -> the sum's own tokens."""
-    return x if alone(group) else transition(x, _reduce_scatter, _gather, sizes, group)
+    return x if alone(group) else transition(x, *REDUCE_SCATTER_SEQ, sizes, group)
 
 
 def split_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every rank."""
-    return x if alone(group) else transition(x, _copied_slice, _gather, sizes, group)
+    return x if alone(group) else transition(x, *SPLIT_SHARED, sizes, group)
 
 
 def gather_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """[b, own tokens, ...] -> [b, all tokens, ...] for a consumer that is the same on every rank."""
-    return x if alone(group) else transition(x, _gather, _contiguous_slice, sizes, group)
+    return x if alone(group) else transition(x, *GATHER_SHARED, sizes, group)
 
 
 def all_sum_(tensors: Sequence[Tensor], group: Group) -> None:
@@ -194,10 +195,26 @@ def _unchanged(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
+def _all_reduce(x: Tensor, group: Group, own: bool = False) -> Tensor:
+    """The sum over the ranks; in the place of `x` where that is the caller's `own`."""
+    x = x.contiguous() if own else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
+
+
+class Pair(NamedTuple):
+    """A function of a tensor, and of where it lies, and its adjoint: plain functions, without autograd."""
+
+    ahead: Callable[..., Tensor]
+    back: Callable[..., Tensor]
+
+
+COPY = Pair(_alias, _all_reduce)
+REDUCE = Pair(_all_reduce, _unchanged)
+GATHER_SEQ = Pair(_gather, _reduce_scatter)
+REDUCE_SCATTER_SEQ = Pair(_reduce_scatter, _gather)
+SPLIT_SHARED = Pair(_copied_slice, _gather)
+GATHER_SHARED = Pair(_gather, _contiguous_slice)
 
 
 @torch.no_grad()

@@ -109,6 +109,11 @@ def draw(numbers: Tensor, p: float) -> Drop:
     return Drop(numbers, _next_base() if p else 0, p, now.feature)
 
 
+def drop_of_heads(how: Drop, first: int) -> Drop:
+    """The same draw of attention probabilities for the heads from number `first` on."""
+    return how._replace(base=_signed((cast("int", how.base) + first) & _WORD))
+
+
 def _next_base() -> int:
     """The base of the next draw, and the count of it."""
     now = running()

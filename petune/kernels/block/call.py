@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -19,6 +19,7 @@ from petune.kernels.configs import Rung
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
 from petune.kernels.reference import wide
+from petune.models.boundary import Boundary
 from petune.models.tuned_linear import BottleneckPart, LowRank
 from petune.rng.dropout import Drop
 
@@ -37,8 +38,8 @@ class Spec:
     """What a block is made of, and what it is to keep.
 
     layers: of each group of the program; behind: with its bottlenecks. norms: (module, name) of each norm
-    tensor. dropouts: where each probability is, which counts while training. rung and tile may be changed
-    between steps.
+    tensor. dropouts: where each probability is, which counts while training. boundaries: of the sub-layers that
+    are cut across ranks, by number. rung and tile may be changed between steps.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Spec:
     dropouts: Sequence[tuple[nn.Module, str]]
     ops: Ops
     behind: Sequence[nn.Module] = ()
+    boundaries: Mapping[int, Boundary] = field(default_factory=dict)
     rung: Rung = field(default_factory=Rung)
     tile: int | None = None
     store: Store | None = None
@@ -67,6 +69,11 @@ class Spec:
         layer = self.layers[0][0]
         weight = layer._parameters.get("weight")  # past nn.Module's own look-up: every call asks
         return cast("Tensor", layer.weight if weight is None else weight).dtype
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a block is handed one rank's tokens of a sequence, of which a sub-layer reads all."""
+        return any(boundary.connection == "sequence" for boundary in self.boundaries.values())
 
     @property
     def defers(self) -> bool:
@@ -143,7 +150,8 @@ class Draws(NamedTuple):
 @dataclass(frozen=True)
 class Call:
     """One call of a block: what the node needs beside tensors. hows: of each attention; angles: cos and sin
-    [p, d] of rotary positions, where the program reads them; dtype: of the computation."""
+    [p, d] of rotary positions, where the program reads them; dtype: of the computation; boundaries: of the
+    sub-layers that are cut, as they are in this call."""
 
     spec: Spec
     hows: tuple[How, ...]
@@ -153,6 +161,7 @@ class Call:
     draws: Draws
     angles: tuple[Tensor, Tensor] | None
     dtype: torch.dtype
+    boundaries: Mapping[int, Boundary] = field(default_factory=dict)
 
     def groups(self, tensors: Sequence[Tensor | None], factors: Sequence[Tensor | None] = ()) -> list[Group]:
         """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and
@@ -203,7 +212,8 @@ class Call:
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
         norms = _shifted(norms, [norm.offset for norm in self.spec.program.norms])
         drops = [self._dropping(draw) for draw in self.draws.drops]
-        return Run(self.spec.ops, groups, norms, drops, self.hows, self.angles, bottlenecks=behind)
+        cut = {"boundaries": self.boundaries, "batch": self.hows[0].batch} if self.boundaries else {}
+        return Run(self.spec.ops, groups, norms, drops, self.hows, self.angles, bottlenecks=behind, **cut)  # type: ignore[arg-type]
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:
         """`draw` as a function of a matrix and of which rows of the whole it is."""

@@ -20,7 +20,7 @@ def forward(program: Program, run: Run, inputs: Sequence[Tensor | None], keep: L
     schedule = program.schedules.forward(keep)
     v: Values = dict(zip(program.inputs, inputs, strict=True))
     for section, drops in zip(schedule.sections, schedule.drops, strict=True):
-        _run(section, drops, run, v, _tiles(section, v["x"], keep, tile))
+        _run(section, drops, run, v, _tiles(section, v, keep, tile))
     y: Tensor = v.pop(program.y)
     return y, {name: v[name] for name in schedule.kept}
 
@@ -36,7 +36,7 @@ def backward(
     schedule = program.schedules.backward(keep, tuple(needs), tuple(given))
     run.sink, run.wants, run.grads = Sink(needs), schedule.wants, {program.y: dy}
     for section, drops in zip(schedule.sections, schedule.drops, strict=True):
-        _run(section, drops, run, kept, _tiles(section, dy, keep, tile))
+        _run(section, drops, run, kept, _tiles(section, kept, keep, tile))
     return [run.grads.get(name) for name in program.inputs]
 
 
@@ -46,7 +46,8 @@ def _run(section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: S
         return
     found: list[Values] = []
     back: list[dict[str, Tensor]] = []
-    grads = run.grads
+    beside = {name: grad for name, grad in run.grads.items() if name not in section.returns}
+    grads = {name: grad for name, grad in run.grads.items() if name not in beside}
     for rows in tiles:
         run.at(rows)
         run.grads = {name: grad[rows] for name, grad in grads.items()}
@@ -58,7 +59,7 @@ def _run(section: Section, drops: tuple[str, ...], run: Run, v: Values, tiles: S
     run.at(None)
     for name in drops:
         del v[name]
-    run.grads = {name: torch.cat([one.pop(name) for one in back]) for name in list(back[0])}
+    run.grads = beside | {name: torch.cat([one.pop(name) for one in back]) for name in list(back[0])}
     for name in section.leaves:
         v[name] = joined([one.pop(name) for one in found])
 
@@ -70,12 +71,13 @@ def _act(section: Section, run: Run, v: Values) -> None:
             v.pop(name, None)
 
 
-def _tiles(section: Section, x: Tensor, keep: Level, tile: int | None) -> Sequence[slice]:
+def _tiles(section: Section, v: Values, keep: Level, tile: int | None) -> Sequence[slice]:
     """The rows of each tile; nothing where there is but one."""
-    if not section.tiles or tile is None or keep == "all" or tile >= len(x):
+    if not section.tiles or tile is None or keep == "all":
         return ()
+    m = next((len(v[name]) for name in section.enters if v[name] is not None), 0)
     size = max(1, tile)
-    return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
+    return [slice(start, min(start + size, m)) for start in range(0, m, size)]
 
 
 def joined(pieces: list[Tensor | None]) -> Tensor | None:

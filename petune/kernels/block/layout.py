@@ -3,8 +3,6 @@ segments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +14,10 @@ from petune.rng.dropout import places
 
 # What blocks read beside hidden states, as transformers names it
 MEMORY, BIAS, MASKS = "encoder_hidden_states", "position_bias", ("attention_mask", "encoder_attention_mask")
-Places = Callable[[], Tensor]  # see `places_of`
 
 
 class Layout(NamedTuple):
-    """The rows or segments of a call's tokens, and of the memory that it attends to.
+    """The rows or segments of a call's tokens as attention sees them, and of the memory that it attends to.
 
     batch: rows of equal length, not read for a side with segments; longest: the most tokens that a row or
     segment has; keys: the same of the memory, None without one.
@@ -33,11 +30,11 @@ class Layout(NamedTuple):
     memory: Segments | None = None
 
     @classmethod
-    def of(cls, hidden: Tensor, memory: Tensor | None = None) -> Layout:
+    def of(cls, hidden: Tensor, memory: Tensor | None = None, cut: bool = False) -> Layout:
         """That of hidden states [b, t, w], or [1, total, w] in `running().segments`; of a memory [b, s, w],
-        or [1, kept, w] in `running().memory`."""
+        or [1, kept, w] in `running().memory`. cut: t are one rank's tokens of `running().sizes`."""
         segments: Segments | None = running().segments
-        longest = hidden.shape[1] if segments is None else segments.longest
+        longest = segments.longest if segments is not None else sum(running().sizes) if cut else hidden.shape[1]
         if memory is None:
             return cls(len(hidden), longest, segments)
         kept: Segments | None = running().memory
@@ -46,18 +43,13 @@ class Layout(NamedTuple):
         return cls(len(hidden), longest, segments, memory.shape[1] if kept is None else kept.longest, kept)
 
 
-def places_of(hidden: Tensor, segments: Segments | None) -> Tensor:
-    """Where each row of hidden states, as a matrix [m, width], lies in the batch, for dropout by index."""
+def places_of(hidden: Tensor, segments: Segments | None, length: int) -> Tensor:
+    """Where each row of hidden states of `length` tokens a row, as a matrix [m, width], lies in the batch, for
+    dropout by index."""
     if segments is None:
-        return places(hidden.shape[0], hidden.shape[1], hidden.device)
+        return places(hidden.shape[0], length, hidden.device)
     numbers = places(*segments.shape, hidden.device)
     return numbers if segments.places is None else numbers[segments.places]
-
-
-def places_in(layout: Layout, hidden: Tensor, memory: Tensor | None) -> tuple[Places, Places]:
-    """`places_of` the tokens of a call, and of its memory, each made when it is first asked for."""
-    read = hidden if memory is None else memory
-    return cache(lambda: places_of(hidden, layout.segments)), cache(lambda: places_of(read, layout.memory))
 
 
 def angles_of(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

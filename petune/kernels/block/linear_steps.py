@@ -60,7 +60,7 @@ class Product(Step):
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.trained = (self.x, self.s), (self.y,), self.place.tensors
-        self.inlet = f"{self.x}.inlet"
+        self.inlet = f"{self.x}.inlet" if self.norm is None else self.norm.inlet
         self.keeps = {} if self.keep is None else {self.y: self.keep}
         self.reads = (self.s, self.x) if self.norm is None else (self.s, *self.norm.reads)
         self.soft = () if self.norm is None else (self.x,)

@@ -23,13 +23,15 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
-from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, Places, angles_of, memory_in_autocast, places_in
+from petune.kernels.block.drawing import Places, drawn
+from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
 from petune.log import say
+from petune.models.boundary import BoundaryHook
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
-from petune.rng.dropout import Drop, draw, drawing
+from petune.rng.dropout import drawing
 
 
 class FusedBlock(nn.Module):
@@ -116,9 +118,9 @@ class FusedBlock(nn.Module):
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         parts, memory = self.parts(), given.get(MEMORY)
-        layout, masks = Layout.of(hidden, memory), tuple(given.get(name) for name in MASKS)
+        layout, masks = Layout.of(hidden, memory, self.spec.by_sequence), tuple(given.get(name) for name in MASKS)
         bias = self.bias(given.get(BIAS), layout.longest)
-        draws = self.draws(parts, *places_in(layout, hidden, memory))
+        draws = self.draws(parts, Places(layout, hidden, memory))
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
         forms = self.forms(hidden, layout, masks, bias)
         call = self.call(parts, self.hows(layout, forms, draws, masks), draws, angles)
@@ -184,7 +186,9 @@ class FusedBlock(nn.Module):
     def call(self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
         """A call of these parts."""
         spec = self.spec
-        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, spec.computes_in(parts.groups[0][0].weight.device.type))
+        dtype = spec.computes_in(parts.groups[0][0].weight.device.type)
+        cut = {number: boundary.here() for number, boundary in spec.boundaries.items()}
+        return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, dtype, cut)
 
     def hows(
         self, layout: Layout, forms: Sequence[Backend], draws: Draws, masks: Sequence[Tensor | None] = (None, None)
@@ -227,33 +231,24 @@ class FusedBlock(nn.Module):
             for one in self.spec.program.attends
         )
 
-    def draws(self, parts: Parts, places: Places, across: Places) -> Draws:
-        """What drops out in a call, drawn in the order in which the block's own forward draws. places: of its
-        tokens; across: of those of the memory, see `places_in`."""
-
-        def one(p: float, places: Places) -> Drop | None:
-            return draw(places(), p) if p and self.training else None
-
-        program, chances, groups, drops, behind = self.spec.program, self.spec.probabilities, [], [], []
-        for kind, at in program.order:
-            if kind == "group":
-                own = across if program.across[at] else places
-                groups.append(tuple(one(part.dropout, own) for part in parts.groups[at]))
-            elif kind == "bottleneck":
-                part = parts.bottlenecks[at]
-                behind.append(None if part.tensors is None else one(part.dropout, places))
-            else:
-                drops.append(one(chances[at], places))
-        return Draws(tuple(groups), tuple(drops), tuple(behind))
+    def draws(self, parts: Parts, places: Places) -> Draws:
+        """What drops out in a call, drawn in the order in which the block's own forward draws."""
+        return drawn(self.spec, parts, places) if self.training else Draws.nothing(parts, self.spec.program)
 
 
 def _hooked(module: nn.Module) -> bool:
     """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
-    only when asked to."""
+    only when asked to; what those of a boundary do is done by steps."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False
-    others = (*module._forward_pre_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    return bool(others) or any(hook.__module__ != _RECORDS for hook in module._forward_hooks.values())
+    before = [hook for hook in module._forward_pre_hooks.values() if not _of_boundary(hook)]
+    behind = [hook for hook in module._forward_hooks.values() if not _of_boundary(hook)]
+    others = (*before, *module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    return bool(others) or any(hook.__module__ != _RECORDS for hook in behind)
+
+
+def _of_boundary(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", hook), BoundaryHook)
 
 
 _RECORDS = "transformers.utils.output_capturing"

@@ -1,27 +1,40 @@
 """The steps of a fused block, compiled from the sub-layers of its family's table.
 
-Values are named after their sub-layer: h = norm(x), qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d
-= m W_down, adapted = o or d with what its bottleneck adds, r = x + o or x + d; raw is q | k | v before positions
-and heads' norms, s the low-rank input of a group's update (petune/kernels/block/linear.py).
+Values are named after their sub-layer: h = norm(x), entered = h as a sub-layer that is cut across ranks reads
+it, qkv = h W_qkv, a = attention, o = a W_o, u = gate | up, d = m W_down, left = the sum over ranks of o or d,
+adapted = the same with what its bottleneck adds, r = x + o or x + d; raw is q | k | v before positions and
+heads' norms, s the low-rank input of a group's update (petune/kernels/block/linear.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
 from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
 from petune.kernels.block.bottleneck_steps import Bottleneck
+from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
 from petune.kernels.configs import Level
 from petune.kernels.memory.shape import BlockShape, GroupKind, GroupPlace
 from petune.kernels.reference import Act
+from petune.models.boundary import Connection
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Role, SubLayer
 
 Drawn = Literal["group", "drop", "bottleneck"]  # what has a dropout of its own
+
+
+class Drawing(NamedTuple):
+    """A draw of what drops out: of the group, dropout or bottleneck number `at`. within: the number of the
+    sub-layer, cut across ranks, inside which it is; over: what of it is one rank's part, None for nothing."""
+
+    kind: Drawn
+    at: int
+    within: int | None = None
+    over: Literal["features", "heads"] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Program:
     norms: tuple[Norm, ...]
     dropouts: tuple[str, ...]  # paths
     bottlenecks: tuple[str, ...]  # paths of the linears that they are behind
-    order: tuple[tuple[Drawn, int], ...]  # in which the block's own forward draws what drops out
+    order: tuple[Drawing, ...]  # in which the block's own forward draws what drops out
     schedules: Schedules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +138,8 @@ class _Build:
         self.norms: list[Norm] = []
         self.dropouts: list[str] = []
         self.bottlenecks: list[str] = []
-        self.order: list[tuple[Drawn, int]] = []
+        self.order: list[Drawing] = []
+        self.within: int | None = None  # the sub-layer cut across ranks that is being made
         self.inputs = [self.x]
         self.linears_end = 4 * sum(_linears_of(sublayer.core) for sublayer in sublayers)
         behind = sum(sublayer.bottleneck > 0 for sublayer in sublayers)
@@ -143,8 +157,8 @@ class _Build:
         name = "mlp" if isinstance(core, Mlp) else "attention" if core.memory is None else "cross"
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
         keep: Level | None = None if out is None else "projections"  # a norm behind the product reads it on the way back
-        behind, own = (len(self.bottlenecks), None) if sublayer.bottleneck else (None, keep)
-        branch = self.mlp(name, h, core, own, behind) if isinstance(core, Mlp) else self.attention(name, h, core, own, behind)
+        make = self.core if sublayer.connection is None else self.cut
+        branch = make(name, h, sublayer, None if sublayer.bottleneck else keep)
         if sublayer.bottleneck:
             branch = self.bottleneck(f"{name}.adapted", branch, sublayer, keep)
         if out is not None:
@@ -155,11 +169,26 @@ class _Build:
         self.steps.append(Add(branch, x, f"{name}.r", normed=read or after is not None))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
 
+    def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
+        """What its core makes of h."""
+        core, behind = sublayer.core, len(self.bottlenecks) if sublayer.bottleneck else None
+        return self.mlp(name, h, core, keep, behind) if isinstance(core, Mlp) else self.attention(name, h, core, keep, behind)
+
+    def cut(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
+        """The same, summed over the ranks that share it; what is read on the way back is that sum."""
+        connection, entered, left = cast("Connection", sublayer.connection), f"{name}.entered", f"{name}.left"
+        self.within = number = self.sublayers.index(sublayer)
+        self.steps.append(Enter(h, entered, number, connection))
+        branch = self.core(name, entered, sublayer, None)
+        self.within = None
+        self.steps.append(Leave(branch, left, number, connection, keep))
+        return left
+
     def bottleneck(self, n: str, y: str, sublayer: SubLayer, keep: Level | None) -> str:
         """n = y + up(act(down(y)))."""
         at = len(self.bottlenecks)
         self.bottlenecks.append(sublayer.core.region.leave)
-        self.order.append(("bottleneck", at))
+        self.order.append(Drawing("bottleneck", at))
         self.steps.append(Bottleneck(y, n, sublayer.bottleneck, at, self.linears_end + 4 * at, keep))
         return n
 
@@ -175,10 +204,10 @@ class _Build:
         self.tensors += 1 if norm.kind == "rms" else 2
         return len(self.norms) - 1, first
 
-    def drop(self, path: str) -> int:
-        """The place of a dropout, which is drawn now."""
+    def drop(self, path: str, over: Literal["features", "heads"] | None = None) -> int:
+        """The place of a dropout, which is drawn now. over: see Drawing."""
         self.dropouts.append(path)
-        self.order.append(("drop", len(self.dropouts) - 1))
+        self.order.append(Drawing("drop", len(self.dropouts) - 1, self.within, over))
         return len(self.dropouts) - 1
 
     def group(self, kind: GroupKind, group: LinearGroup) -> GroupPlace:
@@ -186,13 +215,14 @@ class _Build:
         first = 4 * sum(len(one.paths) for one in self.groups)
         roles, paths = zip(*group.members, strict=True)
         self.groups.append(GroupPlace(kind, roles, paths, first))
-        self.order.append(("group", len(self.groups) - 1))
+        self.order.append(Drawing("group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None))
         return self.groups[-1]
 
     def linears(self, group: GroupPlace, x: str, s: str, y: str, keep: Level | None, low: Level, behind: int | None = None) -> str:
         """y = x W^T + bias + s b^T. behind: the bottleneck that reads y."""
         at = self.groups.index(group)
-        norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == x), None)
+        same = next((step.x for step in self.steps if isinstance(step, Enter) and step.y == x and step.connection == "whole"), x)
+        norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == same), None)
         if norm is not None and norm.into is None:
             norm.into = at, group
         self.steps += [Low(x, s, at, group, low), Product(x, s, y, at, group, keep, norm, behind)]
@@ -218,7 +248,7 @@ class _Build:
         elif core.rotary:
             self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads))
             sources = [raw]
-        a, drop = f"{name}.a", None if core.drop is None else self.drop(core.drop)
+        a, drop = f"{name}.a", None if core.drop is None else self.drop(core.drop, "heads")
         shape = sizes.heads, sizes.kv_heads, sizes.head_dim
         how = sum(isinstance(step, Attend) for step in self.steps)
         assert core.scale is not None, "the scale of the scores is read off the block before"
@@ -233,7 +263,7 @@ class _Build:
         """d = act(h W_up) W_down."""
         up = self.group("up", core.up)
         self.linears(up, h, f"{name}.s", f"{name}.u", "all", "all")
-        drop = None if core.drop is None else self.drop(core.drop)
+        drop = None if core.drop is None else self.drop(core.drop, "features")
         down = self.group("down", LinearGroup((("down", core.down),)))
         above, at, gated = len(self.groups) - 2, len(self.groups) - 1, len(up.paths) == 2
         names = f"{name}.u", f"{name}.s", f"{name}.s_down", f"{name}.d"

@@ -32,12 +32,13 @@ class Action(NamedTuple):
 @dataclass(frozen=True)
 class Section:
     """Actions in a row. enters: values that are cut into tiles, where it `tiles`; leaves: values that are put
-    together again."""
+    together again. returns: values whose gradients it takes or gives."""
 
     actions: tuple[Action, ...]
     tiles: bool
     enters: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+    returns: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Schedules:
 
         Only such that read nothing which the run has made, for that lives within a tile.
         """
-        made = {name for step in steps for name in step.gives if step.keeps.get(name) != "input"}
+        made = {name for step in self.steps[self.wide] for name in step.gives if step.keeps.get(name) != "input"}
         grads, crossing = {self.y}, []
         for at in range(len(steps), 0, -1):
             step = steps[at - 1]
@@ -221,7 +222,8 @@ def _passed(
             local.difference_update(gone)
             actions.append(Action(step, back, step.backward if back else step.forward, gone))
         leaves = tuple(name for name in _ordered(section) if name in local and name in given)
-        found.append(Section(tuple(actions), tiled, enters, leaves))
+        returns = frozenset(name for step, back in section if back for name in (*step.takes, *step.gives))
+        found.append(Section(tuple(actions), tiled, enters, leaves, returns))
         drops.append(tuple(sorted(alive - local)))
         alive, begins = local, stop
     return Pass(tuple(found), tuple(drops), kept, wants)

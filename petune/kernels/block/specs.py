@@ -16,6 +16,7 @@ from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import computes, eps_of
 from petune.kernels.reference import Act
+from petune.models.boundary import boundary_of
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
@@ -50,6 +51,9 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     if (reason := _stranger(block, name) or _other_norm(norms) or _other_attention(block, sublayers)) is not None:
         return reason
     attentions = [block.get_submodule(sublayer.core.at) for sublayer in sublayers if isinstance(sublayer.core, Attention)]
+    boundaries = {at: boundary for at, one in enumerate(sublayers) if (boundary := boundary_of(block.get_submodule(one.core.at)))}
+    if any(boundary.overlapped for boundary in boundaries.values()):
+        return "its communication is hidden behind its matmuls, tile by tile"
     program = compiled(sublayers, Sizes(*_heads(block, sublayers, shape), act, cast("float", eps_of(norms[0][1]))))
     spec = Spec(
         program=program,
@@ -60,6 +64,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         dropouts=[_where(block, path) for path in program.dropouts],
         behind=[block.get_submodule(path) for path in program.bottlenecks],
         attentions=attentions,
+        boundaries=boundaries,
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
         carry=stack.rule.carry,
@@ -90,13 +95,13 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
 
 def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tuple[int, int, int]:
     """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
-    other one's, else as the config does."""
+    other one's, else as many as its weights have columns for, of which a rank may have some."""
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
+    queries, keys = (len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k"))
     if not core.head_counts:
-        return shape.heads, shape.kv_heads, shape.head_dim
+        return queries // shape.head_dim, keys // shape.head_dim, shape.head_dim
     heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
-    queries = cast("Any", block.get_submodule(core.region.sites["q"])).weight
-    return heads, heads, len(queries) // heads
+    return heads, heads, queries // heads
 
 
 def _distances(block: nn.Module, sublayers: Sequence[SubLayer]) -> tuple[nn.Module, str] | None:
@@ -114,8 +119,9 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
     core = sublayer.core
-    part = bottleneck_of(block.get_submodule(core.region.leave))
-    sublayer = replace(sublayer, bottleneck=0 if part is None else part.features)
+    part, boundary = bottleneck_of(block.get_submodule(core.region.leave)), boundary_of(block.get_submodule(core.at))
+    connection = None if boundary is None else boundary.connection
+    sublayer = replace(sublayer, bottleneck=0 if part is None else part.features, connection=connection)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
     attention = block.get_submodule(core.at)

@@ -20,6 +20,7 @@ from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory.op_cost import Cost, Kind, add, drop, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from petune.kernels.memory.shape import BlockShape, GroupPlace
+from petune.models.boundary import Boundary
 from petune.models.tuned_linear import BottleneckPart
 
 _MIDDLE: Level = "projections"
@@ -35,7 +36,8 @@ class Run:
     norms: weight, or weight and bias, of each norm. drops: of each dropout of the block, None where nothing
     drops out. hows: of each attention. angles: cos and sin [p, head_dim] of rotary positions, p dividing m.
     wants: the values whose gradient somebody needs. grads: gradients found so far, by the name of the value.
-    rows: those of the tile in work, None for all. bottlenecks: each with its own dropout.
+    rows: those of the tile in work, None for all. bottlenecks: each with its own dropout. boundaries: of each
+    sub-layer that is cut across ranks, by its number; batch: rows of equal length, where a sequence is cut.
     """
 
     ops: Ops
@@ -49,6 +51,8 @@ class Run:
     grads: dict[str, Tensor] = field(default_factory=dict)
     rows: slice | None = None
     bottlenecks: Sequence[tuple[BottleneckPart, Dropping | None]] = ()
+    boundaries: Mapping[int, Boundary] = field(default_factory=dict)
+    batch: int = 1
 
     def at(self, rows: slice | None) -> None:
         """Tell the groups which rows of the call they are given."""
@@ -80,6 +84,7 @@ class Step:
     keeps: Mapping[str, Level]
     rows: ClassVar[bool] = True
     differs: ClassVar[bool] = True  # whether it has a backward pass of its own
+    shares: ClassVar[bool] = False  # what it gives is the value that it is over itself, which others may read still
     cheap: ClassVar[bool] = False  # what it gives is made again for every reader rather than held
 
     def forward(self, run: Run, v: Values) -> None:

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.call import Draws, Spec
-from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast, places_in
+from petune.kernels.block.drawing import Places
+from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.unpad import Unpadded
 from petune.kernels.configs import Rung
@@ -261,10 +262,10 @@ def _reason(blocks: Sequence[FusedBlock], call: Arguments, arrival: Arrival, wei
 def _drawn(stack: Stack, weights: Weights, arrival: Arrival, here: Running) -> list[Draws]:
     """What drops out in each block, as if each ran by itself."""
     layout = Layout.of(arrival.hidden, arrival.memory)
-    found, places = [], places_in(layout, arrival.hidden, arrival.memory)
+    found, places = [], Places(layout, arrival.hidden, arrival.memory)
     for (number, block), parts in zip(stack.numbered, weights.parts, strict=True):
         with bound_to(stack.at(number, here)):
-            found.append(cast("FusedBlock", block).draws(parts, *places))
+            found.append(cast("FusedBlock", block).draws(parts, places))
     return found
 
 

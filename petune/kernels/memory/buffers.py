@@ -81,7 +81,7 @@ class _Walk:
         it."""
         held = {"dy": self.shape.width * self.shape.itemsize * self.tokens} if grads else {}
         alive: dict[str, int] = {}
-        for section in one.sections:
+        for section, gone in zip(one.sections, one.drops, strict=True):
             if not section.tiles or self.rows is None:
                 for phase in self._acts(section, alive, grads, self.tokens):
                     yield phase.beside(held)
@@ -92,7 +92,8 @@ class _Walk:
             left = {name: size for name, size in inside.items() if name in section.leaves}
             tiles = sum((*self._counted(left).values(), *back.values())) // self.rows * self.tokens
             yield from (phase.beside(whole | {"tiles": tiles}) for phase in found)
-            yield Phase("joining", ()).beside(whole | {"tiles": tiles, "joined": tiles})
+            left_over = {name: size for name, size in whole.items() if name not in gone}
+            yield Phase("joining", ()).beside(left_over | {"tiles": tiles, "joined": tiles})
             alive = {name: size for name, size in alive.items() if name in inside}
             alive |= {name: size // self.rows * self.tokens for name, size in left.items()}
             grads.clear()
@@ -110,7 +111,7 @@ class _Walk:
                 grads |= made or {step.takes[0]: 0, step.takes[-1]: handed}
             else:
                 alive |= dict.fromkeys(step.gives, 0) | _scaled(step.sizes(self.shape), rows)
-                if step.over is not None:
+                if step.over is not None and (not step.shares or step.over in drops):
                     alive[step.gives[0]], alive[step.over] = alive.get(step.over, 0), 0
                 yield self._phase(step.gives[0], alive, grads, step.beside(self.shape) * rows)
             for name in drops:

@@ -14,7 +14,8 @@ it can win only by its time. More host memory makes it slower by no more than th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import inf
@@ -55,6 +56,13 @@ class Policy:
     recompute: float
     roofline: float
 
+    def agreed(self, least: Callable[[Sequence[int]], list[int]]) -> Policy:
+        """What all ranks that share the blocks keep: the least of what each would. They talk to one another in what they compute again,
+        so that all have to do the same. least: of each number among the ranks."""
+        *levels, tile = least(levels_of(self))
+        rungs = tuple(_lowered(rung, LADDER[level]) for rung, level in zip(self.rungs, levels, strict=True))
+        return replace(self, rungs=rungs, tile=None if tile == sys.maxsize else tile)
+
     def lines(self) -> tuple[str, ...]:
         """The policy for a reader: who keeps what and where, then what it comes to."""
         tiled = f"; MLP in tiles of {self.tile:,} tokens" if self.tile else ""
@@ -64,6 +72,16 @@ class Policy:
             f"memory: peak {_gib(self.peak)} of {self.budget / GIB:.1f}{host}; step {_duration(self.seconds)} predicted, "
             f"roofline {_duration(self.roofline)}, {self.recompute:.0%} of the FLOP done again",
         )
+
+
+def levels_of(policy: Policy) -> list[int]:
+    """The rung of each block by its place on the ladder, and the rows of a tile."""
+    return [*(LADDER.index(rung.keep) for rung in policy.rungs), policy.tile or sys.maxsize]
+
+
+def _lowered(rung: Rung, keep: Keep) -> Rung:
+    """The rung with less kept, of which no more is parked than there is."""
+    return Rung(keep, "input" if keep == "input" and rung.offload == "attention" else rung.offload)
 
 
 def choose(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.log import say
+from petune.models.boundary import FIRST_ROW
 from petune.models.stack import Stack
 from petune.models.tuned_linear import linear_of
 from petune.rng.context import running
@@ -73,7 +75,8 @@ class Governor:
         size = rounded(tokens), rounded(longest, 128)
         key = (*size, _specs(stack)[0].computes_in(device.type))
         if key not in self.policies:
-            self.policies[key] = self._policy(stack, device, *size)
+            policy, shared = self._policy(stack, device, *size), _specs(stack)[0].boundaries.values()
+            self.policies[key] = next((policy.agreed(partial(one.least, device=device)) for one in shared), policy)
             self._say(self.policies[key])
         policy = self.policies[key]
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
@@ -104,7 +107,8 @@ class Governor:
             len(specs),
             tokens,
             min(longest, tokens),
-            resident_bytes(model) if streamed else max(fixed_bytes(model), torch.cuda.memory_allocated(device)),
+            (resident_bytes(model) if streamed else max(fixed_bytes(model), torch.cuda.memory_allocated(device)))
+            + logits_bytes(model, tokens, shape.itemsize),
             0 if later else vocabulary_of(model),
             int(min(budget, cap)) - reserved,
             pinnable(self.config) + pinned,  # what streams is pinned already, and the system no longer calls it free
@@ -144,10 +148,21 @@ def rounded(tokens: int, step: int = ROUND) -> int:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """The columns of a language model's head, 0 for other models."""
+    """The columns of a language model's head whose logits are never whole, 0 for other models."""
+    head = _head(model)
+    return 0 if head is None or hasattr(head, FIRST_ROW) else len(head.weight)
+
+
+def logits_bytes(model: nn.Module, tokens: int, itemsize: int) -> int:
+    """Bytes of the logits of a head that is cut by vocabulary, which are made whole: their softmax and its gradient in float32 too."""
+    head = _head(model)
+    return tokens * len(head.weight) * (2 * itemsize + 3 * 4) if hasattr(head, FIRST_ROW) else 0
+
+
+def _head(model: nn.Module) -> Any:
+    """The head over a vocabulary, or None."""
     ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
-    return 0 if head is None else len(head.weight)
+    return ask() if callable(ask) else None
 
 
 def resident_bytes(model: nn.Module) -> int:

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petune.errors import UsageError
+from petune.models.boundary import Boundary, BoundaryHook, boundary_of, put_boundary
 from petune.models.spec import Family, Region, Shape, child_of
 from petune.models.stack import Call, Stack
 from petune.models.tuned_linear import TunedLinear
-from petune.parallel.collectives import copy, gather_seq, gather_shared, reduce, reduce_scatter_seq, split_shared
+from petune.parallel.boundary import SequenceBoundary, WholeBoundary
+from petune.parallel.collectives import Group, alone, copy, gather_shared, split_shared, transition
 from petune.parallel.mesh import Mesh
 from petune.parallel.plan import Cut, apportion
 from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses
@@ -39,6 +41,7 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
     group, rank = mesh.groups["tp"], mesh.at.tp
     shape, overlap = family.shape(cast("Any", model).config), make_overlap(plan, group, rank, mesh.device)
     model.register_forward_pre_hook(RefuseRecording(plan), with_kwargs=True)
+    put_boundaries(model, family, plan, rank, group)
     for _, stack in stacks_of(model, family):
         stack.edges.append(StackEdges(plan, group, rank))
         for index, block in stack.numbered:
@@ -51,6 +54,19 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
                 for region in stack.rule.regions:
                     if region.kind == "attention" and child_of(block, region.enter) is not None:
                         _attend_across(block, region, module_at(block, region.enter, "side")[1], plan, group, rank)
+
+
+def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group: Group = None) -> None:
+    """Say of every sub-layer that `cut` has narrowed which boundary it has. Without a group nothing can be computed, only foretold."""
+    shape = family.shape(cast("Any", model).config)
+    kind: type[WholeBoundary | SequenceBoundary] = WholeBoundary if plan.connection == "whole" else SequenceBoundary
+    for _, stack in stacks_of(model, family):
+        for _, block in stack.numbered:
+            for region in stack.rule.regions:
+                enter = child_of(block, region.enter)
+                if enter is not None and plan.layout(region.kind) == "heads":
+                    way_out = next(features_of(region, plan, shape)[role] for role, path in region.sites.items() if path == region.leave)
+                    put_boundary(enter[1], kind(group, sum(way_out[:rank]), plan.overlap))
 
 
 def _attend_across(block: nn.Module, region: Region, enter: nn.Module, plan: Cut, group: dist.ProcessGroup, rank: int) -> None:
@@ -71,13 +87,13 @@ def _cross_region(block: nn.Module, region: Region, where: str, edges: StackEdge
         if region.kind == "attention":
             _attend_across(block, region, enter, plan, group, rank)
         return
-    enter.register_forward_pre_hook(Enter(plan, group, f"{where}.{region.enter}", overlap), with_kwargs=True)
-    leave = module_at(block, region.leave, where)[1]
+    leave, sizes = module_at(block, region.leave, where)[1], features_of(region, plan, shape)
+    boundary = cast("Boundary", boundary_of(enter))
+    enter.register_forward_pre_hook(Enter(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True)
     out: nn.Module = leave.after_sum() if isinstance(leave, TunedLinear) else leave
-    out.register_forward_hook(Leave(plan, group, rank, overlap.row(leave) if overlap is not None else None))
+    out.register_forward_hook(Leave(boundary, group, rank, overlap.row(leave) if overlap is not None else None))
     if region.kind == "attention":
         cast("Any", enter).first_head = sum(plan.heads[:rank])
-    sizes = features_of(region, plan, shape)
     for role, choices in region.sites.items():
         found = child_of(block, choices)
         if found is not None:
@@ -97,7 +113,7 @@ class Shared:
 
 
 @dataclass
-class Features:
+class Features(BoundaryHook):
     """Hooks on a site of a region cut by heads, which tell dropout where features lie: whole before a column site, from `first` after it
     and before a row site."""
 
@@ -129,10 +145,10 @@ class Across:
 
 
 @dataclass
-class Enter(Shared):
+class Enter(Shared, BoundaryHook):
     """Hook before a region cut by heads: every rank needs the hidden states of the whole sequence."""
 
-    plan: Cut
+    boundary: Boundary
     group: dist.ProcessGroup
     where: str
     overlap: Overlap | None = None
@@ -151,16 +167,17 @@ class Enter(Shared):
         now.token = now.feature = 0
         if self.overlap is not None:
             return self.overlap.enter(hidden)
-        if self.plan.connection == "whole":
-            return copy(hidden, self.group)
-        return gather_seq(hidden, now.sizes, self.group)
+        if alone(self.group):
+            return hidden
+        boundary = self.boundary.here()
+        return transition(hidden, boundary.enter, boundary.enter_backward)
 
 
 @dataclass
-class Leave:
+class Leave(BoundaryHook):
     """Hook after the way out of a region cut by heads: partial sums become what the connection works on."""
 
-    plan: Cut
+    boundary: Boundary
     group: dist.ProcessGroup
     rank: int
     tiles: Row | None = None
@@ -170,13 +187,12 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The sum over ranks, whole or this rank's tokens of it."""
-        now, whole = running(), self.plan.connection == "whole"
+        now, whole = running(), self.boundary.connection == "whole"
         if self.tiles is not None:
             output = self.tiles.summed(module, output)
-        elif whole:
-            output = reduce(output, self.group)
-        else:
-            output = reduce_scatter_seq(output, now.sizes, self.group)
+        elif not alone(self.group):
+            boundary = self.boundary.here()
+            output = transition(output, boundary.leave, boundary.leave_backward)
         now.token, now.feature = 0 if whole else sum(now.sizes[: self.rank]), 0
         return output
 

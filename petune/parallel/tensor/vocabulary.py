@@ -22,12 +22,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError, UsageError
+from petune.models.boundary import FIRST_ROW
 from petune.models.spec import Split
 from petune.models.tuned_linear import TunedLinear, TunedModule
 from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, applied, copy, gather_dim, reduce
 from petune.parallel.tensor.shard_params import Placed, Slice, splits_of
 
-FIRST = "first_row"  # attribute of a module that is cut by vocabulary: the number of its first row
 BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
 
 
@@ -55,7 +55,7 @@ def refusal(model: nn.Module) -> str | None:
 
 def has_cut_head(model: nn.Module) -> bool:
     """Whether `model` holds a head that is cut by vocabulary: with gradients on, its logits are this rank's alone."""
-    return any(hasattr(module, FIRST) and not isinstance(module, nn.Embedding) for module in model.modules())
+    return any(hasattr(module, FIRST_ROW) and not isinstance(module, nn.Embedding) for module in model.modules())
 
 
 def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
@@ -116,7 +116,7 @@ def _narrow(model: nn.Module, wanted: set[int], sizes: Sizes, index: int) -> Non
 def _mark(module: nn.Module, sizes: Sizes, index: int) -> None:
     """Tell the module what it has become."""
     first = sum(sizes[:index])
-    setattr(module, FIRST, first)
+    setattr(module, FIRST_ROW, first)
     if not isinstance(module, nn.Embedding):
         cast("nn.Linear", module).out_features = sizes[index]
         return
@@ -131,7 +131,7 @@ def _mark(module: nn.Module, sizes: Sizes, index: int) -> None:
 def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | None, index: int) -> None:
     """Hook the communication onto whatever `cut_vocabulary` has cut in `model`, or in a stage made from it."""
     for module in model.modules():
-        if hasattr(module, FIRST):
+        if hasattr(module, FIRST_ROW):
             hook: Rows | Logits = (Rows if isinstance(module, nn.Embedding) else Logits)(sizes, group, index)
             module.register_forward_pre_hook(hook.before)
             module.register_forward_hook(hook.after)

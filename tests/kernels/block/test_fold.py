@@ -250,14 +250,68 @@ def test_a_bottleneck_has_no_product_made_again_that_would_not_be_without_it(nam
     assert remade(adapted, "all") == (set(), False) and remade(adapted, "projections") == (again, False)
 
 
-@pytest.mark.parametrize("keep", KEEPS[1:])
+class Watched:
+    """A boundary of one rank, whose crossings write down that they are made."""
+
+    connection, first, overlapped = "whole", 0, False
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __getattr__(self, name: str) -> Any:
+        def crossing(x: Tensor, own: bool = False) -> Tensor:
+            self.log.append(name)
+            return x
+
+        return crossing
+
+
+def cut(program: Program) -> Program:
+    """The program of the same block, cut across ranks."""
+    return compiled(tuple(replace(one, connection="whole") for one in program.sublayers), program.sizes)
+
+
+# What is said in a backward pass: by a block that is cut, on each rung, the sum of what attention left a second time where it is gone.
+AHEAD, BACK = ["leave", "leave"], ["leave_backward", "enter_backward", "leave_backward", "enter_backward"]
+SAID = {
+    "llama": {"all": BACK, "projections": BACK, "attention": ["leave", *BACK], "input": ["leave", *BACK]},
+    "bert": {"all": BACK, "projections": BACK, "attention": ["leave", "leave", *BACK], "input": ["leave", "leave", *BACK]},
+}
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_block_that_is_cut_calls_the_same_and_talks_as_is_on_record(name: str, keep: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, said = cut(program_of(name)), list[str]()
+    with recorded(program, monkeypatch) as (ops, log):
+        run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
+        run.boundaries = {0: Watched(said), 1: Watched(said)}  # type: ignore[dict-item]
+        _, kept = fold.forward(program, run, [x], keep, None)
+        assert log == CALLS[name, keep][0].split() and said == AHEAD
+        log.clear()
+        said.clear()
+        fold.backward(program, run, x, kept, needs_of(program), [True], keep, None)
+        assert sorted(log) == sorted(CALLS[name, keep][1].split()) and sorted(said) == sorted(SAID[name][keep])
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
+def test_a_block_that_is_not_cut_has_no_step_for_it(name: str) -> None:
+    whole, shared = program_of(name), cut(program_of(name))
+    assert len(shared.steps) == len(whole.steps) + 4
+    assert not [step for step in whole.steps if type(step).__name__ in ("Enter", "Leave")]
+    assert shared.schedules.kept("attention") == whole.schedules.kept("attention")
+
+
+@pytest.mark.parametrize("keep", KEEPS[1:])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "llama, cut", "bert, cut"])
 def test_tiles_give_the_gradients_of_all_rows_at_once(name: str, keep: Level) -> None:
-    program = program_of(name)
+    own, _, shared = name.partition(", ")
+    program = cut(program_of(own)) if shared else program_of(own)
     x = torch.linspace(-1, 1, TOKENS * WIDTH, dtype=torch.float64).view(TOKENS, WIDTH)
     found = []
     for tile in (None, 1, 5, TOKENS):
         run = run_of(program, reference_ops())
+        run.boundaries = dict.fromkeys((0, 1), Watched([]))  # type: ignore[assignment]
         y, kept = fold.forward(program, run, [x], keep, tile)
         (dx,) = fold.backward(program, run, x.flip(0), kept, needs_of(program), [True], keep, tile)
         found.append({"y": y, "dx": dx, **{str(key): value for key, value in run.sink.found.items()}})

@@ -262,6 +262,26 @@ def normed(shape: BlockShape) -> BlockShape:
     return replace(shape, described=(replace(attention, core=core), mlp))
 
 
+def cut(shape: BlockShape) -> BlockShape:
+    """A quarter of the block, whose sums are whole on every rank."""
+    sublayers = tuple(replace(one, connection="whole") for one in shape.sublayers)
+    own = {"heads": shape.heads // 4, "kv_heads": shape.kv_heads // 4, "columns": shape.columns // 4}
+    return replace(shape, described=sublayers, **own)
+
+
+class Nobody:
+    """A boundary whose sums are made in place."""
+
+    def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
+        return dx.contiguous()
+
+    def leave(self, y: Tensor, own: bool = False) -> Tensor:
+        return y.contiguous()
+
+    def leave_backward(self, dy: Tensor) -> Tensor:
+        return dy
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -278,6 +298,10 @@ def normed(shape: BlockShape) -> BlockShape:
         adapted(BERT),
         GEMMA,
         replace(GEMMA, ranks=Ranks(), trained=True),
+        cut(LLAMA),
+        cut(BERT),
+        cut(adapted(LLAMA)),
+        cut(GEMMA),
     ],
     ids=[
         "lora",
@@ -293,6 +317,7 @@ def normed(shape: BlockShape) -> BlockShape:
         "bert's adapter",
         "gemma",
         "gemma, full",
+        *("cut", "bert, cut", "adapter, cut", "gemma, cut"),
     ],
 )
 @pytest.mark.parametrize(("keep", "tile"), [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)])
@@ -303,6 +328,7 @@ def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, til
     monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
     tokens = 8192
     program, run, needs = engine(shape, hollow())
+    run.boundaries = {0: Nobody(), 1: Nobody()}  # type: ignore[dict-item]
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
         y, kept = fold.forward(program, run, [x], keep, tile)

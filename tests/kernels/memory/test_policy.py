@@ -216,3 +216,12 @@ def test_choosing_is_quick_for_many_blocks() -> None:
         choose(LLAMA, 80, 131072, 131072, 16 * GIB, VOCABULARY, 80 * GIB, 100 * GIB, H200, MemoryConfig())
         times.append(time.process_time() - began)
     assert min(times) < 0.05
+
+
+def test_ranks_that_share_blocks_keep_the_least_that_one_of_them_would() -> None:
+    """A rung that falls to `input` has no attention left to park; a tile is the smallest."""
+    rungs = Rung("all"), Rung("attention", "attention"), Rung("projections", "input")
+    own = Policy(rungs, None, 1, 2, 0, 1.0, 0.0, 1.0)
+    assert own.agreed(list) == own
+    found = own.agreed(lambda mine: [min(pair) for pair in zip(mine, [2, 0, 3, 4096], strict=True)])
+    assert found.rungs == (Rung("projections"), Rung("input", "input"), Rung("projections", "input")) and found.tile == 4096

@@ -1,0 +1,99 @@
+"""The steps by which a sub-layer that is cut across ranks is entered and left.
+
+They are run over all rows at once, never in tiles, and again wherever what they give is made again: so every
+rank has to keep the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from petune.kernels.block.steps import Run, Step, Values
+from petune.kernels.configs import Level
+from petune.kernels.memory.shape import BlockShape
+from petune.models.boundary import Connection
+
+
+@dataclass(eq=False)
+class Enter(Step):
+    """y = x as every rank needs it, which is x itself where the connection is whole. at: of which sub-layer."""
+
+    x: str
+    y: str
+    at: int
+    connection: Connection
+    rows = False
+    shares = True
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives, self.keeps = (self.x,), (self.y,), {}
+        self.over = self.x if self.connection == "whole" else None
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        x = v[self.x]
+        v[self.y] = x if self.connection == "whole" else _rows(run.boundaries[self.at].enter(_batch(run, x)))
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
+        whole = self.connection == "whole"
+        dx = boundary.enter_backward(dy, own=True) if whole else _rows(boundary.enter_backward(_batch(run, dy), own=True))
+        run.give_own(self.x, dx)
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.connection == "whole" else {self.y: shape.width * shape.itemsize}
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
+
+
+@dataclass(eq=False)
+class Leave(Step):
+    """y = the sum over the ranks of x, in its place where the connection is whole. at: of which sub-layer."""
+
+    x: str
+    y: str
+    at: int
+    connection: Connection
+    keep: Level | None
+    rows = False
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives = (self.x,), (self.y,)
+        self.keeps = {} if self.keep is None else {self.y: self.keep}
+        self.over = self.x if self.connection == "whole" else None
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        boundary, x = run.boundaries[self.at], v[self.x]
+        whole = self.connection == "whole"
+        v[self.y] = boundary.leave(x, own=True) if whole else _rows(boundary.leave(_batch(run, x), own=True))
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
+        whole = self.connection == "whole"
+        run.grads[self.x] = boundary.leave_backward(dy) if whole else _rows(boundary.leave_backward(_batch(run, dy)))
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.connection == "whole" else {self.y: shape.width * shape.itemsize}
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
+
+
+def _batch(run: Run, x: Tensor) -> Tensor:
+    """Rows [batch * tokens, width] as [batch, tokens, width]."""
+    return x.view(run.batch, len(x) // run.batch, x.shape[-1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """And back."""
+    return x.flatten(0, 1)

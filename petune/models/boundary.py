@@ -1,0 +1,88 @@
+"""The boundary of a sub-layer that is cut across ranks: what they say to one another as it is entered and as it
+is left, each as a function and its adjoint.
+
+Attention or an MLP cut by heads or columns is entered with hidden states that every rank needs whole, and left
+with one term of a sum. What lies between two of them is whole on every rank, or cut by sequence:
+
+    connection   enter        its adjoint      leave            its adjoint
+    whole        nothing      all-reduce       all-reduce       nothing
+    sequence     all-gather   reduce-scatter   reduce-scatter   all-gather
+
+Tensors in, tensors out, no autograd: hooks around the model's own modules call the functions by an autograd
+function, a fused block calls them in both of its passes. A sub-layer that is not cut has no boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+Connection = Literal["whole", "sequence"]  # how ranks hold what lies between sub-layers
+
+_BOUNDARY = "boundary"  # attribute of the module by which a sub-layer is entered
+FIRST_ROW = "first_row"  # attribute of an embedding or a head that is cut by vocabulary: the number of its first row
+
+
+class Boundary(Protocol):
+    """Both ends of one sub-layer. Tensors are [batch, tokens, ...]; where the connection is whole, of any shape.
+
+    first: the number in the whole model of the first feature that this rank's part of the way out reads.
+    overlapped: matmuls hide the communication, tile by tile, which only hooks can do. own: the caller has no
+    more use for what it gives, which may be written over.
+    """
+
+    @property
+    def connection(self) -> Connection:
+        """How ranks hold what lies around the sub-layer."""
+        ...
+
+    @property
+    def first(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def overlapped(self) -> bool:
+        """See the class."""
+        ...
+
+    def here(self) -> Self:
+        """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward pass."""
+        ...
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Hidden states as the sub-layer reads them, of all tokens."""
+        ...
+
+    def enter_backward(self, dx: Tensor, own: bool = False) -> Tensor:
+        """The sum over the ranks of what each makes of the gradient of what has entered."""
+        ...
+
+    def leave(self, y: Tensor, own: bool = False) -> Tensor:
+        """The sum over the ranks of what each has made, as the connection holds it."""
+        ...
+
+    def leave_backward(self, dy: Tensor) -> Tensor:
+        """The gradient of every rank's term of that sum."""
+        ...
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """The least of each number among the ranks, on all of them; for what they have to agree on."""
+        ...
+
+
+class BoundaryHook:
+    """A hook by which a model's own modules do what a fused block does itself."""
+
+
+def put_boundary(module: nn.Module, boundary: Boundary) -> None:
+    """Say that the sub-layer that `module` enters has this boundary."""
+    module.__dict__[_BOUNDARY] = boundary
+
+
+def boundary_of(module: nn.Module) -> Boundary | None:
+    """The boundary of the sub-layer that `module` enters; None where it is not cut."""
+    return cast("Boundary | None", module.__dict__.get(_BOUNDARY))
