@@ -475,8 +475,8 @@ def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
     objective = objective_of("causal", here, torch.bfloat16)
     runner = Runner(parallelize(model, family, plan, mesh, objective.tuned, recompute=job.recompute), objective)
-    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:  # as `petune train` does
-        fuse_modules(runner.modules, options.kernels, here.device, "the plan cuts or shards blocks")
+    if plan.unfused is not None:  # as `petune train` does
+        fuse_modules(runner.modules, options.kernels, here.device, plan.unfused)
     else:
         fuse(runner.model, family, options.kernels, device=here.device)
     del model

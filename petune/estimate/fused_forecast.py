@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from petune.errors import UsageError
+from petune.estimate.footprint import held_by
 from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
@@ -22,10 +23,22 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import refusal
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
-from petune.kernels.memory.policy import GIB, Policy, choose
-from petune.kernels.memory.policy_hook import SPARE, fixed_bytes, pinnable, resident_bytes, rounded, shape_of, typical
+from petune.kernels.memory.policy import GIB, Policy, choose, levels_of
+from petune.kernels.memory.policy_hook import (
+    SPARE,
+    fixed_bytes,
+    logits_bytes,
+    pinnable,
+    resident_bytes,
+    rounded,
+    shape_of,
+    typical,
+    vocabulary_of,
+)
 from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
+from petune.parallel.mesh import Coordinate
+from petune.parallel.tensor.hooks import put_boundaries
 from petune.recipe import Recipe
 from petune.run.streaming import refuse_unfused, streams
 
@@ -68,16 +81,27 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
         reason = refusal(torch.device("cuda", torch.cuda.current_device()), torch.float32)
         if reason is not None and found.drawn.recipe.kernels != "reference":
             return Outlook(found, (), (f"blocks   unfused: {reason}",))
-    sizes = [(rank.rows, rank.limit) for rank in found.ranks]
-    chosen = {size: policy_for(found.drawn, found.plan, size[0], device, size[1]) for size in dict.fromkeys(sizes)}
+    sizes = [(rank.rows, rank.limit, rank.at.tp) for rank in found.ranks]
+    chosen = {size: policy_for(found.drawn, found.plan, size[0], device, *size[1:]) for size in dict.fromkeys(sizes)}
     policies = []
     for size in sizes:
         policy = chosen[size]
         if isinstance(policy, str):
             return Outlook(found, (), (f"blocks   {policy}",))
         policies.append(policy)
+    policies = _agreed(policies, found.plan.tp)
     ranks = tuple(_kept(rank, policy) for rank, policy in zip(found.ranks, policies, strict=True))
     return Outlook(replace(found, ranks=ranks), tuple(policies), tuple(_lines(found, policies, str(device))))
+
+
+def _agreed(policies: Sequence[Policy], together: int) -> list[Policy]:
+    """What ranks keep of which so many, one after the other, share their blocks."""
+    found = []
+    for at in range(0, len(policies), together):
+        own = policies[at : at + together]
+        every = [levels_of(policy) for policy in own]
+        found += [policy.agreed(lambda _: [min(column) for column in zip(*every, strict=True)]) for policy in own]  # noqa: B023
+    return found
 
 
 def _kept(rank: Rank, policy: Policy) -> Rank:
@@ -103,12 +127,14 @@ def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator
 # ---------------------------------------------------------------- the policy of a rank
 
 
-def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None, memory: int | None) -> Policy | str:
-    """What a run of this plan chooses for `rows` rows of the greatest length on a device of `memory` bytes; or, in words, why nothing.
+def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None, memory: int | None, tp: int = 0) -> Policy | str:
+    """What a run of this plan chooses for `rows` rows of the greatest length on a device of `memory` bytes; or, in
+    words, why nothing.
 
-    device: a name that tells its rates; None where there is no CUDA device. Raises UsageError where a run would.
+    device: a name that tells its rates; None where there is no CUDA device. tp: which part of blocks that are cut
+    the device has. Raises UsageError where a run would.
     """
-    fused = _fused(drawn, plan)
+    fused = _fused(drawn, plan, tp)
     if isinstance(fused, str):
         return f"unfused: {fused}"
     if method_of(drawn.recipe.method).ladder:
@@ -117,20 +143,20 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
         return _without_device(drawn.recipe)
     if memory is None:
         return "fused, but the memory of the devices is not known: give --memory"
-    recipe, model = drawn.recipe, drawn.model
-    specs = _specs(fused)
+    recipe, specs = drawn.recipe, _specs(fused)
     alike = [spec for spec in specs if len(spec.program.steps) == len(specs[-1].program.steps)]
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
     longest = max(drawn.work.tokens.values())  # of all stacks, with blocks as those of the last one, which are no smaller
-    fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(model)
+    itemsize = drawn.work.itemsize
+    fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(_part(drawn, plan, tp))
     try:
         return choose(
-            replace(shape_of(typical(alike)), itemsize=drawn.work.itemsize),
+            replace(shape_of(typical(alike)), itemsize=itemsize),
             len(specs),
             tokens=rounded(rows * longest),
             sequence=min(rounded(longest), rounded(rows * longest)),
-            fixed=fixed,
-            vocabulary=drawn.config.vocab_size if hasattr(model, "lm_head") else 0,
+            fixed=fixed + logits_bytes(fused, rounded(rows * longest), itemsize),
+            vocabulary=vocabulary_of(fused) if hasattr(fused, "lm_head") else 0,
             budget=_budget(config, memory, fixed),
             host=_host(config, memory, device),
             rates=rates_of(device),
@@ -170,14 +196,23 @@ def _placed(error: UsageError, recipe: Recipe) -> UsageError:
 # ---------------------------------------------------------------- what would be fused
 
 
-def _fused(drawn: Sketch, plan: ParallelPlan) -> nn.Module | str:
+def _part(drawn: Sketch, plan: ParallelPlan, tp: int) -> nn.Module:
+    """A copy of the model, of which the plan leaves a device the part `tp`."""
+    if plan.cut is None or drawn.family is None:
+        return copy.deepcopy(drawn.model)
+    (own,) = held_by(drawn.model, drawn.family, plan, Coordinate(0, 0, tp)).modules
+    put_boundaries(own, drawn.family, plan.cut, tp)
+    return own
+
+
+def _fused(drawn: Sketch, plan: ParallelPlan, tp: int = 0) -> nn.Module | str:
     """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name for what cannot be."""
     recipe = drawn.recipe
     if recipe.kernels == "off" or recipe.compile:
         return "kernels: off" if recipe.kernels == "off" else "compile: true"
-    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:
-        return "fused blocks are whole, and the parallel plan cuts them"
-    model = copy.deepcopy(drawn.model)
+    if plan.unfused is not None:
+        return plan.unfused
+    model = _part(drawn, plan, tp)
     try:
         done = fuse(model, drawn.family, "reference", recipe.memory, recipe.base_dtype)
     except UsageError as error:

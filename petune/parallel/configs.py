@@ -99,6 +99,16 @@ class ParallelConfig:
         """The axes that are there, by backend."""
         return {entry.name: axis for entry in fields(self) if (axis := getattr(self, entry.name)) is not None}
 
+    @property
+    def unfused(self) -> bool:
+        """Whether there is an axis under which blocks are not fused."""
+        return any(unfused(name, axis) is not None for name, axis in self.axes.items())
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether a process holds less than whole blocks of the whole model."""
+        return any(axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in self.axes.values())
+
     def __str__(self) -> str:
         """`dp 2 x tp 2`, `pp` for an axis without a size, `none` for one process."""
         sizes = {name: size_of(axis) for name, axis in self.axes.items()}
@@ -143,6 +153,21 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
     """Region -> layout of the backend `name`: those of its row, for `cut` the given ones, None where not given."""
     row = ROWS.get(name)
     return asdict(row) if row else {region: getattr(cut, region) for region in ("attention", "mlp", "connection")}
+
+
+EXCHANGED, OVERLAPPED = "attention exchanges keys and values with other ranks", "overlap hides communication behind matmuls tile by tile"
+
+
+def unfused(name: str, axis: AxisConfig) -> str | None:
+    """Why blocks under this axis are not fused, or None."""
+    if size_of(axis) == 1:
+        return None
+    if isinstance(axis, CutConfig):
+        by_sequence = layouts(name, axis)["attention"] == "sequence"
+        return f"under {name} {EXCHANGED}" if by_sequence else OVERLAPPED if axis.overlap else None
+    if isinstance(axis, PpConfig):
+        return "the parallel plan cuts the model into stages"
+    return "the parallel plan shards their weights" if axis.shard else None
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

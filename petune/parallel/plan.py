@@ -15,7 +15,9 @@ from petune.errors import Problem, UsageError
 from petune.models.spec import Config, Family, Shape, StackName
 from petune.parallel.configs import (
     CUTS,
+    EXCHANGED,
     LOOPED,
+    OVERLAPPED,
     ROWS,
     Connection,
     CutConfig,
@@ -93,6 +95,15 @@ class ParallelPlan:
     def world(self) -> int:
         """Ranks in all."""
         return self.dp * self.tp * self.pp
+
+    @property
+    def unfused(self) -> str | None:
+        """Why blocks under this plan are not fused, or None; petune.parallel.configs.unfused says it of settings."""
+        if self.pp > 1 or self.sharding is not None:
+            return "the parallel plan cuts the model into stages" if self.pp > 1 else "the parallel plan shards their weights"
+        if self.cut is None:
+            return None
+        return EXCHANGED if self.cut.attention == "sequence" else OVERLAPPED if self.cut.overlap else None
 
 
 ALONE = ParallelPlan()

@@ -11,7 +11,7 @@ from petune.errors import Problem, UsageError
 from petune.files.patterns import compile_pattern
 from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import method_of
-from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, axis_contradictions, layouts, size_of, too_many_cuts
+from petune.parallel.configs import CutConfig, ParallelConfig, axis_contradictions, layouts, size_of, too_many_cuts
 from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
 from petune.recipe.schema import Recipe
 from petune.recipe.yaml_lines import KeyPath
@@ -34,11 +34,6 @@ def _metrics(recipe: Recipe) -> Mapping[str, str]:
 
 def _task_is(recipe: Recipe, *tasks: str) -> bool:
     return recipe.task is None or recipe.task in tasks
-
-
-def _cuts_blocks(recipe: Recipe) -> bool:
-    """Whether a process holds less than whole blocks of the whole model."""
-    return any(axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in recipe.parallel.axes.values())
 
 
 _BY_OUTPUTS = ("q", "k", "v", "gate", "up")  # roles that are never cut by their inputs
@@ -82,15 +77,14 @@ _ASKS_FOR_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
 _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
     "kernels": (lambda recipe: recipe.kernels == "off", "it is about fused blocks, and kernels: off leaves none", "set kernels: auto"),
     "compile": (lambda recipe: recipe.compile, "fused blocks do not go with compile", "set compile: false"),
-    "parallel": (_cuts_blocks, "it is about fused blocks, and the parallel plan cuts them", "use dp alone, without shard"),
+    "parallel": (lambda recipe: recipe.parallel.unfused, "it is about fused blocks, and under this plan none are", "use dp, tp or galaxy"),
 }
-_EITHER = {"kernels": "parallel"}  # of blocks that are cut, single modules are fused
+_EITHER = {"kernels": "parallel", "base_dtype": "parallel"}  # single modules are fused then; a rule of its own
 
 
 def _fused(asking: str, leaving_none: str) -> Rule:
     """No recipe asks for fused blocks with one key and leaves none with another: a setting without effect is an error."""
-    asks, no_more = _ASKS_FOR_FUSED[asking]
-    leaves_none, why, instead = _LEAVES_NONE_FUSED[leaving_none]
+    (asks, no_more), (leaves_none, why, instead) = _ASKS_FOR_FUSED[asking], _LEAVES_NONE_FUSED[leaving_none]
     return Rule((asking, leaving_none), lambda recipe: not (asks(recipe) and leaves_none(recipe)), why, f"{no_more}, or {instead}")
 
 
@@ -241,6 +235,12 @@ RULES = (
     ),
     *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if other not in (asking, _EITHER.get(asking))),
     *STREAMED,
+    Rule(
+        ("base_dtype", "parallel"),
+        lambda recipe: recipe.base_dtype is None or not recipe.parallel.cuts_blocks,
+        "it quantises whole weights, and the parallel plan cuts them",
+        "remove base_dtype, or use dp alone, without shard",
+    ),
     Rule(
         ("base_dtype", "method"),
         lambda recipe: recipe.base_dtype is None or method_of(recipe.method).fusable,

@@ -250,8 +250,8 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
     if recipe.kernels == "off" or recipe.compile:
         return
     plan, device = runner.plan, runner.mesh.device
-    if plan.tp > 1 or plan.pp > 1 or plan.sharding is not None:
-        fuse_modules(runner.modules, recipe.kernels, device, "the parallel plan cuts or shards them")
+    if (reason := plan.unfused) is not None:
+        fuse_modules(runner.modules, recipe.kernels, device, reason)
     elif not runner.owned:
         reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
         fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)

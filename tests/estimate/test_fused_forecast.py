@@ -148,9 +148,10 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
     [
         ("llama-causal", {"kernels": "off"}, "kernels: off"),
         ("llama-causal", {"compile": True}, "compile: true"),
-        ("llama-causal", {"parallel": {"tp": 2}}, "the parallel plan cuts them"),
-        ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts them"),
-        ("llama-causal", {"parallel": {"dp": {"size": 2, "shard": True}}}, "the parallel plan cuts them"),
+        ("llama-causal", {"parallel": {"sp": 2}}, "attention exchanges keys and values with other ranks"),
+        ("llama-causal", {"parallel": {"tp": {"size": 2, "overlap": True}}}, "overlap hides communication behind matmuls tile by tile"),
+        ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts the model into stages"),
+        ("llama-causal", {"parallel": {"dp": {"size": 2, "shard": True}}}, "the parallel plan shards their weights"),
     ],
     ids=str,
 )
@@ -160,6 +161,23 @@ def test_blocks_that_are_not_fused_have_a_reason(name: str, settings: dict[str, 
     assert told.policies == () and told.forecast is found
     (line,) = told.lines
     assert line.startswith("blocks   unfused: ") and line.endswith(reason)
+
+
+def keeps(policy: Policy | str) -> list[str]:
+    assert isinstance(policy, Policy), policy
+    return [rung.keep for rung in policy.rungs]
+
+
+@pytest.mark.parametrize("plan", ["tp", "galaxy"])
+def test_ranks_that_share_blocks_keep_the_same_and_hold_their_parts(plan: str, tmp_path: Path) -> None:
+    shares = {"heads": [24, 8], "columns": [10752, 3584], "vocabulary": False}
+    recipe = large(tmp_path, 8, 4096, parallel={plan: shares})
+    told = outlook(forecast(recipe, memory=[H200 // 5, H200 // 2]), "H200")
+    first, second = told.policies
+    alone = [policy_for(sketch(recipe), told.forecast.plan, 8, "H200", memory, at) for at, memory in enumerate([H200 // 5, H200 // 2])]
+    assert keeps(first) == keeps(second) and first.tile == second.tile
+    assert keeps(alone[0]) != keeps(alone[1]), "they would have kept different things"
+    assert first.peak < policy_for(sketch(recipe), ALONE, 8, "H200", H200).peak  # type: ignore[union-attr]
 
 
 def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> None:

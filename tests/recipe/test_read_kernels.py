@@ -134,23 +134,35 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 
 # ------------------------------------------------------------------------------------------------------------------- rules
 
-CUTTING: tuple[Any, ...] = (
-    *("tp", "sp", "galaxy", "galaxy2", "pp", {"tp": 2, "dp": 2}, {"pp": {"stages": [3, 1]}}, {"dp": {"size": 2, "shard": True}}),
-    {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
+UNFUSED: tuple[Any, ...] = (
+    *("sp", "pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}, {"dp": {"size": 2, "shard": True}}),
+    *({"tp": {"size": 2, "overlap": True}}, {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}}),
 )
+CUTTING = ("tp", "galaxy", "galaxy2", {"tp": 2, "dp": 2}, {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}})
 ASKING = ({"kernels": "triton"}, {"kernels": "reference"}, {"memory": "input"}, {"memory": {"budget": 20}}, {"base_dtype": "fp8"})
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
-@pytest.mark.parametrize("plan", CUTTING, ids=str)
-def test_a_plan_that_cuts_blocks_refuses_settings_of_fused_ones_and_takes_kernels(asking: dict[str, Any], plan: Any) -> None:
+@pytest.mark.parametrize("plan", UNFUSED, ids=str)
+def test_a_plan_that_leaves_blocks_unfused_refuses_their_settings(asking: dict[str, Any], plan: Any) -> None:
     if "kernels" in asking:  # single modules of cut blocks are fused
         assert load_recipe({**NEEDED, "parallel": plan, **asking}).kernels == asking["kernels"]
         return
     found = problems_of({**NEEDED, "parallel": plan, **asking})
     assert len(found) == 1
-    assert found[0].startswith(f"argument  {next(iter(asking))}: it is about fused blocks, and the parallel plan cuts them")
-    assert "use dp alone, without shard" in found[0]
+    reason = "it quantises whole weights" if "base_dtype" in asking else "it is about fused blocks, and under this plan"
+    assert found[0].startswith(f"argument  {next(iter(asking))}: {reason}")
+    assert "or use dp" in found[0]
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+@pytest.mark.parametrize("plan", CUTTING, ids=str)
+def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(asking: dict[str, Any], plan: Any) -> None:
+    if "base_dtype" not in asking:
+        load_recipe({**NEEDED, "parallel": plan, **asking})
+        return
+    (found,) = problems_of({**NEEDED, "parallel": plan, **asking})
+    assert found.startswith("argument  base_dtype: it quantises whole weights, and the parallel plan cuts them")
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)

@@ -86,27 +86,45 @@ def test_a_run_in_two_processes_is_that_of_one_dropout_and_uneven_batches_includ
 
 def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     """Train, and write down what was fused."""
-    fuse = petune.run.build.fuse_modules
 
-    def seen(*args: Any) -> Any:
-        done = fuse(*args)
-        Path(recipe["out"]).with_name(f"fused-{process_group.started()[0]}").write_text(f"{done.sites} {done.blocks} {done.reasons}")
-        return done
+    def watched(fuse: Callable[..., Any]) -> Any:
+        def seen(*args: Any) -> Any:
+            done = fuse(*args)
+            Path(recipe["out"]).with_name(f"fused-{process_group.started()[0]}").write_text(f"{done.sites} {done.blocks} {done.reasons}")
+            return done
 
-    petune.run.build.fuse_modules = seen  # type: ignore[assignment]  # in this very process, which ends soon
+        return seen
+
+    for name in ("fuse", "fuse_modules"):  # in this very process, which ends soon
+        setattr(petune.run.build, name, watched(getattr(petune.run.build, name)))
     run(recipe, **options)
 
 
+@pytest.mark.parametrize(("plan", "family"), [("tp", "llama"), ("galaxy", "bert"), pytest.param("galaxy", "t5", marks=pytest.mark.long)])
+def test_a_run_with_fused_blocks_that_a_plan_cuts_is_that_of_one_process(
+    plan: str, family: str, tmp_path: Path, alone: Callable[..., Path]
+):
+    recipe = small(tmp_path, family, "lora", parallel=PLANS[plan], kernels="reference", memory="attention")
+    ranks(2, _train_fused, recipe, {}, timeout=40)
+    assert_same_but_for_rounding(Path(recipe["out"]), alone(family, "lora"))
+    assert [tmp_path.joinpath(f"fused-{rank}").read_text().split()[1] for rank in range(2)] == ["True", "True"]
+
+
 @pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=() if plan in ("galaxy", "shard") else pytest.mark.long) for plan in PLANS if plan != "dp"]
+    ("plan", "reason"),
+    [
+        ("shard", "shards their weights"),
+        pytest.param("sp", "exchanges keys and values", marks=pytest.mark.long),
+        pytest.param("pp", "into stages", marks=pytest.mark.long),
+    ],
 )
-def test_single_modules_are_fused_where_a_plan_cuts_or_shards_blocks(plan: str, tmp_path: Path, alone: Callable[..., Path]):
+def test_single_modules_are_fused_where_no_block_is_under_a_plan(plan: str, reason: str, tmp_path: Path, alone: Callable[..., Path]):
     recipe = small(tmp_path, "llama", "lora", parallel=PLANS[plan], kernels="reference")
     ranks(2, _train_fused, recipe, {}, timeout=40)
     assert_same_but_for_rounding(Path(recipe["out"]), alone("llama", "lora"))
     for rank in range(2):
-        sites, blocks, reason = tmp_path.joinpath(f"fused-{rank}").read_text().split(maxsplit=2)
-        assert int(sites) > 7 and blocks == "False" and "cuts or shards" in reason
+        sites, blocks, reasons = tmp_path.joinpath(f"fused-{rank}").read_text().split(maxsplit=2)
+        assert int(sites) > 7 and blocks == "False" and reason in reasons
 
 
 def test_dropout_is_on_in_these_runs(tmp_path: Path):
