@@ -1,12 +1,14 @@
 """petune's own launcher with forks of the test's process for the ranks it starts, and for the spare: all is real but the imports.
 
-`petune.train` starts its ranks then in a tenth of a second, and what a test has patched is patched in them.
+`petune.train` starts its ranks then in a tenth of a second, and what a test has patched is patched in them. A rank that is a Python file
+of the test's own instead of petune runs in a fork too.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import runpy
 import signal
 import sys
 import time
@@ -112,9 +114,14 @@ def _become(args: list[str], env: dict[str, str], stdout: str) -> NoReturn:
 
 
 def _call(file: str, command: list[str]) -> NoReturn:
-    """In the place of exec: petune is imported already."""
+    """In the place of exec: petune, or a Python file and its arguments, in an interpreter that has imported all there is."""
+    code = 0
     try:
-        code = main(command[command.index("petune") + 1 :])
+        if "petune" in command:
+            code = main(command[command.index("petune") + 1 :])
+        else:
+            sys.argv = command[1:]
+            runpy.run_path(command[1], run_name="__main__")
     except BaseException:
         traceback.print_exc()
         code = 1

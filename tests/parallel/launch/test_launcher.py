@@ -1,7 +1,7 @@
 """Ranks that end well, fail, are killed, frozen, stopped: what the user reads, which code it has, and that nothing is left running.
 
-Every test starts real processes of a small worker, whose behaviour its first argument says; `launch` runs in the test's own process, as it
-does in the command.
+Ranks are of a small worker, whose behaviour its first argument says; `launch` runs in the test's own process, as it does in the command.
+Processes are real ones where a test is about what they print, listen at, inherit or do before they listen; else forks, without imports.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import pytest
 from petune.errors import DataError, DistributedError, MachineError, PetuneError, Stopped, UsageError
 from petune.parallel.launch.host_memory import HostMemory
 from petune.parallel.launch.launcher import Report, judge, launch
+from tests.forked_launch import Forks
+from tests.forked_launch import forks as forks
 
 ROOT = Path(__file__).parents[3]
 
@@ -174,13 +176,13 @@ def test_an_error_in_one_rank_is_told_first_with_its_code_and_not_retried(run: P
     assert time.monotonic() - began < 30
 
 
-def test_rank_0_killed_is_named(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_killed_is_named(run: Path, forks: Forks, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DistributedError, match=r"^rank 0 was killed by SIGKILL"):
         start(run, "kill-0")
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rank_killed_starts_all_anew_as_often_as_restarts_allow(run: Path) -> None:
+def test_a_rank_killed_starts_all_anew_as_often_as_restarts_allow(run: Path, forks: Forks) -> None:
     said = start(run, "kill-1", restarts=1)
     assert len(said) == 1
     assert said[0].startswith("rank 1 was killed by SIGKILL")
@@ -188,7 +190,9 @@ def test_a_rank_killed_starts_all_anew_as_often_as_restarts_allow(run: Path) -> 
     assert (run / "pid-1-0").exists()
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_ends_the_run_with_the_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_the_kernel_killed_for_memory_ends_the_run_with_the_numbers(
+    run: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker counts its own kill in the fake cgroup, as the kernel would."""
     cgroup, proc = run / "cgroup", run / "proc"
     for file, content in (
@@ -207,13 +211,13 @@ def test_a_rank_that_the_kernel_killed_for_memory_ends_the_run_with_the_numbers(
     assert not (run / "pid-1-0").exists(), "it would only run out again"
 
 
-def test_a_frozen_rank_is_named_within_its_timeout_and_killed(run: Path) -> None:
+def test_a_frozen_rank_is_named_within_its_timeout_and_killed(run: Path, forks: Forks) -> None:
     with pytest.raises(DistributedError, match=r"^rank 1 has not answered for \d+ s \(last seen at step 3\)"):
         start(run, "freeze")
     assert time.time() - (run / "frozen").stat().st_mtime < 4 + 5
 
 
-def test_sigterm_reaches_every_rank_and_what_is_being_saved_is_waited_for(run: Path) -> None:
+def test_sigterm_reaches_every_rank_and_what_is_being_saved_is_waited_for(run: Path, forks: Forks) -> None:
     after(run / "step-1", signal.SIGTERM)
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM at step") as caught:
         start(run, "stop", restarts=1)
@@ -221,7 +225,7 @@ def test_sigterm_reaches_every_rank_and_what_is_being_saved_is_waited_for(run: P
     assert (run / "saved").exists()
 
 
-def test_ranks_that_differ_are_refused_by_all_of_them(run: Path) -> None:
+def test_ranks_that_differ_are_refused_by_all_of_them(run: Path, forks: Forks) -> None:
     with pytest.raises(DistributedError) as caught:
         start(run, "differ", restarts=1)
     assert str(caught.value).startswith("the ranks do not have the same data\n   expected one (rank 0), found two (rank 1)")
@@ -229,14 +233,14 @@ def test_ranks_that_differ_are_refused_by_all_of_them(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_is_found_when_no_collective_fails(run: Path) -> None:
+def test_a_frozen_rank_is_found_when_no_collective_fails(run: Path, forks: Forks) -> None:
     with pytest.raises(DistributedError, match=r"^rank 1 has not answered"):
         start(run, "freeze-alone")
     assert time.time() - (run / "frozen").stat().st_mtime < 4 + 5
 
 
 @pytest.mark.slow
-def test_ranks_that_live_but_do_not_meet_are_told_apart_by_their_steps(run: Path) -> None:
+def test_ranks_that_live_but_do_not_meet_are_told_apart_by_their_steps(run: Path, forks: Forks) -> None:
     with pytest.raises(
         DistributedError, match=r"the ranks are alive but did not meet within 4 s\n   found rank 0 at step 4, rank 1 at step 3"
     ):
@@ -245,7 +249,7 @@ def test_ranks_that_live_but_do_not_meet_are_told_apart_by_their_steps(run: Path
 
 
 @pytest.mark.slow
-def test_an_internal_error_is_told_in_a_line_and_its_traceback_kept(run: Path) -> None:
+def test_an_internal_error_is_told_in_a_line_and_its_traceback_kept(run: Path, forks: Forks) -> None:
     with pytest.raises(PetuneError, match=r"^rank 1: internal error: ValueError: shapes differ") as caught:
         start(run, "bug")
     assert caught.value.code == 1
@@ -253,7 +257,7 @@ def test_an_internal_error_is_told_in_a_line_and_its_traceback_kept(run: Path) -
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(run: Path) -> None:
+def test_a_second_interrupt_ends_ranks_that_do_not_heed_the_first(run: Path, forks: Forks) -> None:
     after(run / "step-1", signal.SIGINT, signal.SIGINT, pause=0.5)
     with pytest.raises(KeyboardInterrupt):
         start(run, "never")
