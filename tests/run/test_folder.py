@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from petune.run.checkup import check_up
 from petune.run.entrance import entered
 from petune.run.folder import RunFolder, State, names
 from petune.saving import checkpoint
-from tests.kills import killed_at
+from tests.kills import killed_at, left_by_kills
 from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
 
 ROOT = Path(__file__).parents[2]
@@ -197,16 +198,18 @@ def test_a_kill_at_every_call_leaves_a_state_with_a_way_on(name: str, folder: Ru
     make(folder, before)
     if name.endswith("after kills"):
         leave_half_made(folder)
-    kept = folder.path.with_name("kept")
+    kept, copies = folder.path.with_name("kept"), folder.path.with_name("copies")
     shutil.copytree(folder.path, kept)
-    call, seen = 0, set[State]()
+    copies.mkdir()
+    seen = set[State]()
     try:
-        while True:
-            call += 1
-            shutil.rmtree(folder.path)
-            shutil.copytree(kept, folder.path)
-            if not killed_at(call, lambda: work(folder)):
-                break
+        calls = left_by_kills(folder.path, lambda: work(folder), copies)
+        assert calls >= 4
+        put(kept, folder.path)
+        assert killed_at(calls // 2, lambda: work(folder))
+        assert places_in(folder.path) == places_in(copies / str(calls // 2)), "a real kill leaves something else"
+        for call in range(1, calls + 1):
+            put(copies / str(call), folder.path)
             state = folder.state()
             seen.add(state)
             assert state in after, f"call {call}"
@@ -215,8 +218,23 @@ def test_a_kill_at_every_call_leaves_a_state_with_a_way_on(name: str, folder: Ru
             go_on(folder, state)
     finally:
         shutil.rmtree(kept)
+        shutil.rmtree(copies)
     assert after - seen <= {before}, "a state was never left"
-    assert call >= 5
+
+
+def put(copy: Path, place: Path) -> None:
+    """Let `place` be what `copy` is."""
+    shutil.rmtree(place)
+    shutil.copytree(copy, place, symlinks=True)
+
+
+def places_in(folder: Path) -> dict[str, int]:
+    """The size of every file, by its path; the id of a process counts for nothing in either."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = re.sub(r"(tmp|old)-\d+", r"\1-N", str(path.relative_to(folder)))
+        found[name] = path.stat().st_size if path.is_file() and path.name != ".lock" else 0
+    return found
 
 
 def leave_half_made(folder: RunFolder) -> None:
