@@ -1,7 +1,7 @@
 """`petune train` starting its own processes, for real: how it ends when all is well, when one fails, is killed, freezes or is told to stop.
 
-Each launch costs seconds, as every rank imports torch anew; the numbers of parallel runs are checked with forked ranks in
-tests/run/test_rank.py.
+Each launch costs seconds, as every rank imports torch anew, so most are in the long part; the numbers of parallel runs are checked with
+forked ranks in tests/run/test_rank.py, and here a killed rank is a fork.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ import pytest
 
 import petune.run.distributed
 import petune.run.job
+import petune.run.step
 import petune.run.train
-from petune.errors import UsageError
+from petune.errors import DistributedError, UsageError
+from petune.parallel.launch import process_group
 from petune.recipe import load_recipe
 from petune.run.folder import RunFolder
 from petune.saving import checkpoint
+from tests.forked_launch import Forks
+from tests.forked_launch import forks as forks
 from tests.group_pool import assert_same_but_for_rounding, files, ranks
 from tests.small_runs import as_yaml, newest, numbers, run, settings
 
@@ -230,7 +234,33 @@ def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(tmp_path: P
 
 @pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(
+    rank: int, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, recipe = recipe_in(tmp_path, steps=20)
+    take = petune.run.step.Step.take
+
+    def deadly(self: petune.run.step.Step) -> Any:
+        if self.progress.step == 12 and process_group.started()[0] == rank:
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(petune.run.step.Step, "take", deadly)
+        with pytest.raises(DistributedError, match=rf"^rank {rank} was killed by SIGKILL(.|\n)*--resume") as caught:
+            run(recipe)
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 5 and caught.value.code == 6
+    for pid in (*forks.pids(0), *forks.pids(1)):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert_goes_on_from_step_10_or_later(recipe)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_real_rank_that_is_killed_ends_the_command_in_seconds(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
     file, recipe = recipe_in(tmp_path, steps=50)
     launched = launch("train", str(file))
     launched.until(lambda: launched.steps() >= 12)
@@ -239,12 +269,19 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(rank: int, tmp
     assert launched.end() == 6, launched.text()
     assert time.monotonic() - began < 5
     assert f"rank {rank} was killed by SIGKILL" in launched.text() and "--resume" in launched.text()
-    assert int(newest(tmp_path / "run").name.removeprefix("step-")) % 10 == 0
-    checkpoint.verify(newest(tmp_path / "run"))
+    assert_goes_on_from_step_10_or_later(recipe)
+
+
+def assert_goes_on_from_step_10_or_later(recipe: dict[str, Any]) -> None:
+    """What a run saved at every tenth step has left is whole; resumed, it ends as one that was left alone."""
+    folder = Path(recipe["out"])
+    step = int(newest(folder).name.removeprefix("step-"))
+    assert step >= 10 and step % 10 == 0
+    checkpoint.verify(newest(folder))
     ranks(2, lambda: run(recipe, resume=True))
-    (tmp_path / "run" / "ranks" / "rank-1.log").unlink()
-    (tmp_path / "run" / "ranks").rmdir()
-    assert_same_but_for_rounding(tmp_path / "run", straight(recipe))
+    (folder / "ranks" / "rank-1.log").unlink()
+    (folder / "ranks").rmdir()
+    assert_same_but_for_rounding(folder, straight(recipe))
 
 
 @pytest.mark.long
