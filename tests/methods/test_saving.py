@@ -64,7 +64,7 @@ class StopAt(TrainerCallback):
 
 
 def trainer(model: nn.Module, out: Path, *, stop: int = 10**6, lr: float = 1e-2, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 6, "learning_rate": lr}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4, "learning_rate": lr}
     settings |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "seed": 5}
     settings |= {"logging_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
     arguments = TrainingArguments(output_dir=str(out), **(settings | changes))
@@ -88,12 +88,12 @@ def test_a_trainer_resumes_and_ends_with_its_best_as_one_that_was_not_interrupte
     again = trainer(wrapped(method, kernels, **settings), tmp_path / "run", **best)
     again.train(resume_from_checkpoint=True)
     scores = evaluations(whole)
-    assert evaluations(again) == scores and scores[2] > scores[4] > scores[6]
+    assert evaluations(again) == scores and scores[2] > scores[4]
     assert "missing keys" not in caplog.text
-    tuned = [load_file(tmp_path / run / "checkpoint-6" / "model.safetensors") for run in ("whole", "run")]
+    tuned = [load_file(tmp_path / run / "checkpoint-4" / "model.safetensors") for run in ("whole", "run")]
     assert tuned[0].keys() == tuned[1].keys() and all(torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0])
     assert [run.evaluate()["eval_loss"] for run in (whole, again)] == [pytest.approx(max(scores.values()), rel=1e-6)] * 2
-    for step in (2, 6):
+    for step in (2, 4):
         place = tmp_path / "whole" / f"checkpoint-{step}"
         read = AutoModelForCausalLM.from_pretrained(place) if method == "full" else petune.load(tiny("llama-causal"), place)
         assert trainer(read, tmp_path / "scored").evaluate()["eval_loss"] == pytest.approx(scores[step], rel=1e-5)
