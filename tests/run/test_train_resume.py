@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import pytest
 
 import petune.run.train
-from petune.errors import FileError, MachineError, RecipeError, Stopped, UsageError
+from petune.errors import FileError, MachineError, PetuneError, RecipeError, Stopped, UsageError
 from petune.run.evaluate import outputs_of
 from petune.saving import checkpoint
 from tests.small_runs import (
@@ -161,36 +159,29 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
     shape = {"epochs": 10, "save_every": 1000}
     straight = run(settings(tmp_path, **shape, out="straight"))
     recipe = as_yaml(tmp_path / "recipe.yaml", settings(tmp_path, **shape))
-    script = tmp_path / "child.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys, time
-            from petune.errors import PetuneError
-            from petune.run.train import train
-            from tests.small_runs import Listener
-            try:
-                train(sys.argv[1], reporter=Listener(lambda step: time.sleep(0.05)))
-            except PetuneError as error:
-                print(error, file=sys.stderr)
-                sys.exit(error.code)
-            """
-        )
-    )
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(recipe)], env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics, said = tmp_path / "run" / "metrics.jsonl", tmp_path / "said"
+
+    def train() -> NoReturn:
+        code = 0
+        try:
+            run(recipe, Listener(lambda step: time.sleep(0.05)))
+        except PetuneError as error:
+            said.write_text(str(error))
+            code = error.code
+        finally:
+            os._exit(code)
+
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
     try:
-        while child.poll() is None and not (metrics.exists() and '"step": 2,' in metrics.read_text()):
+        while child.is_alive() and not (metrics.exists() and '"step": 2,' in metrics.read_text()):
             time.sleep(0.01)
-        child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=60)
+        child.terminate()
+        child.join(60)
     finally:
         child.kill()
-    assert child.returncode == 75, said
-    assert "stopped by SIGTERM" in said
+    assert child.exitcode == 75
+    assert "stopped by SIGTERM" in said.read_text()
     at = int(newest(tmp_path / "run").name.removeprefix("step-"))
     assert 2 <= at < 60
     run(recipe, resume=True)
