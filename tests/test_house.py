@@ -347,6 +347,13 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees() -> Iterator[None]:
+    """Trees that are kept would make every search for garbage in later tests last half a second."""
+    yield
+    parsed.cache_clear()
+
+
 def complaints(files: list[Path], rule: Callable[[Path], Iterable[str]]) -> list[str]:
     """What a rule finds in all the files, each with the file's path from the root."""
     return [f"{name_of(path)}:{what}" for path in files for what in rule(path)]
