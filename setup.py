@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: an editable install names the source folders in a .pth file, which mypy and pyright read.
+"""What pyproject.toml cannot say: an editable install names the source folders in a .pth file, which mypy and
+pyright read.
 
 setuptools' own way for this layout is an import hook, which no type checker follows.
 """
@@ -11,7 +12,8 @@ from setuptools.command.editable_wheel import editable_wheel
 
 
 class SourceFolders(editable_wheel):
-    """Editable installs by folders on the path, where setuptools still has that form; else as setuptools does."""
+    """Editable installs by folders on the path, where setuptools still has that form; else as setuptools
+    does."""
 
     def _select_strategy(self, name: str, tag: str, build_lib: Any) -> Any:
         try:

@@ -4,12 +4,13 @@
     PYTHONPATH=.:SITE python3 benchmarks/bert_peers.py petune peft-compile --steps 40
     PYTHONPATH=. python benchmarks/bert_peers.py --tiny petune peft     without a GPU
 
-A batch is 32 texts whose lengths are drawn from a log-normal distribution (median 110 tokens, one in twenty above 480) and cut to 8 to
-512; the same batches for all. What counts is tokens that are not padding. LoRA of rank 16 on query, key, value and every dense layer of a
-block, no dropout unless `--dropout` says so, bf16 weights under autocast, fused AdamW. `peft` pads a batch to its longest text,
-`peft-512` always to 512; `peft-compile` has each block compiled for any length; `full` trains everything in bf16, by transformers alone;
-`petune` has kernels="auto". Warm-up runs over other batches of the same distribution. A step's time includes the copy of its batch to the
-device.
+A batch is 32 texts whose lengths are drawn from a log-normal distribution (median 110 tokens, one in twenty
+above 480) and cut to 8 to 512; the same batches for all. What counts is tokens that are not padding. LoRA of
+rank 16 on query, key, value and every dense layer of a block, no dropout unless `--dropout` says so, bf16
+weights under autocast, fused AdamW. `peft` pads a batch to its longest text, `peft-512` always to 512;
+`peft-compile` has each block compiled for any length; `full` trains everything in bf16, by transformers
+alone; `petune` has kernels="auto". Warm-up runs over other batches of the same distribution. A step's time
+includes the copy of its batch to the device.
 """
 
 from __future__ import annotations
@@ -28,20 +29,42 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from benchmarks.peers import LEARNING_RATE, SIZES, Steps, answer, heading, in_own_process, markdown, memory_of, timings
+from benchmarks.peers import (
+    LEARNING_RATE,
+    SIZES,
+    Steps,
+    answer,
+    heading,
+    in_own_process,
+    markdown,
+    memory_of,
+    timings,
+)
 
 CLASSES = 3
 ROLES = ("q", "k", "v", "o", "up", "down")
 SHAPES: dict[str, dict[str, int]] = {
-    "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 300},
+    "large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "tiny": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 300,
+    },
 }
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is asked: rows of a batch, the longest text, steps that count, seconds of warm-up, dropout of the model."""
+    """What a worker is asked: rows of a batch, the longest text, steps that count, seconds of warm-up,
+    dropout of the model."""
 
     variant: str
     shape: str
@@ -60,8 +83,15 @@ def base_model(options: Options) -> BertForSequenceClassification:
     """Random weights, the same each time."""
     torch.manual_seed(0)
     p = options.dropout
-    sizes: dict[str, Any] = {**SHAPES[options.shape], "hidden_dropout_prob": p, "attention_probs_dropout_prob": p, "num_labels": CLASSES}
-    return BertForSequenceClassification(BertConfig(**sizes, attn_implementation="sdpa")).to(options.device, torch.bfloat16)
+    sizes: dict[str, Any] = {
+        **SHAPES[options.shape],
+        "hidden_dropout_prob": p,
+        "attention_probs_dropout_prob": p,
+        "num_labels": CLASSES,
+    }
+    return BertForSequenceClassification(BertConfig(**sizes, attn_implementation="sdpa")).to(
+        options.device, torch.bfloat16
+    )
 
 
 def petune_model(options: Options) -> Any:
@@ -77,7 +107,8 @@ def peft_model(options: Options) -> Any:
 
     targets = r".*encoder\.layer\.\d+\..*(query|key|value|dense)"
     return peft.get_peft_model(
-        base_model(options), peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=targets, task_type="SEQ_CLS")
+        base_model(options),
+        peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=targets, task_type="SEQ_CLS"),
     )
 
 
@@ -125,7 +156,11 @@ def batches(options: Options, seed: int) -> Iterator[Batch]:
         width = options.longest if VARIANTS[options.variant].padded else -(-max(sizes) // 8) * 8
         mask = torch.arange(width)[None] < torch.tensor(sizes)[:, None]
         ids = torch.randint(5, vocabulary, (options.rows, options.longest), generator=draw)[:, :width] * mask
-        yield {"input_ids": ids, "attention_mask": mask.long(), "labels": torch.randint(0, CLASSES, (options.rows,), generator=draw)}
+        yield {
+            "input_ids": ids,
+            "attention_mask": mask.long(),
+            "labels": torch.randint(0, CLASSES, (options.rows,), generator=draw),
+        }
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -169,7 +204,15 @@ def measure(options: Options) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ what is printed
 
-HEADS = ("variant", "tokens/s, not padding", "not padding", "step, ms (quartiles)", *SIZES.values(), "mean loss", "trained")
+HEADS = (
+    "variant",
+    "tokens/s, not padding",
+    "not padding",
+    "step, ms (quartiles)",
+    *SIZES.values(),
+    "mean loss",
+    "trained",
+)
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -177,17 +220,32 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     low, high = (1e3 * value for value in row["quartiles_s"])
     step = f"{1e3 * row['step_s']:.1f} ({low:.1f} to {high:.1f})"
     sizes = [f"{row[name]:.1f}" if name in row else "-" for name in SIZES]
-    return [row["spec"], f"{row['tokens_per_s']:,.0f}", f"{row['fill']:.0%}", step, *sizes, f"{row['loss']:.4f}", f"{row['trained']:,}"]
+    return [
+        row["spec"],
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['fill']:.0%}",
+        step,
+        *sizes,
+        f"{row['loss']:.4f}",
+        f"{row['trained']:,}",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the variants; 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("variants", nargs="*", default=[], metavar="VARIANT", help=", ".join(VARIANTS))
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--steps", type=int, default=24, help="steps that count")
     parser.add_argument("--warm", type=float, default=3.0, help="seconds of steps before those that count")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of hidden states and attention, as the model's config has it")
+    parser.add_argument(
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="of hidden states and attention, as the model's config has it",
+    )
     parser.add_argument("--limit", type=float, default=150, help="seconds for one variant")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -196,18 +254,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if unknown := [name for name in given.variants if name not in VARIANTS]:
         parser.error(f"no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}")
-    wide = {"shape": "large", "device": "cuda", "rows": 32, "longest": 512, "steps": given.steps, "warm": given.warm}
+    wide = {
+        "shape": "large",
+        "device": "cuda",
+        "rows": 32,
+        "longest": 512,
+        "steps": given.steps,
+        "warm": given.warm,
+    }
     small = {"shape": "tiny", "device": "cpu", "rows": 4, "longest": 64, "steps": 2, "warm": 0.0}
     out = Path(os.environ["OUT"]) if "OUT" in os.environ else None
     rows = []
     for name in given.variants or VARIANTS:
         request = {"variant": name, "dropout": given.dropout, **(small if given.tiny else wide)}
-        rows.append({"spec": name} | in_own_process(__file__, request, given.limit, out / f"bert-{name}.log" if out else None))
+        rows.append(
+            {"spec": name}
+            | in_own_process(__file__, request, given.limit, out / f"bert-{name}.log" if out else None)
+        )
         print(json.dumps(rows[-1]), flush=True)
         if out:
             (out / "bert-peers.jsonl").open("a", encoding="utf-8").write(json.dumps(rows[-1]) + "\n")
     device = next((row["device"] for row in rows if "device" in row), "")
-    print(f"\n{heading(('torch', 'triton', 'transformers', 'peft'))}; {device}\n\n{markdown(rows, HEADS, cells)}")
+    print(
+        f"\n{heading(('torch', 'triton', 'transformers', 'peft'))};"
+        f" {device}\n\n{markdown(rows, HEADS, cells)}"
+    )
     return int(any("error" in row for row in rows))
 
 

@@ -1,23 +1,27 @@
-"""The fastest a LoRA step can be on this device now: sustained rates of the library calls no step can do without, added up.
+"""The fastest a LoRA step can be on this device now: sustained rates of the library calls no step can do
+without, added up.
 
-    python3 benchmarks/ceiling.py 4x2048 1x8192 1x8192:input 1x32768:attention 1x131072:attention 4x2048:all:fp8
+    python3 benchmarks/ceiling.py 4x2048 1x8192 1x8192:input 1x32768:attention 1x131072:attention
+    4x2048:all:fp8
     python benchmarks/ceiling.py --tiny 2x32 2x32:input             every path without a GPU
 
-A SETTING is ROWSxTOKENS, then what every block keeps for its backward pass: all (the default), projections, attention or input; then fp8.
-Measured, each until the clock has settled: a block's matmuls (q, k and v as one, gate and up as one) and the output head's, forward and
-input gradient, at the setting's tokens but at most MOST rows; causal attention forward and backward at its shape, by cuDNN on a GPU; a
-copy on the device. Then, per token, with N weights in the blocks, n in the adapters, V words, A = 2 heads d T FLOP of attention forward,
-and widths h (hidden), f (MLP), q, k:
+A SETTING is ROWSxTOKENS, then what every block keeps for its backward pass: all (the default), projections,
+attention or input; then fp8. Measured, each until the clock has settled: a block's matmuls (q, k and v as
+one, gate and up as one) and the output head's, forward and input gradient, at the setting's tokens but at
+most MOST rows; causal attention forward and backward at its shape, by cuDNN on a GPU; a copy on the device.
+Then, per token, with N weights in the blocks, n in the adapters, V words, A = 2 heads d T FLOP of attention
+forward, and widths h (hidden), f (MLP), q, k:
 
     matmul     2N forward, 2N backward, and what is recomputed; of fp8 at the rate of products scaled by rows
     head       4hV, and 2V numbers of logits read and written
     attention  A forward, 2.5A backward; A again where only inputs are kept
-    pointwise  every number that enters or leaves a fused norm, rotation, activation or sum, once, at the rate of a copy: forward
-               8h + 2(q + k) + 3f, backward 8h + 2(q + k) + 5f, and what is recomputed; of fp8 also what is quantised
+    pointwise  every number that enters or leaves a fused norm, rotation, activation or sum, once, at the rate
+               of a copy: forward 8h + 2(q + k) + 3f, backward 8h + 2(q + k) + 5f, and what is recomputed; of
+               fp8 also what is quantised
     adapters   6n FLOP, or reading every site's input and output once for the factors, whichever takes longer
 
-A step that reaches 95 % of this has nothing left to gain that can be had outside the libraries. The rates are those of this very run: a
-card that is limited by power does not keep those of its first second.
+A step that reaches 95 % of this has nothing left to gain that can be had outside the libraries. The rates are
+those of this very run: a card that is limited by power does not keep those of its first second.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ BYTES = 2  # of a number in bf16
 
 @dataclass(frozen=True)
 class Shape:
-    """The widths of a Llama: layers, hidden, MLP columns, heads, heads of keys, width of a head, words; rank of the adapters."""
+    """The widths of a Llama: layers, hidden, MLP columns, heads, heads of keys, width of a head, words; rank
+    of the adapters."""
 
     layers: int = 32
     hidden: int = 4096
@@ -80,7 +85,8 @@ class Shape:
 
 SHAPES = {"8b": Shape(), "tiny": Shape(2, 64, 96, 4, 2, 16, 320, 4)}
 
-# What a block keeps -> what runs again: matmuls, whether attention, numbers of pointwise work a token. Never down: nobody reads that.
+# What a block keeps -> what runs again: matmuls, whether attention, numbers of pointwise work a token. Never
+# down: nobody reads that.
 KEPT: Mapping[str, tuple[tuple[str, ...], bool, Callable[[Shape], int]]] = {
     "all": ((), False, lambda s: 0),
     "projections": (("gate_up",), False, lambda s: 2 * s.hidden),
@@ -107,13 +113,16 @@ class Setting:
             raise ValueError(f"{text}: expected ROWSxTOKENS, found {shape!r}")
         keeps = [word for word in words if word != "fp8"]
         if len(keeps) > 1 or (keeps and keeps[0] not in KEPT):
-            raise ValueError(f"{text}: expected one of {', '.join(KEPT)} and fp8 after it, found {':'.join(words)}")
+            raise ValueError(
+                f"{text}: expected one of {', '.join(KEPT)} and fp8 after it, found {':'.join(words)}"
+            )
         return cls(int(rows), int(tokens), *keeps, fp8="fp8" in words)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second: FLOP of a block's matmuls forward and backward, of the head's, of attention forward and backward; bytes of a copy."""
+    """Per second: FLOP of a block's matmuls forward and backward, of the head's, of attention forward and
+    backward; bytes of a copy."""
 
     forward: float
     backward: float
@@ -140,14 +149,20 @@ def ideal(shape: Shape, setting: Setting, rates: Rates) -> dict[str, float]:
     adapter = sum(shape.rank * (inputs + outputs) for inputs, outputs in shape.sites) * shape.layers
     entering, leaving = (sum(widths) for widths in zip(*shape.matmuls.values(), strict=True))
     numbers = (8 * h + rotated + 3 * f) + (8 * h + rotated + 5 * f) + pointwise_again(shape)
-    quantised = 1.5 * (entering + leaving) * setting.fp8  # read in bf16 and written in one byte, forward and backward
+    # read in bf16 and written in one byte, forward and backward
+    quantised = 1.5 * (entering + leaving) * setting.fp8
     attention = attention_flops(shape, setting.tokens)
     per_token = {
         "matmul": (once + sum(weights[name] for name in again)) / rates.forward + once / rates.backward,
         "head": 4 * h * shape.words / rates.head + 2 * shape.words * BYTES / rates.copy,
-        "attention": attention * (1 + attends_again) / rates.attention_forward + 2.5 * attention / rates.attention_backward,
+        "attention": (
+            attention * (1 + attends_again) / rates.attention_forward
+            + 2.5 * attention / rates.attention_backward
+        ),
         "pointwise": (numbers + quantised) * shape.layers * BYTES / rates.copy,
-        "adapters": max(6 * adapter / rates.forward, (2 * entering + leaving) * shape.layers * BYTES / rates.copy),
+        "adapters": max(
+            6 * adapter / rates.forward, (2 * entering + leaving) * shape.layers * BYTES / rates.copy
+        ),
     }
     return {name: seconds * setting.rows * setting.tokens for name, seconds in per_token.items()}
 
@@ -187,7 +202,9 @@ class Clock:
 def matmul_rates(shapes: Sequence[tuple[int, int]], rows: int, clock: Clock) -> tuple[float, float]:
     """FLOP per second of x W^T and of dy W over matrices of these shapes, one after another."""
     make = partial(torch.randn, device=clock.device, dtype=torch.bfloat16)
-    cases = [(make(rows, inputs), 0.02 * make(outputs, inputs), make(rows, outputs)) for inputs, outputs in shapes]
+    cases = [
+        (make(rows, inputs), 0.02 * make(outputs, inputs), make(rows, outputs)) for inputs, outputs in shapes
+    ]
     flops = sum(2 * rows * inputs * outputs for inputs, outputs in shapes)
     forward = clock.seconds(lambda: [x @ weight.t() for x, weight, _ in cases])
     backward = clock.seconds(lambda: [dy @ weight for _, weight, dy in cases])
@@ -206,14 +223,18 @@ def fp8_rate(shapes: Sequence[tuple[int, int]], rows: int, clock: Clock) -> floa
 
     def products() -> list[Tensor]:
         return [
-            torch._scaled_mm(x, w.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16, use_fast_accum=True) for x, sx, w, sw in cases
+            torch._scaled_mm(
+                x, w.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+            for x, sx, w, sw in cases
         ]
 
     return sum(2 * rows * inputs * outputs for inputs, outputs in shapes) / clock.seconds(products)
 
 
 def attention_rates(shape: Shape, setting: Setting, clock: Clock) -> tuple[float, float]:
-    """FLOP per second of causal attention, forward and backward (2.5 times the FLOP), at the setting's rows and tokens."""
+    """FLOP per second of causal attention, forward and backward (2.5 times the FLOP), at the setting's rows
+    and tokens."""
 
     def draw(heads: int) -> Tensor:
         size = (setting.rows, setting.tokens, heads, shape.head_dim)
@@ -268,7 +289,14 @@ class Measured:
 
 RATES = ("forward", "backward", "head", "attention", "its backward")
 PARTS = ("matmul", "head", "attention", "pointwise", "adapters")
-HEADS = ("rows x tokens", "kept", *(f"{name}, TFLOP/s" for name in RATES), *(f"{name}, ms" for name in PARTS), "step, ms", "tokens/s")
+HEADS = (
+    "rows x tokens",
+    "kept",
+    *(f"{name}, TFLOP/s" for name in RATES),
+    *(f"{name}, ms" for name in PARTS),
+    "step, ms",
+    "tokens/s",
+)
 
 
 def line(setting: Setting, rates: Rates, parts: Mapping[str, float]) -> str:
@@ -277,15 +305,33 @@ def line(setting: Setting, rates: Rates, parts: Mapping[str, float]) -> str:
     found = [f"{rate / 1e12:.0f}" for rate in list(asdict(rates).values())[:-1]]
     split = [f"{1e3 * parts[name]:.1f}" for name in PARTS]
     name, keep = f"{setting.rows} x {setting.tokens}", setting.keep + (", fp8" if setting.fp8 else "")
-    return "| " + " | ".join([name, keep, *found, *split, f"{1e3 * total:.1f}", f"{setting.rows * setting.tokens / total:,.0f}"]) + " |"
+    return (
+        "| "
+        + " | ".join(
+            [
+                name,
+                keep,
+                *found,
+                *split,
+                f"{1e3 * total:.1f}",
+                f"{setting.rows * setting.tokens / total:,.0f}",
+            ]
+        )
+        + " |"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; settings whose rates cannot be measured here are named with the reason, and make the exit code 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print; settings whose rates cannot be measured here are named with the reason, and make the
+    exit code 1."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="+", metavar="SETTING")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape on the CPU")
-    parser.add_argument("--settle", type=float, default=2.0, help="seconds of each kind of call before those that count")
+    parser.add_argument(
+        "--settle", type=float, default=2.0, help="seconds of each kind of call before those that count"
+    )
     parser.add_argument("--count", type=float, default=1.5, help="seconds of each kind of call that count")
     given = parser.parse_args(arguments)
     try:
@@ -303,8 +349,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         found.append((setting, rates, ideal(shape, setting, rates)))
     device = torch.cuda.get_device_name() if clock.device == "cuda" else "CPU"
-    print(f"{time.strftime('%Y-%m-%d')}: {device}, torch {torch.__version__}; a copy moves {measured.copy / 1e12:.2f} TB/s\n")
-    print("\n".join(["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|", *(line(*one) for one in found), "", *failed]))
+    print(
+        f"{time.strftime('%Y-%m-%d')}: {device}, torch {torch.__version__}; a copy moves"
+        f" {measured.copy / 1e12:.2f} TB/s\n"
+    )
+    print(
+        "\n".join(
+            [
+                "| " + " | ".join(HEADS) + " |",
+                "|---" * len(HEADS) + "|",
+                *(line(*one) for one in found),
+                "",
+                *failed,
+            ]
+        )
+    )
     records = [asdict(setting) | asdict(rates) | {"seconds": parts} for setting, rates, parts in found]
     if "OUT" in os.environ:
         Path(os.environ["OUT"], "ceiling.json").write_text(json.dumps(records, indent=1), encoding="utf-8")

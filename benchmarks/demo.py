@@ -1,11 +1,16 @@
-"""The figures of the demo, measured: every recipe against its untouched base, the floor in three seeds, and a control on other text.
+"""The figures of the demo, measured: every recipe against its untouched base, the floor in three seeds, and a
+control on other text.
 
     python benchmarks/demo.py recipes            all 16 recipes: score before and after, time
-    python benchmarks/demo.py floor              bert_lora, seeds 0 1 2, beside majority, naive Bayes and a head on the frozen base
-    python benchmarks/demo.py tags               bert_lora_tokens beside the most frequent tag of neighbouring words: entity F1
-    python benchmarks/demo.py control            llama, t5, bart with LoRA: tuned on the domain, and equally long on other text
+    python benchmarks/demo.py floor              bert_lora, seeds 0 1 2, beside majority, naive Bayes and a
+                                                 head on the frozen base
+    python benchmarks/demo.py tags               bert_lora_tokens beside the most frequent tag of neighbouring
+                                                 words: entity F1
+    python benchmarks/demo.py control            llama, t5, bart with LoRA: tuned on the domain, and equally
+                                                 long on other text
 
-Prints a Markdown table; exits 1 when a claim fails. Runs in a temporary folder; overrides (`device=cuda`) may follow.
+Prints a Markdown table; exits 1 when a claim fails. Runs in a temporary folder; overrides (`device=cuda`) may
+follow.
 """
 
 from __future__ import annotations
@@ -57,24 +62,45 @@ def recipes() -> bool:
         metric = summary["metric"]
         before, after = summary["before"][metric], summary["after"][metric]
         good &= after > before if METRICS[summary["task"]][metric] == "max" else after < before
-        row = (file.stem, metric, f"{before:.4f}", f"{after:.4f}", summary["steps"], f"{summary['seconds']:.0f}", summary["tokens_per_s"])
+        row = (
+            file.stem,
+            metric,
+            f"{before:.4f}",
+            f"{after:.4f}",
+            summary["steps"],
+            f"{summary['seconds']:.0f}",
+            summary["tokens_per_s"],
+        )
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
     return good
 
 
 def floor() -> bool:
-    """LoRA on MiniLM against a trained head on the frozen backbone: at least 8 points of accuracy in each seed."""
+    """LoRA on MiniLM against a trained head on the frozen backbone: at least 8 points of accuracy in each
+    seed."""
     rows = load_rows(DataConfig(path="demo:docstrings"), "classify", Path())
-    train_rows, eval_rows = ([(row.text, row.label) for row in side if isinstance(row, Labelled)] for side in (rows.train, rows.eval))
-    print(f"majority {majority([label for _, label in train_rows], [label for _, label in eval_rows]):.4f}, ", end="")
-    print(f"naive Bayes {naive_bayes(train_rows, eval_rows):.4f}, {len(train_rows)} rows to train on, {len(eval_rows)} held out\n")
+    train_rows, eval_rows = (
+        [(row.text, row.label) for row in side if isinstance(row, Labelled)]
+        for side in (rows.train, rows.eval)
+    )
+    print(
+        f"majority {majority([label for _, label in train_rows], [label for _, label in eval_rows]):.4f}, ",
+        end="",
+    )
+    print(
+        f"naive Bayes {naive_bayes(train_rows, eval_rows):.4f}, {len(train_rows)} rows to train on,"
+        f" {len(eval_rows)} held out\n"
+    )
     print("| seed | head only | LoRA | points | s |\n|---|---|---|---|---|")
     good = True
     for seed in range(3):
         summary = train("bert_lora", seed=seed, out=f"runs/floor-{seed}").summary
         head, lora = summary["head_only"], summary["after"]["accuracy"]
         good &= lora - head >= 0.08
-        print(f"| {seed} | {head:.4f} | {lora:.4f} | {100 * (lora - head):+.1f} | {summary['seconds']:.0f} |", flush=True)
+        print(
+            f"| {seed} | {head:.4f} | {lora:.4f} | {100 * (lora - head):+.1f} | {summary['seconds']:.0f} |",
+            flush=True,
+        )
     return good
 
 
@@ -90,10 +116,18 @@ def control() -> bool:
         ("bart", {"source": "body", "target": "summary"}),
     ):
         domain = train(f"{family}_lora", out=f"runs/{family}-domain").summary
-        data = {"path": other, "eval": held_out, "columns": columns, "max_length": 128, "on_bad_line": "error"}
+        data = {
+            "path": other,
+            "eval": held_out,
+            "columns": columns,
+            "max_length": 128,
+            "on_bad_line": "error",
+        }
         if family != "llama":
             data |= {"path": str(_pairs(other)), "eval": str(_pairs(held_out))}
-        elsewhere = train(f"{family}_lora", out=f"runs/{family}-other", data=data, max_steps=domain["steps"], epochs=100.0).summary
+        elsewhere = train(
+            f"{family}_lora", out=f"runs/{family}-other", data=data, max_steps=domain["steps"], epochs=100.0
+        ).summary
         base, far, near = domain["before"]["loss"], elsewhere["after"]["loss"], domain["after"]["loss"]
         assert abs(base - elsewhere["before"]["loss"]) < 1e-3, "the two runs are not scored on the same rows"
         good &= near < far
@@ -104,13 +138,18 @@ def control() -> bool:
 def _pairs(file: str) -> Path:
     """The rows of `file` that have a body, in a file of the working directory."""
     kept = Path(file).name
-    lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines(keepends=True) if '"body": ""' not in line]
+    lines = [
+        line
+        for line in Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
+        if '"body": ""' not in line
+    ]
     Path(kept).write_text("".join(lines), encoding="utf-8")
     return Path(kept).absolute()
 
 
 def tags() -> bool:
-    """Entity F1 of the recipe of tags must beat tags by neighbouring words, on the words that are left after cutting."""
+    """Entity F1 of the recipe of tags must beat tags by neighbouring words, on the words that are left after
+    cutting."""
     run = train("bert_lora_tokens", head_only=False)
     prepared = prepare(run.recipe)
     known = [(row.tokens, row.tags) for row in prepared.rows.train if isinstance(row, Tagged)]
@@ -123,7 +162,8 @@ def tags() -> bool:
         right, found, true = right + len(said & gold), found + len(said), true + len(gold)
     baseline, tuned = 2 * right / (found + true), run.summary["after"]["f1"]
     print(
-        f"| neighbours | untouched | LoRA | steps | s |\n|---|---|---|---|---|\n| {baseline:.4f} | {run.summary['before']['f1']:.4f} ",
+        f"| neighbours | untouched | LoRA | steps | s |\n|---|---|---|---|---|\n| {baseline:.4f} |"
+        f" {run.summary['before']['f1']:.4f} ",
         end="",
     )
     print(f"| {tuned:.4f} | {run.summary['steps']} | {run.summary['seconds']:.0f} |")
@@ -136,8 +176,15 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in parts:
         print(__doc__)
         return 2
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    print(f"petune {petune.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    print(
+        f"petune {petune.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, ",
+        end="",
+    )
     print(f"Python {platform.python_version()}, {device}, {time.strftime('%Y-%m-%d')}\n")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

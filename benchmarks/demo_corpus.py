@@ -1,7 +1,8 @@
 """Makes `demo:docstrings`, the frozen corpus, from the docstrings of the running Python's standard library.
 
-Deterministic for one Python version: sources are parsed with `ast` and never imported, order and choice come from SHA-256 of names.
-Near-duplicates are dropped everywhere, hence never lie in two splits, and a module lies in one split only.
+Deterministic for one Python version: sources are parsed with `ast` and never imported, order and choice come
+from SHA-256 of names. Near-duplicates are dropped everywhere, hence never lie in two splits, and a module
+lies in one split only.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ KINDS = ("function", "class", "module")
 EXTRA_KEYS = ("kind", "module", "name", "text")
 FILES = ("train", "eval", "extra", "domain_train", "domain_eval")
 DOMAIN = frozenset({"tkinter", "idlelib", "turtle", "turtledemo"})
-DOMAIN_EVAL = frozenset(f"tkinter.{name}" for name in ("ttk", "font", "simpledialog", "filedialog", "dnd")) | frozenset(
-    f"idlelib.{name}" for name in ("configdialog", "run", "help", "codecontext", "debugger", "scrolledlist", "searchbase")
+DOMAIN_EVAL = frozenset(
+    f"tkinter.{name}" for name in ("ttk", "font", "simpledialog", "filedialog", "dnd")
+) | frozenset(
+    f"idlelib.{name}"
+    for name in ("configdialog", "run", "help", "codecontext", "debugger", "scrolledlist", "searchbase")
 )
 TESTS = r"_?_?tests?|test_.*|.*_test"  # path parts of the library's own tests, whose docstrings say little
 
@@ -32,7 +36,8 @@ SHORTEST, LONGEST = 30, 3000  # characters; longer ones are whole manuals and wo
 LONGEST_SUMMARY = 160  # characters; a longer first paragraph gives only its first sentence
 SHINGLE, NEAR = 3, 0.5  # words in a shingle; Jaccard similarity from which two texts count as one
 EVAL_PER_KIND = 150
-EVAL_MODULE_ROWS = 14  # only modules with at most so many rows are held out, so that balancing wastes little text
+# only modules with at most so many rows are held out, so that balancing wastes little text
+EVAL_MODULE_ROWS = 14
 TRAIN_PER_KIND = 800
 
 
@@ -42,7 +47,8 @@ def order(*names: str) -> str:
 
 
 def split_summary(text: str) -> tuple[str, str]:
-    """(summary on one line, body): the first paragraph, or its first sentence when it is long; the body is what follows, maybe ''."""
+    """(summary on one line, body): the first paragraph, or its first sentence when it is long; the body is
+    what follows, maybe ''."""
     first, _, rest = text.partition("\n\n")
     summary, body = " ".join(first.split()), rest.strip("\n")
     sentence = re.match(r".{15,}?[.!?](?=\s+[A-Z])", first, re.DOTALL)
@@ -52,27 +58,45 @@ def split_summary(text: str) -> tuple[str, str]:
 
 
 def docstrings(module: str, source: str) -> Iterator[Row]:
-    """A row for each docstring of a module, the module's own first; SyntaxError when the source does not parse.
+    """A row for each docstring of a module, the module's own first; SyntaxError when the source does not
+    parse.
 
-    Left out: texts of a length outside [SHORTEST, LONGEST], and those that speak of copyright, as they may come under other terms.
+    Left out: texts of a length outside [SHORTEST, LONGEST], and those that speak of copyright, as they may
+    come under other terms.
     """
     definitions = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
     def visit(node: ast.AST, path: str) -> Iterator[Row]:
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, f"{path}.{child.name}".lstrip(".")) if isinstance(child, definitions[1:]) else visit(child, path)
+            yield from (
+                visit(child, f"{path}.{child.name}".lstrip("."))
+                if isinstance(child, definitions[1:])
+                else visit(child, path)
+            )
         if isinstance(node, definitions):
             text = (ast.get_docstring(node) or "").strip()
-            if SHORTEST <= len(text) <= LONGEST and text.isascii() and not re.search(r"copyright|licen[cs]e", text, re.IGNORECASE):
+            if (
+                SHORTEST <= len(text) <= LONGEST
+                and text.isascii()
+                and not re.search(r"copyright|licen[cs]e", text, re.IGNORECASE)
+            ):
                 kind = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
                 summary, body = split_summary(text)
-                yield {"kind": kind, "module": module, "name": path or module, "summary": summary, "body": body, "text": text}
+                yield {
+                    "kind": kind,
+                    "module": module,
+                    "name": path or module,
+                    "summary": summary,
+                    "body": body,
+                    "text": text,
+                }
 
     yield from visit(ast.parse(source), "")
 
 
 def standard_library(root: Path) -> Iterator[Row]:
-    """Every row of the library under `root` but for its tests, in the order of paths; a file that does not parse is passed over."""
+    """Every row of the library under `root` but for its tests, in the order of paths; a file that does not
+    parse is passed over."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if parts[0] in ("site-packages", "dist-packages") or any(re.fullmatch(TESTS, part) for part in parts):
@@ -95,7 +119,8 @@ def jaccard(left: frozenset[tuple[str, ...]], right: frozenset[tuple[str, ...]])
 
 
 def without_near_duplicates(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose similarity to every earlier kept row is under NEAR. Exact duplicates are the case 1.0."""
+    """The rows whose similarity to every earlier kept row is under NEAR. Exact duplicates are the case
+    1.0."""
     kept: list[Row] = []
     sizes: list[int] = []
     holders: dict[tuple[str, ...], list[int]] = {}
@@ -125,26 +150,33 @@ def take(rows: Iterable[Row], per_kind: int) -> list[Row]:
 def held_out_modules(rows: Sequence[Row]) -> set[str]:
     """Modules for the evaluation split: by their fixed order until they hold EVAL_PER_KIND rows of each kind.
 
-    A module is taken only while it brings rows of a kind that is still short; ValueError when the library has too few.
+    A module is taken only while it brings rows of a kind that is still short; ValueError when the library has
+    too few.
     """
     modules: dict[str, Counter[str]] = {}
     for row in rows:
         modules.setdefault(row["module"], Counter())[row["kind"]] += 1
     held: set[str] = set()
     have: Counter[str] = Counter()
-    for module in sorted((name for name, kinds in modules.items() if kinds.total() <= EVAL_MODULE_ROWS), key=order):
+    for module in sorted(
+        (name for name, kinds in modules.items() if kinds.total() <= EVAL_MODULE_ROWS), key=order
+    ):
         if any(have[kind] < EVAL_PER_KIND and modules[module][kind] for kind in ("class", "module")):
             held.add(module)
             have += modules[module]
     if any(have[kind] < EVAL_PER_KIND for kind in KINDS):
-        raise ValueError(f"this Python's library gives too few rows to hold out {EVAL_PER_KIND} of each kind: {dict(have)}")
+        raise ValueError(
+            f"this Python's library gives too few rows to hold out {EVAL_PER_KIND} of each kind: {dict(have)}"
+        )
     return held
 
 
 def splits(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """FILES -> rows. `train`, `eval` and `extra` are general, the domain files the tkinter family; `eval` is balanced over KINDS.
+    """FILES -> rows. `train`, `eval` and `extra` are general, the domain files the tkinter family; `eval` is
+    balanced over KINDS.
 
-    `extra` holds what `train` leaves of the same modules (mostly functions): more text for pretraining, without the text's two parts.
+    `extra` holds what `train` leaves of the same modules (mostly functions): more text for pretraining,
+    without the text's two parts.
     """
     unique = without_near_duplicates(sorted(rows, key=lambda row: KINDS[::-1].index(row["kind"])))
     domain = [row for row in unique if row["module"].partition(".")[0] in DOMAIN]
@@ -184,7 +216,8 @@ file                     rows  function  class  module  characters  sha256
 
 
 def write(out: Path, files: Mapping[str, Sequence[Row]]) -> None:
-    """Writes FILES as JSON lines and PROVENANCE with counts and SHA-256 into the folder `out`, made when missing."""
+    """Writes FILES as JSON lines and PROVENANCE with counts and SHA-256 into the folder `out`, made when
+    missing."""
     out.mkdir(parents=True, exist_ok=True)
     table = []
     for name in FILES:
@@ -192,7 +225,10 @@ def write(out: Path, files: Mapping[str, Sequence[Row]]) -> None:
         (out / f"{name}.jsonl").write_bytes(data)
         kinds = Counter(row["kind"] for row in files[name])
         characters = sum(len(row["text"]) for row in files[name])
-        counts = f"{len(files[name]):5} {kinds['function']:9} {kinds['class']:6} {kinds['module']:7} {characters:11}"
+        counts = (
+            f"{len(files[name]):5} {kinds['function']:9} {kinds['class']:6} {kinds['module']:7}"
+            f" {characters:11}"
+        )
         table.append(f"{name + '.jsonl':22} {counts}  {hashlib.sha256(data).hexdigest()}")
     notice = PROVENANCE.format(
         implementation=platform.python_implementation(),

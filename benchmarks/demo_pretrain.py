@@ -1,4 +1,5 @@
-"""Pretrains the tiny demo checkpoints: `python -m benchmarks.demo_pretrain llama|bart|t5 [--steps N] [--device cuda|cpu] [--out DIR]`.
+"""Pretrains the tiny demo checkpoints: `python -m benchmarks.demo_pretrain llama|bart|t5 [--steps N]
+[--device cuda|cpu] [--out DIR]`.
 
 Real training at a toy size: 1.8 M parameters, the general part of demo:docstrings, AdamW with a cosine
 schedule. Llama learns to continue text, BART and T5 to restore cut spans and, in a quarter of the rows, to
@@ -36,7 +37,19 @@ from transformers import (
 
 from benchmarks.demo_corpus import order, split_summary
 from petune.demo import HERE, data_path
-from petune.demo.tokenizer import ASSISTANT, BOS, EOS, MASK, PAD, POSITIONS, SENTINELS, USER, VOCABULARY, for_family, train_bpe
+from petune.demo.tokenizer import (
+    ASSISTANT,
+    BOS,
+    EOS,
+    MASK,
+    PAD,
+    POSITIONS,
+    SENTINELS,
+    USER,
+    VOCABULARY,
+    for_family,
+    train_bpe,
+)
 
 LENGTH = 256  # tokens of a packed sequence
 CHAT_SHARE, PAIR_SHARE = 0.2, 0.25  # rows shown as a chat turn (Llama), as body -> summary (BART, T5)
@@ -69,16 +82,27 @@ SCHEDULES = {
 }
 
 
-# --- the three shapes: 8 heads, every width divisible by 8 so that a narrower side network can keep the heads ----------------------------
+# --- the three shapes: 8 heads, every width divisible by 8 so that a narrower side network can keep the heads
+# ----------------------------
 
 
 def build(family: str, dropout: float) -> PreTrainedModel:
     """A freshly initialised model of the family, fp32: 8 layers (or 4 + 4) of width 128."""
-    ids: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "vocab_size": VOCABULARY}
+    ids: dict[str, Any] = {
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "vocab_size": VOCABULARY,
+    }
     size: dict[str, Any]
     if family == "llama":
         heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
-        size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "max_position_embeddings": POSITIONS["llama"]}
+        size = {
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 8,
+            "max_position_embeddings": POSITIONS["llama"],
+        }
         return LlamaForCausalLM(LlamaConfig(**ids, **heads, **size, tie_word_embeddings=True))
     if family == "bart":
         parts: dict[str, Any] = {"layers": 4, "attention_heads": 8, "ffn_dim": 336}
@@ -87,12 +111,17 @@ def build(family: str, dropout: float) -> PreTrainedModel:
         size = {"d_model": 128, "max_position_embeddings": POSITIONS["bart"], "scale_embedding": True}
         return BartForConditionalGeneration(BartConfig(**ids, **sides, **start, **size, dropout=dropout))
     size = {"d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": 4, "num_decoder_layers": 4, "num_heads": 8}
-    shape: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": True, "decoder_start_token_id": PAD}
+    shape: dict[str, Any] = {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": True,
+        "decoder_start_token_id": PAD,
+    }
     return T5ForConditionalGeneration(T5Config(**ids, **size, **shape, dropout_rate=dropout))
 
 
 def drop_out(model: nn.Module, share: float) -> None:
-    """Dropout on what Llama's attention and MLP add to the stream; the class has none of its own, and 1 MB of text needs some."""
+    """Dropout on what Llama's attention and MLP add to the stream; the class has none of its own, and 1 MB of
+    text needs some."""
 
     def after(module: nn.Module, _: object, output: object) -> object:
         if isinstance(output, tuple):
@@ -104,7 +133,8 @@ def drop_out(model: nn.Module, share: float) -> None:
             module.register_forward_hook(after)
 
 
-# --- text into rows ----------------------------------------------------------------------------------------------------------------------
+# --- text into rows
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,36 +148,51 @@ class Document:
 
 
 def general_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """(rows to learn from, held-out rows) of train.jsonl and extra.jsonl; a twentieth of the modules is held out, whole."""
+    """(rows to learn from, held-out rows) of train.jsonl and extra.jsonl; a twentieth of the modules is held
+    out, whole."""
     rows = [row for name in ("train", "extra") for row in rows_of(name)]
     held = [order("pretrain", row["module"]) < "0d" for row in rows]
-    return [row for row, out in zip(rows, held, strict=True) if not out], [row for row, out in zip(rows, held, strict=True) if out]
+    return [row for row, out in zip(rows, held, strict=True) if not out], [
+        row for row, out in zip(rows, held, strict=True) if out
+    ]
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
     """The rows of one corpus file."""
-    return [json.loads(line) for line in (data_path("docstrings") / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (data_path("docstrings") / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def documents(rows: Sequence[dict[str, str]], encode: Callable[[str], list[int]]) -> list[Document]:
     """Tokenizes each row once."""
     parts = [(row, *split_summary(row["text"])) for row in rows]
-    return [Document(encode(row["text"]), encode(f"What is {row['name']}?"), encode(summary), encode(body)) for row, summary, body in parts]
+    return [
+        Document(encode(row["text"]), encode(f"What is {row['name']}?"), encode(summary), encode(body))
+        for row, summary, body in parts
+    ]
 
 
-def packed(docs: Sequence[Document], length: int, dice: random.Random, chat_share: float) -> Iterator[list[int]]:
-    """Rows of `length` tokens: the documents shuffled, `<s> text </s>` or a chat turn each, end to end, without a short last row."""
+def packed(
+    docs: Sequence[Document], length: int, dice: random.Random, chat_share: float
+) -> Iterator[list[int]]:
+    """Rows of `length` tokens: the documents shuffled, `<s> text </s>` or a chat turn each, end to end,
+    without a short last row."""
     stream: list[int] = []
     for doc in dice.sample(docs, len(docs)):
         asked = dice.random() < chat_share
-        stream += [BOS, USER, *doc.question, EOS, ASSISTANT, *doc.text, EOS] if asked else [BOS, *doc.text, EOS]
+        stream += (
+            [BOS, USER, *doc.question, EOS, ASSISTANT, *doc.text, EOS] if asked else [BOS, *doc.text, EOS]
+        )
         while len(stream) >= length:
             yield stream[:length]
             del stream[:length]
 
 
 def spans(length: int, share: float, dice: random.Random) -> list[tuple[int, int]]:
-    """Places (start, stop) to cut, in order, apart: `share` of `length` tokens, SPAN each on average (Raffel et al. 2020, 3.1.4)."""
+    """Places (start, stop) to cut, in order, apart: `share` of `length` tokens, SPAN each on average (Raffel
+    et al. 2020, 3.1.4)."""
     cut = max(1, round(length * share))
     count = max(1, min(round(cut / SPAN), length - cut, len(SENTINELS)))
     sizes = pieces(cut, count, dice)
@@ -166,7 +211,8 @@ def pieces(total: int, count: int, dice: random.Random) -> list[int]:
 
 
 def cut_out(family: str, ids: list[int], dice: random.Random) -> Pair:
-    """BART: every span becomes one `<mask>`, the target is the whole text. T5: span i becomes sentinel i, the target lists the spans."""
+    """BART: every span becomes one `<mask>`, the target is the whole text. T5: span i becomes sentinel i, the
+    target lists the spans."""
     source: list[int] = []
     target: list[int] = []
     last = 0
@@ -178,7 +224,8 @@ def cut_out(family: str, ids: list[int], dice: random.Random) -> Pair:
 
 
 def rows_once(family: str, docs: Sequence[Document], dice: random.Random) -> Iterator[Pair]:
-    """One pass over the documents: (read, write) for each row, special tokens included; Llama reads what it writes."""
+    """One pass over the documents: (read, write) for each row, special tokens included; Llama reads what it
+    writes."""
     if family == "llama":
         yield from ((row, row) for row in packed(docs, LENGTH, dice, CHAT_SHARE))
         return
@@ -186,12 +233,19 @@ def rows_once(family: str, docs: Sequence[Document], dice: random.Random) -> Ite
     bodies = [doc for doc in docs if doc.body]
     for row in packed(docs, LENGTH - 2, dice, 0.0):
         doc = dice.choice(bodies)
-        read, write = (doc.body[: LENGTH - 2], doc.summary[: LENGTH - 2]) if dice.random() < PAIR_SHARE else cut_out(family, row, dice)
+        read, write = (
+            (doc.body[: LENGTH - 2], doc.summary[: LENGTH - 2])
+            if dice.random() < PAIR_SHARE
+            else cut_out(family, row, dice)
+        )
         yield [*start, *read, EOS], [*start, *write, EOS]
 
 
-def batches(family: str, docs: Sequence[Document], rows: int, dice: random.Random, *, forever: bool) -> Iterator[Batch]:
-    """Padded batches: input_ids, attention_mask [rows, longest] and labels (-100 where padded). Each pass is packed anew."""
+def batches(
+    family: str, docs: Sequence[Document], rows: int, dice: random.Random, *, forever: bool
+) -> Iterator[Batch]:
+    """Padded batches: input_ids, attention_mask [rows, longest] and labels (-100 where padded). Each pass is
+    packed anew."""
     waiting: list[Pair] = []
     while True:
         for pair in rows_once(family, docs, dice):
@@ -216,7 +270,8 @@ def collate(pairs: Sequence[Pair]) -> Batch:
     }
 
 
-# --- the loop ----------------------------------------------------------------------------------------------------------------------------
+# --- the loop
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def loss_of(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -228,7 +283,8 @@ def loss_of(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, family: str, docs: Sequence[Document]) -> float:
-    """Nats per token over the documents, with the same cuts at every call; leaves the model in training mode."""
+    """Nats per token over the documents, with the same cuts at every call; leaves the model in training
+    mode."""
     model.train(False)
     total = count = 0.0
     for batch in batches(family, docs, 32, random.Random(1), forever=False):
@@ -239,11 +295,16 @@ def held_out_loss(model: PreTrainedModel, family: str, docs: Sequence[Document])
     return total / count
 
 
-def optimizer_for(model: nn.Module, plan: Schedule) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+def optimizer_for(
+    model: nn.Module, plan: Schedule
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """AdamW, weight decay on matrices only; linear warm-up, then a cosine down to a hundredth of the peak."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": plan.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.98))
     warmup = max(1, min(plan.warmup, plan.steps // 5))
 
@@ -254,7 +315,9 @@ def optimizer_for(model: nn.Module, plan: Schedule) -> tuple[torch.optim.AdamW, 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
 
 
-def fit(model: PreTrainedModel, family: str, learn: Sequence[Document], held: Sequence[Document], plan: Schedule) -> tuple[int, float]:
+def fit(
+    model: PreTrainedModel, family: str, learn: Sequence[Document], held: Sequence[Document], plan: Schedule
+) -> tuple[int, float]:
     """Trains in place and leaves the best weights in the model; returns their step and held-out loss."""
     optimizer, scheduler = optimizer_for(model, plan)
     best, best_step, kept = math.inf, 0, {}
@@ -270,7 +333,11 @@ def fit(model: PreTrainedModel, family: str, learn: Sequence[Document], held: Se
         optimizer.zero_grad(set_to_none=True)
         if step % EVERY == 0 or step == plan.steps:
             now = held_out_loss(model, family, held)
-            print(f"step {step:5}  train {loss.item():.4f}  held-out {now:.4f}  {time.monotonic() - began:6.1f} s", flush=True)
+            print(
+                f"step {step:5}  train {loss.item():.4f}  held-out {now:.4f} "
+                f" {time.monotonic() - began:6.1f} s",
+                flush=True,
+            )
             if now < best:
                 best, best_step = now, step
                 kept = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
@@ -304,13 +371,17 @@ It knows nothing of the world.
 
 OBJECTIVES = {
     "llama": "next token; a fifth of the texts as chat turns, `What is NAME?` answered by the docstring",
-    "bart": "restore the text from one with 30 % of its tokens masked in spans; a quarter of the rows: body to summary",
+    "bart": (
+        "restore the text from one with 30 % of its tokens masked in spans; a quarter of the rows: body to"
+        " summary"
+    ),
     "t5": "write the 20 % of tokens cut out in spans; a quarter of the rows: body to summary",
 }
 
 
 def pretrain(family: str, plan: Schedule, device: torch.device, out: Path) -> None:
-    """Trains tokenizer and model and writes the checkpoint with its card into `out`; ValueError when it would be over LIMIT bytes."""
+    """Trains tokenizer and model and writes the checkpoint with its card into `out`; ValueError when it would
+    be over LIMIT bytes."""
     learn_rows, held_rows = general_rows()
     bpe = train_bpe(row["text"] for row in learn_rows)
     tokenizer = for_family(bpe, family)
@@ -319,7 +390,9 @@ def pretrain(family: str, plan: Schedule, device: torch.device, out: Path) -> No
         return list(bpe.encode(text, add_special_tokens=False).ids)
 
     learn = documents(learn_rows, encode)
-    held, unseen, domain = (documents(rows, encode) for rows in (held_rows, rows_of("eval"), rows_of("domain_eval")))
+    held, unseen, domain = (
+        documents(rows, encode) for rows in (held_rows, rows_of("eval"), rows_of("domain_eval"))
+    )
     torch.manual_seed(plan.seed)
     model = build(family, plan.dropout)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
@@ -337,7 +410,10 @@ def pretrain(family: str, plan: Schedule, device: torch.device, out: Path) -> No
     (out / "model.safetensors").chmod(0o644)  # written 0600; the others of a machine read it too
     model = model.float()
     facts = {
-        **{name: held_out_loss(model, family, docs) for name, docs in (("held", held), ("eval", unseen), ("domain", domain))},
+        **{
+            name: held_out_loss(model, family, docs)
+            for name, docs in (("held", held), ("eval", unseen), ("domain", domain))
+        },
         **{name: getattr(plan, name) for name in ("steps", "rows", "lr", "dropout", "seed")},
         "bytes": (out / "model.safetensors").stat().st_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -363,7 +439,9 @@ def pretrain(family: str, plan: Schedule, device: torch.device, out: Path) -> No
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, trains, returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_pretrain", description="Pretrain a tiny demo checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo_pretrain", description="Pretrain a tiny demo checkpoint."
+    )
     parser.add_argument("family", choices=sorted(SCHEDULES))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rows", type=int, help="packed sequences in a batch")
@@ -373,7 +451,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="default: the folder petune ships")
     given = parser.parse_args(arguments)
-    changes = {name: getattr(given, name) for name in ("steps", "rows", "lr", "dropout", "seed") if getattr(given, name) is not None}
+    changes = {
+        name: getattr(given, name)
+        for name in ("steps", "rows", "lr", "dropout", "seed")
+        if getattr(given, name) is not None
+    }
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     plan = replace(SCHEDULES[given.family], **changes)
     pretrain(given.family, plan, torch.device(given.device), given.out or HERE / f"tiny-{given.family}")

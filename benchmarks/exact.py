@@ -1,15 +1,22 @@
-"""How exact fused training is: which share of an update survives rounding at each site, losses over steps, and the first gradients.
+"""How exact fused training is: which share of an update survives rounding at each site, losses over steps,
+and the first gradients.
 
     PYTHONPATH=. python3 benchmarks/exact.py survival            on the device there is; --tiny on a CPU
-    PYTHONPATH=. python3 benchmarks/exact.py losses              50 steps of four blocks of the 8B shape, LoRA r=16
-    PYTHONPATH=.:SITE python3 benchmarks/exact.py losses --layers 2 --steps 200 --rank 64 --variants float32 petune peft unsloth
-    PYTHONPATH=. python benchmarks/exact.py losses --tiny --layers 2 --steps 200 --plot exact.svg         on a CPU
+    PYTHONPATH=. python3 benchmarks/exact.py losses              50 steps of four blocks of the 8B shape, LoRA
+                                                                 r=16
+    PYTHONPATH=.:SITE python3 benchmarks/exact.py losses --layers 2 --steps 200 --rank 64 --variants float32
+    petune peft unsloth
+    PYTHONPATH=. python benchmarks/exact.py losses --tiny --layers 2 --steps 200 --plot exact.svg         on a
+                                                                                                          CPU
 
-Survival: y is the first rounded tensor behind a site, y(0) without its update and y(B) with it, u the update of y in float64 and small:
-|u| / |y| = 4e-4. The share is <y(B) - y(0), u> / <u, u>, the mean of 8 seeds: 1 where nothing is lost, 0 where all of it is rounded away.
+Survival: y is the first rounded tensor behind a site, y(0) without its update and y(B) with it, u the update
+of y in float64 and small:
+|u| / |y| = 4e-4. The share is <y(B) - y(0), u> / <u, u>, the mean of 8 seeds: 1 where nothing is lost, 0
+where all of it is rounded away.
 
-Losses: the same weights, tokens (a small set of sequences, so that there is something to learn) and factors in every variant, LoRA on all
-projections, AdamW at 2e-4. A variant has a process of its own and is printed when it is done; losses go to exact.jsonl in $OUT.
+Losses: the same weights, tokens (a small set of sequences, so that there is something to learn) and factors
+in every variant, LoRA on all projections, AdamW at 2e-4. A variant has a process of its own and is printed
+when it is done; losses go to exact.jsonl in $OUT.
 """
 
 from __future__ import annotations
@@ -62,8 +69,11 @@ def share(site: Site, b: Tensor, change: Tensor) -> float:
     return float((moved * change).sum() / change.square().sum())
 
 
-def small(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(b of an update that is `SMALL` beside the layer's result, that result, the update), the last two in float64."""
+def small(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(b of an update that is `SMALL` beside the layer's result, that result, the update), the last two in
+    float64."""
     y = reference.wide(x).double() @ weight.double().T + (0.0 if bias is None else bias.double())
     b = (b * (SMALL * y.norm() / (x.double() @ a.double().T @ b.double().T).norm())).to(x.dtype)
     return b, y, (x @ a.T).double() @ b.double().T
@@ -74,11 +84,25 @@ def block_of(kind: str, size: str, rank: int, device: str, kernels: str, act: st
     width, columns, heads = SIZES[size]
     model: nn.Module
     if kind == "llama":
-        config = SHAPES["8b"] | {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": width, "intermediate_size": columns}
-        config |= {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "head_dim": width // heads}
+        config = SHAPES["8b"] | {
+            "num_hidden_layers": 1,
+            "vocab_size": 64,
+            "hidden_size": width,
+            "intermediate_size": columns,
+        }
+        config |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 4,
+            "head_dim": width // heads,
+        }
         model = LlamaForCausalLM(LlamaConfig(**config))
     else:
-        sizes = {"hidden_size": width, "intermediate_size": columns, "num_attention_heads": heads, "num_hidden_layers": 1}
+        sizes = {
+            "hidden_size": width,
+            "intermediate_size": columns,
+            "num_attention_heads": heads,
+            "num_hidden_layers": 1,
+        }
         model = BertModel(BertConfig(**sizes, vocab_size=64, hidden_act=act))  # biases are drawn below
     model = model.to(device, torch.bfloat16)
     petune.wrap(model, method="lora", r=rank, kernels=cast("Any", kernels))
@@ -98,15 +122,22 @@ def groups_of(block: FusedBlock) -> list[Group]:
 
 @torch.no_grad()
 def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
-    """The shares that survive at the sites of one group of a block, gate and up behind the activation if that adds their update."""
+    """The shares that survive at the sites of one group of a block, gate and up behind the activation if that
+    adds their update."""
     group, ops = groups_of(block)[at], block.spec.ops
     torch.manual_seed(seed)
     weight = torch.cat([part.weight for part in group.parts])
-    bias = None if group.parts[0].bias is None else torch.cat([cast("Tensor", part.bias) for part in group.parts])
+    bias = (
+        None
+        if group.parts[0].bias is None
+        else torch.cat([cast("Tensor", part.bias) for part in group.parts])
+    )
     x = torch.randn(512, weight.shape[1], device=weight.device, dtype=weight.dtype)
     drawn = torch.zeros(len(weight), sum(group.ranks), device=weight.device)
     for rows, ranks in zip(spans(group.widths), spans(group.ranks), strict=True):
-        drawn[rows, ranks] = torch.randn(rows.stop - rows.start, ranks.stop - ranks.start, device=weight.device)
+        drawn[rows, ranks] = torch.randn(
+            rows.stop - rows.start, ranks.stop - ranks.start, device=weight.device
+        )
     b, y, change = small(x, weight, bias, group.a, drawn)
 
     def site(b: Tensor | None) -> Tensor:
@@ -116,12 +147,16 @@ def of_group(block: FusedBlock, at: int, seed: int) -> dict[str, float]:
         out = group.product(h, s, inlet)
         if not group.defers:
             return out
-        m, _ = ops.activate(out, block.spec.program.sizes.act, block.spec.program.gated, group.deferred(s), None, group.paired)
+        m, _ = ops.activate(
+            out, block.spec.program.sizes.act, block.spec.program.gated, group.deferred(s), None, group.paired
+        )
         return cast("Tensor", m)
 
     if group.defers:
         act = partial(reference.activate, act=block.spec.program.sizes.act, gated=block.spec.program.gated)
-        return {"gate | up" if block.spec.program.gated else "up": share(site, b, act(y + change)[0] - act(y)[0])}
+        return {
+            "gate | up" if block.spec.program.gated else "up": share(site, b, act(y + change)[0] - act(y)[0])
+        }
     rows = dict(zip(_NAMES[at][-len(group.widths) :], spans(group.widths), strict=True))
     return {name: share(lambda b, own=own: site(b)[:, own], b, change[:, own]) for name, own in rows.items()}  # type: ignore[misc]
 
@@ -131,7 +166,8 @@ _NAMES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 @torch.no_grad()
 def of_site(ops: Ops | None, size: str, rank: int, device: str, seed: int, bias: bool = True) -> float:
-    """The share that survives at a tuned linear by itself, fused (T5, BART, layers that a plan cuts) or, without `ops`, not."""
+    """The share that survives at a tuned linear by itself, fused (T5, BART, layers that a plan cuts) or,
+    without `ops`, not."""
     torch.manual_seed(seed)
     width, columns, _ = SIZES[size]
     base = nn.Linear(width, columns, bias, device=device, dtype=torch.bfloat16).requires_grad_(False)
@@ -151,8 +187,11 @@ def of_site(ops: Ops | None, size: str, rank: int, device: str, seed: int, bias:
     return share(site, b, change)
 
 
-def survival(size: str, ranks: tuple[int, ...], device: str, seeds: int = SEEDS) -> Iterator[tuple[str, int, float]]:
-    """(site, rank, mean share) of every site: blocks of Llama and BERT, a linear by itself, one that is not fused."""
+def survival(
+    size: str, ranks: tuple[int, ...], device: str, seeds: int = SEEDS
+) -> Iterator[tuple[str, int, float]]:
+    """(site, rank, mean share) of every site: blocks of Llama and BERT, a linear by itself, one that is not
+    fused."""
     kernels = "reference" if device == "cpu" else "triton"
     ops = select(cast("Any", kernels), torch.device(device), torch.bfloat16) or reference_ops()
     for rank in ranks:
@@ -162,8 +201,16 @@ def survival(size: str, ranks: tuple[int, ...], device: str, seeds: int = SEEDS)
                 found = [of_group(block, at, seed) for seed in range(seeds)]
                 for name in found[0]:
                     yield f"{kind} {name}", rank, statistics.mean(one[name] for one in found)
-        for name, used, bias in (("linear", ops, False), ("linear with a bias", ops, True), ("kernels: off", None, True)):
-            yield name, rank, statistics.mean(of_site(used, size, rank, device, seed, bias) for seed in range(seeds))
+        for name, used, bias in (
+            ("linear", ops, False),
+            ("linear with a bias", ops, True),
+            ("kernels: off", None, True),
+        ):
+            yield (
+                name,
+                rank,
+                statistics.mean(of_site(used, size, rank, device, seed, bias) for seed in range(seeds)),
+            )
 
 
 # ------------------------------------------------------------------ losses
@@ -192,8 +239,12 @@ def build(variant: str, rank: int, seed: int, folder: Path) -> nn.Module:
 def _unsloth(rank: int, seed: int, folder: Path) -> nn.Module:
     from unsloth import FastLanguageModel
 
-    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=TOKENS, dtype=torch.bfloat16, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(model, r=rank, lora_alpha=2 * rank, lora_dropout=0, target_modules=TARGETS, bias="none")
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=TOKENS, dtype=torch.bfloat16, load_in_4bit=False
+    )
+    model = FastLanguageModel.get_peft_model(
+        model, r=rank, lora_alpha=2 * rank, lora_dropout=0, target_modules=TARGETS, bias="none"
+    )
     _draw(model, seed)
     return cast("nn.Module", model).train()
 
@@ -201,7 +252,10 @@ def _unsloth(rank: int, seed: int, folder: Path) -> nn.Module:
 def _draw(model: nn.Module, seed: int) -> None:
     """Factors A from one generator in the order of blocks and roles, B = 0; float32."""
     generator = torch.Generator(DEVICE).manual_seed(2 * seed + 1)
-    factors = {name.replace(".default", "").removeprefix("base_model.model."): value for name, value in model.named_parameters()}
+    factors = {
+        name.replace(".default", "").removeprefix("base_model.model."): value
+        for name, value in model.named_parameters()
+    }
     for name in sorted(name for name in factors if "lora_A" in name):
         value = factors[name]
         bound = value.shape[1] ** -0.5
@@ -220,11 +274,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def train(model: nn.Module, exact: bool, steps: int, seed: int) -> tuple[list[float], Tensor]:
-    """Losses of every step, and the gradients of a second pass at the start, when B is no longer zero, as one vector."""
+    """Losses of every step, and the gradients of a second pass at the start, when B is no longer zero, as one
+    vector."""
     parameters = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.0, fused=True)
     generator = torch.Generator(DEVICE).manual_seed(2 * seed + 2)
-    data = torch.randint(4, 2000, (BATCHES, ROWS, TOKENS if DEVICE == "cuda" else TOKENS // 8), device=DEVICE, generator=generator)
+    data = torch.randint(
+        4,
+        2000,
+        (BATCHES, ROWS, TOKENS if DEVICE == "cuda" else TOKENS // 8),
+        device=DEVICE,
+        generator=generator,
+    )
     losses, gradient = [], torch.empty(0)
     for step in range(steps):
         ids = data[step % BATCHES]
@@ -232,7 +293,9 @@ def train(model: nn.Module, exact: bool, steps: int, seed: int) -> tuple[list[fl
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if step == 1:
-            gradient = torch.cat([value.grad.float().flatten() for value in parameters if value.grad is not None])
+            gradient = torch.cat(
+                [value.grad.float().flatten() for value in parameters if value.grad is not None]
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss))
@@ -256,13 +319,24 @@ def compare(given: argparse.Namespace) -> None:
         folder = Path(temporary, "model")
         SHAPES["exact"] = SHAPES["8b"] | {"num_hidden_layers": given.layers, "vocab_size": 32000}
         if given.tiny:
-            SHAPES["exact"] |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+            SHAPES["exact"] |= {
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            }
             SHAPES["exact"] |= {"head_dim": 64, "vocab_size": 2000}
         prepare("exact", folder, DEVICE)
         torch.set_default_dtype(torch.float32)
         rows: list[dict[str, Any]] = []
         for name in names:
-            request = {"variant": name, "rank": given.rank, "seed": given.seed, "steps": given.steps, "folder": str(folder)}
+            request = {
+                "variant": name,
+                "rank": given.rank,
+                "seed": given.seed,
+                "steps": given.steps,
+                "folder": str(folder),
+            }
             rows.append(in_own_process(__file__, request, 600) | {"variant": name})
             with (out / "exact.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
@@ -277,12 +351,25 @@ def _print(rows: list[dict[str, Any]], folder: Path) -> None:
     if "losses" not in row:
         print(f"{row['variant']:24} {row.get('error')}", flush=True)
         return
-    found, wanted = (load_file(folder.with_name(f"{one['variant']}.safetensors"))["gradient"].double() for one in (row, rows[0]))
-    cosine = float(nn.functional.cosine_similarity(found, wanted, dim=0)) if found.shape == wanted.shape else float("nan")
+    found, wanted = (
+        load_file(folder.with_name(f"{one['variant']}.safetensors"))["gradient"].double()
+        for one in (row, rows[0])
+    )
+    cosine = (
+        float(nn.functional.cosine_similarity(found, wanted, dim=0))
+        if found.shape == wanted.shape
+        else float("nan")
+    )
     apart = [abs(a - b) for a, b in zip(row["losses"], exact, strict=True)]
-    again = f"again (step {2 * BATCHES + 1}) {row['losses'][2 * BATCHES]:.5f}" if len(exact) > 2 * BATCHES else ""
+    again = (
+        f"again (step {2 * BATCHES + 1}) {row['losses'][2 * BATCHES]:.5f}" if len(exact) > 2 * BATCHES else ""
+    )
     shown = f"{row['variant']:24} first {row['losses'][0]:.5f} {again} last {row['losses'][-1]:.5f}"
-    print(f"{shown}, mean |difference| {statistics.mean(apart):.2e}, largest {max(apart):.2e}, gradient cosine {cosine:.6f}", flush=True)
+    print(
+        f"{shown}, mean |difference| {statistics.mean(apart):.2e}, largest {max(apart):.2e}, gradient cosine"
+        f" {cosine:.6f}",
+        flush=True,
+    )
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -295,7 +382,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         apart = torch.tensor([abs(a - b) for a, b in zip(row["losses"], exact, strict=True)])
         turns = apart[: len(apart) // BATCHES * BATCHES].view(-1, BATCHES).mean(1)
         axes.plot(range(BATCHES, BATCHES * len(turns) + 1, BATCHES), turns, label=row["variant"])
-    axes.set(xlabel="step", ylabel="|loss - loss in float32|", yscale="log", title=f"LoRA r={rows[0]['rank']}, bf16, beside float32")
+    axes.set(
+        xlabel="step",
+        ylabel="|loss - loss in float32|",
+        yscale="log",
+        title=f"LoRA r={rows[0]['rank']}, bf16, beside float32",
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)
@@ -303,14 +395,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Read the words of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=("survival", "losses"), default="losses")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of factors and rows")
     parser.add_argument("--tiny", action="store_true", help="small layers, for a CPU")
-    parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, "peft", "unsloth"), help="float32 has to be the first")
+    parser.add_argument(
+        "--variants", nargs="+", choices=(*VARIANTS, "peft", "unsloth"), help="float32 has to be the first"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the differences (matplotlib)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,23 +1,29 @@
-"""Parallel training on the GPUs of one machine: is it right, how fast is it, what does communication cost, and what do peers reach.
+"""Parallel training on the GPUs of one machine: is it right, how fast is it, what does communication cost,
+and what do peers reach.
 
     PYTHONPATH=. python benchmarks/parallel.py --world 2            everything on two GPUs: parity, then speed
     PYTHONPATH=. python benchmarks/parallel.py --world 4 --only 'speed/tp*' parity
-    PYTHONPATH=. python benchmarks/parallel.py --world 2 --device cpu --shape tiny      every path without a GPU, with gloo
+    PYTHONPATH=. python benchmarks/parallel.py --world 2 --device cpu --shape tiny      every path without a
+                                                                                        GPU, with gloo
 
-It starts its own ranks: every job has fresh processes, forked from this one, which has imported everything and never touches a GPU. So
-a job that fails, runs out of memory or hangs is ended and recorded, and the next one begins with empty devices. Jobs go by importance,
-and those for which `--budget` seconds do not suffice are listed as not run. Results are written after every job, to parallel-WORLD.json and
-parallel-WORLD.md in the folder $OUT, or the working directory.
+It starts its own ranks: every job has fresh processes, forked from this one, which has imported everything
+and never touches a GPU. So a job that fails, runs out of memory or hangs is ended and recorded, and the next
+one begins with empty devices. Jobs go by importance, and those for which `--budget` seconds do not suffice
+are listed as not run. Results are written after every job, to parallel-WORLD.json and parallel-WORLD.md in
+the folder $OUT, or the working directory.
 
-Parity: tiny models in float32 without TF32 (and one in bf16), every gradient under a plan beside plain autograd on one device.
+Parity: tiny models in float32 without TF32 (and one in bf16), every gradient under a plan beside plain
+autograd on one device.
 
-Speed: a Llama-3.1-8B shape with random weights, LoRA r=16 on all projections, bf16 weights under autocast, float32 factors, AdamW, rows of
-2,048 tokens, dropout 0, no clipping. A step is forward, backward, every sum over ranks and the update; ranks meet before it, and it is
-over when the last rank is done. `one` and `peft` are one GPU with 4 rows, by petune and by transformers + peft; what splits rows has 4 rows
-per GPU; what cuts the model is measured with 4 rows in all and with 4 per GPU. Peers: peft under torch's DDP, and under FSDP2 block by
-block in bf16.
+Speed: a Llama-3.1-8B shape with random weights, LoRA r=16 on all projections, bf16 weights under autocast,
+float32 factors, AdamW, rows of 2,048 tokens, dropout 0, no clipping. A step is forward, backward, every sum
+over ranks and the update; ranks meet before it, and it is over when the last rank is done. `one` and `peft`
+are one GPU with 4 rows, by petune and by transformers + peft; what splits rows has 4 rows per GPU; what cuts
+the model is measured with 4 rows in all and with 4 per GPU. Peers: peft under torch's DDP, and under FSDP2
+block by block in bf16.
 
-The file is long because what is measured, how ranks are started and what is printed belong to one program that has to work alone.
+The file is long because what is measured, how ranks are started and what is printed belong to one program
+that has to work alone.
 """
 
 from __future__ import annotations
@@ -62,7 +68,18 @@ from petune.kernels.fuse import fuse, fuse_modules
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig, make_config
 from petune.models import family_of
-from petune.parallel import Mesh, Objective, ParallelConfig, ParallelPlan, Runner, alone, describe, make_mesh, make_plan, parallelize
+from petune.parallel import (
+    Mesh,
+    Objective,
+    ParallelConfig,
+    ParallelPlan,
+    Runner,
+    alone,
+    describe,
+    make_mesh,
+    make_plan,
+    parallelize,
+)
 from petune.parallel.configs import BACKENDS
 from petune.parallel.launch import process_group
 from petune.run.evaluate import outputs_of
@@ -86,7 +103,8 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not start CUDA in the process that forks
+    # asking whether there is a GPU must not start CUDA in the process that forks
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -135,7 +153,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Job:
-    """Something that `ranks` fresh processes do together. `run` is a key of RUNS; `rows` are those of a step on all ranks."""
+    """Something that `ranks` fresh processes do together. `run` is a key of RUNS; `rows` are those of a step
+    on all ranks."""
 
     name: str
     run: str
@@ -193,12 +212,20 @@ def backends(world: int) -> dict[str, Axes]:
         "galaxy-overlap": {"galaxy": {**both, "sequence": sequence, "overlap": True}},
         "galaxy2": {"galaxy2": {"heads": heads, "sequence": sequence}},
         "pp": {"pp": {"stages": [2, 1] if world == 2 else [1, 1, 2, 1], "microbatches": world + 1}},
-        "pp-interleaved": {"pp": {"size": 2, "stages": [2, 1, 1, 1], "schedule": "interleaved", "microbatches": 4}},
-        "pp-zero-bubble": {"pp": {"size": 2, "stages": [2, 1, 1, 1], "schedule": "zero-bubble", "microbatches": 4}},
+        "pp-interleaved": {
+            "pp": {"size": 2, "stages": [2, 1, 1, 1], "schedule": "interleaved", "microbatches": 4}
+        },
+        "pp-zero-bubble": {
+            "pp": {"size": 2, "stages": [2, 1, 1, 1], "schedule": "zero-bubble", "microbatches": 4}
+        },
     }
     if world == 4:
         del found["pp-interleaved"], found["pp-zero-bubble"]
-        two: Axes = {"dp": {"shares": [2, 1]}, "pp": {"stages": [2, 1], "microbatches": 2}, "tp": {"heads": [6, 2], "columns": [72, 24]}}
+        two: Axes = {
+            "dp": {"shares": [2, 1]},
+            "pp": {"stages": [2, 1], "microbatches": 2},
+            "tp": {"heads": [6, 2], "columns": [72, 24]},
+        }
         two["galaxy"] = {**two["tp"], "sequence": [3, 1]}
         for one, other in (("dp", "tp"), ("dp", "galaxy"), ("dp", "pp"), ("tp", "pp"), ("galaxy", "pp")):
             found[f"{one} x {other}"] = {one: two[one], other: two[other]}
@@ -207,17 +234,32 @@ def backends(world: int) -> dict[str, Axes]:
 
 
 def parity_jobs(world: int) -> list[Job]:
-    """Every plan on a decoder and an encoder, LoRA and full, in float32; and LoRA on a wider decoder in bf16."""
+    """Every plan on a decoder and an encoder, LoRA and full, in float32; and LoRA on a wider decoder in
+    bf16."""
     cells = []
     for name, axes in backends(world).items():
         for model in ("llama-causal", "bert-classify"):
             for method in ("lora", "full"):
-                own = {axis: {key: value for key, value in one.items() if key != "vocabulary"} for axis, one in axes.items()}
+                own = {
+                    axis: {key: value for key, value in one.items() if key != "vocabulary"}
+                    for axis, one in axes.items()
+                }
                 cells.append((name, axes if model == "llama-causal" else own, model, method, "fp32"))
         cells.append((name, axes, "llama-causal", "lora", "bf16"))
     cells.sort(key=lambda cell: cell[4] == "bf16")
     return [
-        Job(f"parity/{name}/{model}/{method}/{dtype}", "parity", world, axes, 6, False, model, method, dtype, 20)
+        Job(
+            f"parity/{name}/{model}/{method}/{dtype}",
+            "parity",
+            world,
+            axes,
+            6,
+            False,
+            model,
+            method,
+            dtype,
+            20,
+        )
         for name, axes, model, method, dtype in cells
     ]
 
@@ -245,7 +287,10 @@ def speed_jobs(world: int, rows: int) -> list[Job]:
     ]
     for total in (many, rows):
         jobs += [ours("tp", total, **cut("tp")), ours("tp overlap", total, **cut("tp", overlap=True))]
-        jobs += [ours("galaxy", total, **cut("galaxy")), ours("galaxy overlap", total, **cut("galaxy", overlap=True))]
+        jobs += [
+            ours("galaxy", total, **cut("galaxy")),
+            ours("galaxy overlap", total, **cut("galaxy", overlap=True)),
+        ]
         jobs += [ours("pp", total, **pipeline(total))]
     jobs += [ours(f"sp {way}", many, **cut("sp", exchange=way)) for way in ("gather", "ulysses", "ring")]
     if world == 4:
@@ -256,7 +301,8 @@ def speed_jobs(world: int, rows: int) -> list[Job]:
 
 
 def all_jobs(options: Options, only: Sequence[str], skip: Sequence[str]) -> list[Job]:
-    """What is to be done, in order: a look at the machine, parity, speed. `only` and `skip`: patterns or beginnings of names."""
+    """What is to be done, in order: a look at the machine, parity, speed. `only` and `skip`: patterns or
+    beginnings of names."""
     found = [Job("probe", "probe", options.world), Job("join", "join", options.world, limit=40)]
     if options.world in (2, 4):
         found += parity_jobs(options.world)
@@ -299,7 +345,11 @@ class Here:
 
     def allocated(self, peak: bool = False) -> float:
         """GiB of tensors on the device, now or at most since the last reset; 0 on a CPU."""
-        return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / GIB if self.cuda else 0.0
+        return (
+            (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / GIB
+            if self.cuda
+            else 0.0
+        )
 
 
 def probe(job: Job, here: Here, options: Options) -> dict[str, Any]:
@@ -315,7 +365,9 @@ def probe(job: Job, here: Here, options: Options) -> dict[str, Any]:
         dist.all_reduce(x)
         here.sync()
         times.append(time.perf_counter() - began)
-    bandwidth = 2 * (here.world - 1) / here.world * x.numel() * x.element_size() / statistics.median(times) / 1e9
+    bandwidth = (
+        2 * (here.world - 1) / here.world * x.numel() * x.element_size() / statistics.median(times) / 1e9
+    )
     name = torch.cuda.get_device_name() if here.cuda else "CPU"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if here.cuda else "-"
     return {"device": name, "nccl": nccl, "all_reduce_GB_per_s": round(bandwidth, 1)}
@@ -338,7 +390,9 @@ def settings_of(axes: Axes) -> ParallelConfig:
     """The axes as a recipe's `parallel` would give them."""
     makers: dict[str, Any] = dict(BACKENDS)
     made: dict[str, Any] = {
-        name: makers[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
+        name: makers[name](
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
+        )
         for name, one in axes.items()
     }
     return ParallelConfig(**made)
@@ -365,13 +419,15 @@ def _mesh(sizes: tuple[int, int, int], device: torch.device) -> Mesh:
 
 
 def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
-    """Loss and every gradient of one step under the plan, beside plain autograd in float32 on this rank's device alone.
+    """Loss and every gradient of one step under the plan, beside plain autograd in float32 on this rank's
+    device alone.
 
     own: how far plain autograd in bf16 is from that.
     """
     task, wide = job.model.partition("-")[2], job.dtype == "bf16"
     dtype = torch.bfloat16 if wide else torch.float32
-    # By columns and heads the wider model has the same lists. It is of a size that fused kernels of attention take.
+    # By columns and heads the wider model has the same lists. It is of a size that fused kernels of attention
+    # take.
     sizes: dict[str, Any] = {"hidden_size": 256, "max_position_embeddings": 256} if wide else {}
     batch = zoo.batch(job.model, rows=job.rows, length=192 if wide else 13)
     config = settings_of(job.axes)
@@ -385,13 +441,26 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
         return model.train()
 
     objective, total = objective_of(task, here, dtype), count(batch)
-    loss, expected = _in_one_process(made().float(), batch, objective_of(task, here, torch.float32), total, here)
-    own = _differences(_in_one_process(made(), batch, objective, total, here)[1], expected)["of_norm"] if wide else 0.0
+    loss, expected = _in_one_process(
+        made().float(), batch, objective_of(task, here, torch.float32), total, here
+    )
+    own = (
+        _differences(_in_one_process(made(), batch, objective, total, here)[1], expected)["of_norm"]
+        if wide
+        else 0.0
+    )
     model = made()
-    plan = make_plan(config, family_of(model), model.config, here.world, job.rows, vocabulary_head=task != "classify")
+    plan = make_plan(
+        config, family_of(model), model.config, here.world, job.rows, vocabulary_head=task != "classify"
+    )
     mesh = replace(_mesh((plan.dp, plan.tp, plan.pp), here.device), plan=plan)
     runner = Runner(parallelize(model, family_of(model), plan, mesh, objective.tuned), objective)
-    fuse_modules(runner.modules, "off" if job.method == "full" else options.kernels, here.device, "this is about single modules")
+    fuse_modules(
+        runner.modules,
+        "off" if job.method == "full" else options.kernels,
+        here.device,
+        "this is about single modules",
+    )
     mine = runner.share(list(range(job.rows)))
     part = {name: value[mine] for name, value in batch.items()} | {"rows": torch.tensor(mine)}
     found = runner.backward([part], total)
@@ -400,7 +469,9 @@ def parity(job: Job, here: Here, options: Options) -> dict[str, Any]:
     return answer | (_differences(gradients, expected) if mesh.main else {})
 
 
-def _in_one_process(model: nn.Module, batch: Batch, objective: Objective, total: float, here: Here) -> tuple[float, dict[str, Tensor]]:
+def _in_one_process(
+    model: nn.Module, batch: Batch, objective: Objective, total: float, here: Here
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients by the model's own forward pass and autograd, without a group, stacks or hooks."""
     model.to(here.device)
     batch = {name: value.to(here.device) for name, value in batch.items()}
@@ -408,7 +479,9 @@ def _in_one_process(model: nn.Module, batch: Batch, objective: Objective, total:
         outputs = objective.forward(model, batch)
     loss = objective.loss(outputs, batch) / total
     loss.backward()
-    return float(loss.detach()), {name: _gradient(value).cpu() for name, value in tuned_parameters(model).items()}
+    return float(loss.detach()), {
+        name: _gradient(value).cpu() for name, value in tuned_parameters(model).items()
+    }
 
 
 def _gradient(value: nn.Parameter) -> Tensor:
@@ -416,21 +489,35 @@ def _gradient(value: nn.Parameter) -> Tensor:
 
 
 def _differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
-    """The largest difference of an entry; the same over the largest entry of its tensor (or a hundredth of the largest of all, as some
-    gradients are zero but for rounding); and the difference over the norm, of all gradients as one vector."""
+    """The largest difference of an entry; the same over the largest entry of its tensor (or a hundredth of
+    the largest of all, as some gradients are zero but for rounding); and the difference over the norm, of all
+    gradients as one vector."""
     if found.keys() != expected.keys():
         raise RuntimeError(f"other tensors train: {sorted(found.keys() ^ expected.keys())[:4]}")
     pairs = {name: (found[name].double(), value.double()) for name, value in expected.items()}
     largest = max(float(value.abs().max()) for _, value in pairs.values())
     each = {name: float((one - value).abs().max()) for name, (one, value) in pairs.items()}
-    relative = {name: each[name] / max(float(value.abs().max()), largest / 100) for name, (_, value) in pairs.items()}
-    worst = max(relative, key=lambda name: relative[name] if relative[name] == relative[name] else float("inf"))
-    squares = [(float((one - value).square().sum()), float(value.square().sum())) for one, value in pairs.values()]
+    relative = {
+        name: each[name] / max(float(value.abs().max()), largest / 100) for name, (_, value) in pairs.items()
+    }
+    worst = max(
+        relative, key=lambda name: relative[name] if relative[name] == relative[name] else float("inf")
+    )
+    squares = [
+        (float((one - value).square().sum()), float(value.square().sum())) for one, value in pairs.values()
+    ]
     of_norm = (sum(one for one, _ in squares) / sum(value for _, value in squares)) ** 0.5
-    return {"difference": max(each.values()), "relative": relative[worst], "of_norm": of_norm, "tensors": len(each), "worst": worst}
+    return {
+        "difference": max(each.values()),
+        "relative": relative[worst],
+        "of_norm": of_norm,
+        "tensors": len(each),
+        "worst": worst,
+    }
 
 
-# float32 sums in another order: of the norm, and of the largest entry of any tensor. A sum that is missing is wrong by its whole size.
+# float32 sums in another order: of the norm, and of the largest entry of any tensor. A sum that is missing is
+# wrong by its whole size.
 CLOSE, CLOSE_ENTRY = 1e-5, 1e-3
 
 
@@ -453,7 +540,9 @@ def base_model(shape: Shape, here: Here) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(here.device):
         made: nn.Module = AutoModelForCausalLM.from_config(
-            LlamaConfig(**shape.config, tie_word_embeddings=False), dtype=torch.bfloat16, attn_implementation="sdpa"
+            LlamaConfig(**shape.config, tie_word_embeddings=False),
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
         )
     return made
 
@@ -461,7 +550,9 @@ def base_model(shape: Shape, here: Here) -> nn.Module:
 def rows_of(shape: Shape, total: int, chosen: Sequence[int], here: Here) -> Batch:
     """These of the `total` random rows of a step, on the device."""
     draw = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, shape.config["vocab_size"], (total, shape.tokens), generator=draw)[list(chosen)].to(here.device)
+    ids = torch.randint(0, shape.config["vocab_size"], (total, shape.tokens), generator=draw)[
+        list(chosen)
+    ].to(here.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
@@ -474,7 +565,9 @@ def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     plan = make_plan(settings_of(job.axes), family, model.config, here.world, job.rows)
     mesh = make_mesh(plan, here.device) if here.world > 1 else alone(here.device)
     objective = objective_of("causal", here, torch.bfloat16)
-    runner = Runner(parallelize(model, family, plan, mesh, objective.tuned, recompute=job.recompute), objective)
+    runner = Runner(
+        parallelize(model, family, plan, mesh, objective.tuned, recompute=job.recompute), objective
+    )
     if plan.unfused is not None:  # as `petune train` does
         fuse_modules(runner.modules, options.kernels, here.device, plan.unfused)
     else:
@@ -502,7 +595,9 @@ def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
         raise RuntimeError("peft is not installed here")
     shape = SHAPES[options.shape]
     base: Any = base_model(shape, here)
-    config = peft.LoraConfig(r=shape.r, lora_alpha=2 * shape.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=shape.r, lora_alpha=2 * shape.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM"
+    )
     model: Any = peft.get_peft_model(base, config)
     if job.recompute:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -511,11 +606,15 @@ def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     if job.run == "fsdp2":
         _fully_shard(model, here)
     if job.run == "ddp":
-        model = DistributedDataParallel(model, device_ids=[here.device.index] if here.cuda else None, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(
+            model, device_ids=[here.device.index] if here.cuda else None, gradient_as_bucket_view=True
+        )
     del base
     own = job.rows // here.world
     batch = rows_of(shape, job.rows, range(own * here.rank, own * (here.rank + 1)), here)
-    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-4, fused=here.cuda)
+    optimizer = torch.optim.AdamW(
+        [value for value in model.parameters() if value.requires_grad], lr=1e-4, fused=here.cuda
+    )
 
     def step() -> Tensor:
         # FSDP2's policy casts by itself; the others train as transformers' Trainer does with bf16
@@ -530,7 +629,8 @@ def peer_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
 
 
 def _fully_shard(model: Any, here: Here) -> None:
-    """torch's FSDP2 as its tutorials have it: every block a unit, then the root; computed in bf16, gradients reduced in float32."""
+    """torch's FSDP2 as its tutorials have it: every block a unit, then the root; computed in bf16, gradients
+    reduced in float32."""
     mesh = init_device_mesh(here.device.type, (here.world,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     units = [*model.get_base_model().model.layers, model]
@@ -542,7 +642,8 @@ def _fully_shard(model: Any, here: Here) -> None:
 
 
 def measured(step: Callable[[], float | Tensor], here: Here, options: Options) -> dict[str, Any]:
-    """Seconds of each step, GiB after placing and at the peak of the steps, and losses; this rank's, and what a profile of a step says."""
+    """Seconds of each step, GiB after placing and at the peak of the steps, and losses; this rank's, and what
+    a profile of a step says."""
     gc.collect()
     if here.cuda:
         torch.cuda.empty_cache()
@@ -571,7 +672,8 @@ def measured(step: Callable[[], float | Tensor], here: Here, options: Options) -
 
 
 def _profile(step: Callable[[], Any], here: Here) -> dict[str, Any]:
-    """One step under the profiler; what it cannot say is said to be missing, as the times are measured already."""
+    """One step under the profiler; what it cannot say is said to be missing, as the times are measured
+    already."""
     here.meet()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -579,7 +681,11 @@ def _profile(step: Callable[[], Any], here: Here) -> dict[str, Any]:
                 step()
                 here.sync()
             profiler.export_chrome_trace(f"{folder}/trace.json")
-            return {"profile": shares(json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace")))}
+            return {
+                "profile": shares(
+                    json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace"))
+                )
+            }
         except Exception as error:
             return {"profile_error": f"{type(error).__name__}: {error}"[:300]}
 
@@ -587,8 +693,8 @@ def _profile(step: Callable[[], Any], here: Here) -> dict[str, Any]:
 def shares(trace: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of one step on one GPU, from its first kernel to the end of its last.
 
-    communication: some NCCL kernel runs, waiting for other ranks included. exposed: of that, no other kernel runs beside it. compute: some
-    other kernel or copy runs. idle: nothing runs.
+    communication: some NCCL kernel runs, waiting for other ranks included. exposed: of that, no other kernel
+    runs beside it. compute: some other kernel or copy runs. idle: nothing runs.
     """
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in trace["traceEvents"]:
@@ -631,14 +737,22 @@ RUNS: dict[str, Callable[[Job, Here, Options], dict[str, Any]]] = {
 # ------------------------------------------------------------------ starting ranks
 
 
-def rank_main(rank: int, port: int, folder: str, ends: Sequence[Pair], jobs: Sequence[Job], options: Options) -> None:
-    """Do the jobs and answer each; stay until this process's parent has heard of every rank, then leave without tidying up."""
+def rank_main(
+    rank: int, port: int, folder: str, ends: Sequence[Pair], jobs: Sequence[Job], options: Options
+) -> None:
+    """Do the jobs and answer each; stay until this process's parent has heard of every rank, then leave
+    without tidying up."""
     for other, (theirs, mine) in enumerate(ends):  # of a rank that dies, nobody else may hold an end open
         theirs.close()
         if other != rank:
             mine.close()
     end, world = ends[rank][1], len(ends)
-    os.environ |= ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= ENVIRONMENT | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def say(kind: str, value: Any) -> None:
@@ -683,7 +797,8 @@ def _enter(rank: int, world: int, port: int, grouped: bool, options: Options) ->
 
 
 def attempt(jobs: Sequence[Job], options: Options, until: float) -> Iterator[Outcome]:
-    """Fresh ranks for jobs of one world size, and their outcomes up to the first that fails or time `until`."""
+    """Fresh ranks for jobs of one world size, and their outcomes up to the first that fails or time
+    `until`."""
     world = jobs[0].ranks
     context: Any = multiprocessing.get_context(options.start)
     with socket.socket() as taken:
@@ -691,7 +806,10 @@ def attempt(jobs: Sequence[Job], options: Options, until: float) -> Iterator[Out
         port = taken.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe() for _ in range(world)]
-        ranks = [context.Process(target=rank_main, args=(rank, port, folder, ends, jobs, options), daemon=True) for rank in range(world)]
+        ranks = [
+            context.Process(target=rank_main, args=(rank, port, folder, ends, jobs, options), daemon=True)
+            for rank in range(world)
+        ]
         try:
             for rank in ranks:
                 rank.start()
@@ -711,7 +829,9 @@ def attempt(jobs: Sequence[Job], options: Options, until: float) -> Iterator[Out
                 rank.join(20.0)
 
 
-def _outcomes(jobs: Sequence[Job], ends: Sequence[Connection], ranks: Sequence[Any], folder: str, until: float) -> Iterator[Outcome]:
+def _outcomes(
+    jobs: Sequence[Job], ends: Sequence[Connection], ranks: Sequence[Any], folder: str, until: float
+) -> Iterator[Outcome]:
     extra = 30.0  # processes start and meet
     for job in jobs:
         began = time.monotonic()
@@ -724,7 +844,9 @@ def _outcomes(jobs: Sequence[Job], ends: Sequence[Connection], ranks: Sequence[A
         extra = 0.0
 
 
-def _answers(ends: Sequence[Connection], ranks: Sequence[Any], folder: str, limit: float) -> tuple[list[dict[str, Any]], str]:
+def _answers(
+    ends: Sequence[Connection], ranks: Sequence[Any], folder: str, limit: float
+) -> tuple[list[dict[str, Any]], str]:
     """Every rank's answer to the job that runs, or what went wrong first."""
     answers: dict[int, dict[str, Any]] = {}
     failed: dict[int, str] = {}
@@ -769,9 +891,11 @@ def _whereabouts(rank: int, process: Any, folder: str) -> str:
 
 
 def outcomes(jobs: Sequence[Job], options: Options, budget: float, parity_budget: float) -> Iterator[Outcome]:
-    """Every job's outcome, in order. A case of speed that runs out of memory is tried again with activations recomputed.
+    """Every job's outcome, in order. A case of speed that runs out of memory is tried again with activations
+    recomputed.
 
-    What of parity is left when `parity_budget` seconds are spent on it, as hung cells may take long, comes after all else.
+    What of parity is left when `parity_budget` seconds are spent on it, as hung cells may take long, comes
+    after all else.
     """
     until, left = time.monotonic() + budget, list(jobs)
     while left:
@@ -782,11 +906,16 @@ def outcomes(jobs: Sequence[Job], options: Options, budget: float, parity_budget
         of_parity = left[0].run == "parity" and len(together) < len(left)
         for outcome in attempt(together, options, min(until, began + parity_budget) if of_parity else until):
             if "Cannot re-initialize CUDA in forked" in outcome.error:
-                options = replace(options, start="spawn")  # something imported has touched a GPU: start over, with fresh interpreters
+                # something imported has touched a GPU: start over, with fresh interpreters
+                options = replace(options, start="spawn")
                 break
             done += 1
             yield outcome
-            if "OutOfMemoryError" in outcome.error and outcome.job.run != "parity" and not outcome.job.recompute:
+            if (
+                "OutOfMemoryError" in outcome.error
+                and outcome.job.run != "parity"
+                and not outcome.job.recompute
+            ):
                 left.insert(done, replace(outcome.job, name=f"{outcome.job.name}/recompute", recompute=True))
         del left[:done]
         parity_budget -= time.monotonic() - began if of_parity else 0.0
@@ -825,8 +954,12 @@ def row(outcome: Outcome, options: Options) -> dict[str, Any]:
         "peak_GiB": [answer["peak_GiB"] for answer in answers],
         "reserved_GiB": [answer["reserved_GiB"] for answer in answers],
         "losses": [statistics.mean(answer["losses"][at] for answer in answers) for at in (0, 1)],
-        "profile": {key: statistics.mean(one[key] for one in profiles) for key in profiles[0]} if profiles else None,
-        "profile_error": next((answer["profile_error"] for answer in answers if "profile_error" in answer), None),
+        "profile": (
+            {key: statistics.mean(one[key] for one in profiles) for key in profiles[0]} if profiles else None
+        ),
+        "profile_error": next(
+            (answer["profile_error"] for answer in answers if "profile_error" in answer), None
+        ),
         "seconds": outcome.seconds,
     }
 
@@ -839,12 +972,18 @@ def line(outcome: Outcome, options: Options) -> str:
     if job.run == "parity":
         first = outcome.answers[0]
         loss = max(answer["loss_difference"] for answer in outcome.answers)
-        numbers = f"loss {loss:.1e}, gradient {first['difference']:.1e}, relative {first['relative']:.1e}, of norm {first['of_norm']:.1e}"
+        numbers = (
+            f"loss {loss:.1e}, gradient {first['difference']:.1e}, relative {first['relative']:.1e}, of norm"
+            f" {first['of_norm']:.1e}"
+        )
         return f"{'PASS' if passes(outcome) else 'FAIL'}  {job.name}: {numbers}, {first['tensors']} tensors"
     if job.run in ("probe", "join"):
         return f"ok    {job.name}: {outcome.answers[0]}"
     found = row(outcome, options)
-    text = f"{found['tokens_per_s']:,.0f} tokens/s, step {1e3 * found['step_s']:.0f} ms, peak {max(found['peak_GiB']):.1f} GiB"
+    text = (
+        f"{found['tokens_per_s']:,.0f} tokens/s, step {1e3 * found['step_s']:.0f} ms, peak"
+        f" {max(found['peak_GiB']):.1f} GiB"
+    )
     return f"ok    {job.name}: {text}, loss {found['losses'][0]:.4f}  [{outcome.seconds:.0f} s]"
 
 
@@ -855,14 +994,23 @@ def markdown(done: Sequence[Outcome], options: Options, cells: bool = True) -> s
     parts += _parity_table([outcome for outcome in done if outcome.job.run == "parity"], cells)
     parts += _speed_table(speed)
     parts += _profile_table([found for found in speed if found.get("profile")])
-    failures = [f"- {outcome.job.name}: {outcome.error.splitlines()[-1][:300]}" for outcome in done if outcome.error]
+    failures = [
+        f"- {outcome.job.name}: {outcome.error.splitlines()[-1][:300]}" for outcome in done if outcome.error
+    ]
     return "\n".join([*parts, "", "## Failures and what was not run", "", *(failures or ["none"])]) + "\n"
 
 
 def _heading(done: Sequence[Outcome]) -> str:
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {getattr(peft, '__version__', '-')}"
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, peft"
+        f" {getattr(peft, '__version__', '-')}"
+    )
     probes = [outcome.answers[0] for outcome in done if outcome.job.run == "probe" and outcome.answers]
-    machine = f"{probes[0]['device']}, NCCL {probes[0]['nccl']}, all-reduce {probes[0]['all_reduce_GB_per_s']} GB/s" if probes else "-"
+    machine = (
+        f"{probes[0]['device']}, NCCL {probes[0]['nccl']}, all-reduce {probes[0]['all_reduce_GB_per_s']} GB/s"
+        if probes
+        else "-"
+    )
     return f"\n{time.strftime('%Y-%m-%d')}: {versions}, Python {platform.python_version()}; {machine}"
 
 
@@ -870,37 +1018,71 @@ def _parity_table(done: Sequence[Outcome], cells: bool) -> list[str]:
     if not done:
         return []
     rows = ["", "## Parity with one process", ""]
-    rows.append(f"{sum(map(passes, done))} of {len(done)} cells agree: float32 within {CLOSE} by the norm and {CLOSE_ENTRY} by any entry;")
+    rows.append(
+        f"{sum(map(passes, done))} of {len(done)} cells agree: float32 within {CLOSE} by the norm and"
+        f" {CLOSE_ENTRY} by any entry;"
+    )
     rows += ["bf16, by the norm, within 1.5 times the distance of one process in bf16 from float32.", ""]
     if cells:
-        rows += ["| plan | model | method | dtype | loss | gradient | relative | of norm | one process | |", "|---" * 10 + "|"]
+        rows += [
+            "| plan | model | method | dtype | loss | gradient | relative | of norm | one process | |",
+            "|---" * 10 + "|",
+        ]
     for outcome in done if cells else ():
         job, first = outcome.job, (outcome.answers or [{}])[0]
-        numbers = [f"{first[key]:.1e}" if key in first else "-" for key in ("loss_difference", "difference", "relative", "of_norm", "own")]
+        numbers = [
+            f"{first[key]:.1e}" if key in first else "-"
+            for key in ("loss_difference", "difference", "relative", "of_norm", "own")
+        ]
         verdict = "PASS" if passes(outcome) else "FAIL"
-        rows.append("| " + " | ".join([job.name.split("/")[1], job.model, job.method, job.dtype, *numbers, verdict]) + " |")
+        rows.append(
+            "| "
+            + " | ".join([job.name.split("/")[1], job.model, job.method, job.dtype, *numbers, verdict])
+            + " |"
+        )
     return rows
 
 
 def _speed_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
-    head = "| case | rows | tokens/s | of one GPU | step ms (quartiles) | GiB placed | GiB peak | loss, first and last |"
+    head = (
+        "| case | rows | tokens/s | of one GPU | step ms (quartiles) | GiB placed | GiB peak | loss, first"
+        " and last |"
+    )
     found = ["", "## Speed", "", head, "|---|---|---|---|---|---|---|---|"]
     alone_by = {
-        name: one["tokens_per_s"] for one in rows for name in ("one", "peft") if one["name"].split("/")[1] == name and "plan" in one
+        name: one["tokens_per_s"]
+        for one in rows
+        for name in ("one", "peft")
+        if one["name"].split("/")[1] == name and "plan" in one
     }
     for one in rows:
         name = _title(one)
         if "error" in one:
-            found.append(f"| {name} | {one['rows']} | {one['error'].splitlines()[-1][:120].replace('|', '/')} | | | | | |")
+            found.append(
+                f"| {name} | {one['rows']} | {one['error'].splitlines()[-1][:120].replace('|', '/')} | | |"
+                " | | |"
+            )
             continue
         base = alone_by.get("peft" if name.startswith("peft") else "one")
         times = f"{base and one['tokens_per_s'] / base:.2f} x" if base else "-"
         quartiles = " to ".join(f"{1e3 * value:.0f}" for value in one["quartiles_s"])
-        placed, peak = (" ".join(f"{value:.1f}" for value in sorted(set(one[key]))) for key in ("placed_GiB", "peak_GiB"))
-        cells = [name, one["rows"], f"{one['tokens_per_s']:,.0f}", times, f"{1e3 * one['step_s']:.0f} ({quartiles})", placed, peak]
-        found.append("| " + " | ".join(map(str, cells)) + f" | {one['losses'][0]:.4f} {one['losses'][1]:.4f} |")
+        placed, peak = (
+            " ".join(f"{value:.1f}" for value in sorted(set(one[key]))) for key in ("placed_GiB", "peak_GiB")
+        )
+        cells = [
+            name,
+            one["rows"],
+            f"{one['tokens_per_s']:,.0f}",
+            times,
+            f"{1e3 * one['step_s']:.0f} ({quartiles})",
+            placed,
+            peak,
+        ]
+        found.append(
+            "| " + " | ".join(map(str, cells)) + f" | {one['losses'][0]:.4f} {one['losses'][1]:.4f} |"
+        )
     return found
 
 
@@ -917,9 +1099,12 @@ def _profile_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for one in rows:
         share = one["profile"]
         parts = [
-            f"{share[key]:.0f} ({share[key] / share['span_ms']:.0%})" for key in ("compute_ms", "communication_ms", "exposed_ms", "idle_ms")
+            f"{share[key]:.0f} ({share[key] / share['span_ms']:.0%})"
+            for key in ("compute_ms", "communication_ms", "exposed_ms", "idle_ms")
         ]
-        found.append(f"| {_title(one)} | {one['rows']} | {share['span_ms']:.0f} | " + " | ".join(parts) + " |")
+        found.append(
+            f"| {_title(one)} | {one['rows']} | {share['span_ms']:.0f} | " + " | ".join(parts) + " |"
+        )
     return found
 
 
@@ -927,7 +1112,11 @@ def write(done: Sequence[Outcome], options: Options, folder: Path) -> None:
     """What is known so far, on disk."""
     found = {
         "options": asdict(options),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "peft": getattr(peft, "__version__", None)},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "peft": getattr(peft, "__version__", None),
+        },
         "speed": [row(outcome, options) for outcome in done if outcome.job.name.startswith("speed/")],
         "outcomes": [asdict(outcome) for outcome in done],
     }
@@ -937,23 +1126,52 @@ def write(done: Sequence[Outcome], options: Options, folder: Path) -> None:
 
 def main() -> int:
     """Do the jobs; 1 when a parity cell or a job failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="jobs by pattern or beginning: parity 'speed/tp*'")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="jobs by pattern or beginning: parity 'speed/tp*'",
+    )
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--warm", type=int, default=3, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=6, help="steps that count")
     parser.add_argument("--budget", type=float, default=440, help="seconds after which no job begins")
-    parser.add_argument("--parity-budget", type=float, default=150, help="seconds after which parity waits for speed to be done")
-    parser.add_argument("--kernels", choices=get_args(KernelsName), default="auto", help="of petune's jobs, as in a recipe")
+    parser.add_argument(
+        "--parity-budget",
+        type=float,
+        default=150,
+        help="seconds after which parity waits for speed to be done",
+    )
+    parser.add_argument(
+        "--kernels", choices=get_args(KernelsName), default="auto", help="of petune's jobs, as in a recipe"
+    )
     parser.add_argument("--no-profile", action="store_true")
-    parser.add_argument("--start", choices=("fork", "spawn"), default="fork", help="how ranks begin; spawn imports everything anew")
+    parser.add_argument(
+        "--start",
+        choices=("fork", "spawn"),
+        default="fork",
+        help="how ranks begin; spawn imports everything anew",
+    )
     parser.add_argument("--list", action="store_true", help="say what would be done")
     given = parser.parse_args()
     os.environ |= ENVIRONMENT
-    options = Options(given.world, given.device, given.shape, given.warm, given.steps, not given.no_profile, given.start, given.kernels)
+    options = Options(
+        given.world,
+        given.device,
+        given.shape,
+        given.warm,
+        given.steps,
+        not given.no_profile,
+        given.start,
+        given.kernels,
+    )
     jobs = all_jobs(options, given.only, given.skip)
     if given.list:
         print("\n".join(job.name for job in jobs))
@@ -968,7 +1186,9 @@ def main() -> int:
             write(done, options, folder)
     write(done, options, folder)
     print("\n" + markdown(done, options, cells=False), flush=True)
-    return int(any(outcome.error or (outcome.job.run == "parity" and not passes(outcome)) for outcome in done))
+    return int(
+        any(outcome.error or (outcome.job.run == "parity" and not passes(outcome)) for outcome in done)
+    )
 
 
 if __name__ == "__main__":

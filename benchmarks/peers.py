@@ -1,20 +1,26 @@
-"""LoRA on a Llama-3.1-8B shape beside the peers: how fast, in how much memory, at which loss. Every measurement has a process of its own.
+"""LoRA on a Llama-3.1-8B shape beside the peers: how fast, in how much memory, at which loss. Every
+measurement has a process of its own.
 
-    PYTHONPATH=.:SITE python3 benchmarks/peers.py petune:4x2048 unsloth:4x2048 peft-compile:4x2048 peft-liger:4x2048 peft:4x2048
-    PYTHONPATH=.:SITE python3 benchmarks/peers.py petune:1x131072:cap=80:steps=3 unsloth:1x131072:cap=80:ckpt:steps=3
-    PYTHONPATH=. python benchmarks/peers.py --tiny petune:2x16 peft:2x16:ckpt      every path of these two without a GPU
+    PYTHONPATH=.:SITE python3 benchmarks/peers.py petune:4x2048 unsloth:4x2048 peft-compile:4x2048
+    peft-liger:4x2048 peft:4x2048 PYTHONPATH=.:SITE python3 benchmarks/peers.py petune:1x131072:cap=80:steps=3
+    unsloth:1x131072:cap=80:ckpt:steps=3
+    PYTHONPATH=. python benchmarks/peers.py --tiny petune:2x16 peft:2x16:ckpt      every path of these two
+                                                                                   without a GPU
 
-A SPEC is VARIANT:ROWSxTOKENS and settings after further colons. Of all variants: ckpt (recompute whole blocks; of petune keep=input),
-cap=GiB (the most memory the process may take), r=RANK, steps=N (timed), warm=SECONDS (0 where a step takes half a minute), cold (the very
-first step is timed, for where a step takes minutes), layers=N (blocks), limit=SECONDS (of the whole measurement). Of petune alone: keep,
-offload, tile, budget, host (the fields of its `memory`; budget is `cap` unless given), kernels, fp8.
+A SPEC is VARIANT:ROWSxTOKENS and settings after further colons. Of all variants: ckpt (recompute whole
+blocks; of petune keep=input), cap=GiB (the most memory the process may take), r=RANK, steps=N (timed),
+warm=SECONDS (0 where a step takes half a minute), cold (the very first step is timed, for where a step takes
+minutes), layers=N (blocks), limit=SECONDS (of the whole measurement). Of petune alone: keep, offload, tile,
+budget, host (the fields of its `memory`; budget is `cap` unless given), kernels, fp8.
 
-All train the same random weights on the same random tokens: LoRA on all seven projections, dropout 0, bf16 under autocast, float32
-factors, fused AdamW at 1e-4. `peft` is transformers + peft; `peft-liger` with Liger's kernels; `peft-compile` with each block compiled and
-Liger's fused loss; `unsloth` by its own loader. A card that is limited by power slows down while it warms, so steps are timed after `warm`
-seconds of steps, the first one (which compiles) not counted; a step ends when the device is idle. Losses are of the first, the middle and
-the last of the first `steps` steps, which are the same steps whatever the warm-up. The host's resident memory is that after the last step,
-pinned memory and the device's are peaks. Results go to peers.jsonl, logs of failures to *.log, in the folder $OUT where there is one.
+All train the same random weights on the same random tokens: LoRA on all seven projections, dropout 0, bf16
+under autocast, float32 factors, fused AdamW at 1e-4. `peft` is transformers + peft; `peft-liger` with Liger's
+kernels; `peft-compile` with each block compiled and Liger's fused loss; `unsloth` by its own loader. A card
+that is limited by power slows down while it warms, so steps are timed after `warm` seconds of steps, the
+first one (which compiles) not counted; a step ends when the device is idle. Losses are of the first, the
+middle and the last of the first `steps` steps, which are the same steps whatever the warm-up. The host's
+resident memory is that after the last step, pinned memory and the device's are peaks. Results go to
+peers.jsonl, logs of failures to *.log, in the folder $OUT where there is one.
 
 torch is imported in functions only: Unsloth has to be imported first.
 """
@@ -81,8 +87,8 @@ RESULT = "RESULT "  # begins the line in which a worker answers
 
 @dataclass(frozen=True)
 class Spec:
-    """One measurement. warm: seconds of steps before those that count; limit: seconds of all; cap, budget, host: GiB; the rest as in
-    `petune.wrap`."""
+    """One measurement. warm: seconds of steps before those that count; limit: seconds of all; cap, budget,
+    host: GiB; the rest as in `petune.wrap`."""
 
     variant: str
     rows: int
@@ -138,25 +144,36 @@ class Spec:
     @property
     def settings(self) -> str:
         """What differs from the defaults, as on the command line."""
-        given = {entry.name: getattr(self, entry.name) for entry in fields(self)[3:] if getattr(self, entry.name) != entry.default}
-        shown = (name if value is True else f"{name}={value}" for name, value in given.items() if name not in ("steps", "warm", "limit"))
+        given = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)[3:]
+            if getattr(self, entry.name) != entry.default
+        }
+        shown = (
+            name if value is True else f"{name}={value}"
+            for name, value in given.items()
+            if name not in ("steps", "warm", "limit")
+        )
         return " ".join(shown) or "-"
 
 
 _CONVERT: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 
 
-# ------------------------------------------------------------------ the variants, each built in a process of its own
+# ----------------------------------------------------------- the variants, each built in a process of its own
 
 
 def base_model(spec: Spec, folder: Path, device: str) -> Any:
-    """The checkpoint in bf16 as transformers gives it, on the device, cut to its first blocks where `layers` says so."""
+    """The checkpoint in bf16 as transformers gives it, on the device, cut to its first blocks where `layers`
+    says so."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers = spec.layers or config.num_hidden_layers
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).to(device)
     model.config.use_cache = False
     return model
 
@@ -167,18 +184,23 @@ def petune_model(spec: Spec, folder: Path, device: str) -> Any:
 
     settings = {"base_dtype": "fp8"} if spec.fp8 else {}
     model = base_model(spec, folder, device)
-    return petune.wrap(model, method="lora", r=spec.r, targets=ROLES, kernels=spec.kernels, memory=spec.memory, **settings)
+    return petune.wrap(
+        model, method="lora", r=spec.r, targets=ROLES, kernels=spec.kernels, memory=spec.memory, **settings
+    )
 
 
 def peft_model(spec: Spec, folder: Path, device: str) -> Any:
     """transformers + peft."""
     import peft
 
-    config = peft.LoraConfig(r=spec.r, lora_alpha=2 * spec.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=spec.r, lora_alpha=2 * spec.r, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(base_model(spec, folder, device), config)
     if spec.ckpt:
         base = model.get_base_model()
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second is the older transformers'
+        # the second is the older transformers'
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         next(getattr(base, name) for name in names if hasattr(base, name))({"use_reentrant": False})
         model.enable_input_require_grads()
     return model
@@ -204,7 +226,9 @@ def _liger(blocks: bool) -> None:
     """Put Liger's fused loss into transformers' Llama, and its kernels into the blocks."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    apply_liger_kernel_to_llama(rope=blocks, swiglu=blocks, rms_norm=blocks, cross_entropy=False, fused_linear_cross_entropy=True)
+    apply_liger_kernel_to_llama(
+        rope=blocks, swiglu=blocks, rms_norm=blocks, cross_entropy=False, fused_linear_cross_entropy=True
+    )
 
 
 def unsloth_model(spec: Spec, folder: Path, device: str) -> Any:
@@ -213,7 +237,9 @@ def unsloth_model(spec: Spec, folder: Path, device: str) -> Any:
     from unsloth import FastLanguageModel
 
     length = max(spec.tokens, 2048)
-    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=False)
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=False
+    )
     return FastLanguageModel.get_peft_model(
         model,
         r=spec.r,
@@ -240,14 +266,22 @@ VARIANTS: dict[str, Callable[[Spec, Path, str], Any]] = {
 
 
 def prepare(shape: str, folder: Path, device: str) -> dict[str, Any]:
-    """Write random weights of the shape and a tokenizer of as many words; the folder appears when it is whole."""
+    """Write random weights of the shape and a tokenizer of as many words; the folder appears when it is
+    whole."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     sizes = SHAPES[shape]
-    config = LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, dtype=torch.bfloat16)
+    config = LlamaConfig(
+        **sizes,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype=torch.bfloat16,
+    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = LlamaForCausalLM(config)
@@ -269,13 +303,17 @@ def measure(spec: Spec, shape: str, folder: Path, device: str) -> dict[str, Any]
     import torch
 
     if spec.cap is not None and device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.cap * GIB / torch.cuda.get_device_properties(0).total_memory))
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, spec.cap * GIB / torch.cuda.get_device_properties(0).total_memory)
+        )
     torch.manual_seed(0)
     model = VARIANTS[spec.variant](spec, folder, device).train()
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(SPECIAL), SHAPES[shape]["vocab_size"], (spec.rows, spec.tokens), generator=draw).to(device)
+    ids = torch.randint(
+        len(SPECIAL), SHAPES[shape]["vocab_size"], (spec.rows, spec.tokens), generator=draw
+    ).to(device)
 
     def step() -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -292,12 +330,17 @@ def measure(spec: Spec, shape: str, folder: Path, device: str) -> dict[str, Any]
         steps.warm_up(step, spec.warm)
     seconds = [steps.take(step) for _ in range(spec.steps)]
     losses = [float(steps.losses[at]) for at in (0, spec.steps // 2, spec.steps - 1)]
-    numbers = {"trained": sum(value.numel() for value in trained), "losses": losses, "first_step_s": steps.first}
+    numbers = {
+        "trained": sum(value.numel() for value in trained),
+        "losses": losses,
+        "first_step_s": steps.first,
+    }
     return timings(seconds, spec.rows * spec.tokens * len(seconds)) | memory_of(device) | numbers
 
 
 class Steps:
-    """Steps taken one after another on a device, each over when the device is idle. first: seconds of the very first."""
+    """Steps taken one after another on a device, each over when the device is idle. first: seconds of the
+    very first."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -329,31 +372,49 @@ class Steps:
 
 
 def timings(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
-    """Of steps that took `seconds` each for `tokens` in all: the median, the quartiles, and tokens/s as if every step took the median."""
+    """Of steps that took `seconds` each for `tokens` in all: the median, the quartiles, and tokens/s as if
+    every step took the median."""
     median = statistics.median(seconds)
     quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median] * 3
     speed = tokens / len(seconds) / median
-    return {"tokens_per_s": speed, "step_s": median, "quartiles_s": [quartiles[0], quartiles[2]], "steps": len(seconds)}
+    return {
+        "tokens_per_s": speed,
+        "step_s": median,
+        "quartiles_s": [quartiles[0], quartiles[2]],
+        "steps": len(seconds),
+    }
 
 
 def memory_of(device: str) -> dict[str, Any]:
-    """GiB of this process: the peak allocated and reserved on the device and pinned on the host, and what is resident there now."""
+    """GiB of this process: the peak allocated and reserved on the device and pinned on the host, and what is
+    resident there now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if platform.system() == "Linux" else 0
-    found = {"rss_GiB": pages * os.sysconf("SC_PAGE_SIZE") / GIB, "device": platform.processor() or platform.machine()}
+    found = {
+        "rss_GiB": pages * os.sysconf("SC_PAGE_SIZE") / GIB,
+        "device": platform.processor() or platform.machine(),
+    }
     if device != "cuda":
         return found
     import torch
 
     allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) / GIB
-    return found | {"peak_GiB": allocated, "reserved_GiB": reserved, "pinned_GiB": pinned, "device": torch.cuda.get_device_name()}
+    return found | {
+        "peak_GiB": allocated,
+        "reserved_GiB": reserved,
+        "pinned_GiB": pinned,
+        "device": torch.cuda.get_device_name(),
+    }
 
 
 # ------------------------------------------------------------------ one process per measurement
 
 
-def in_own_process(script: str, request: Mapping[str, Any], limit: float, log: Path | None = None) -> dict[str, Any]:
-    """What `script --worker REQUEST` answers, or {"error": its last line}. After `limit` seconds it is ended with all it started."""
+def in_own_process(
+    script: str, request: Mapping[str, Any], limit: float, log: Path | None = None
+) -> dict[str, Any]:
+    """What `script --worker REQUEST` answers, or {"error": its last line}. After `limit` seconds it is ended
+    with all it started."""
     worker = subprocess.Popen(
         [sys.executable, script, "--worker", json.dumps(request)],
         stdout=subprocess.PIPE,
@@ -388,7 +449,8 @@ ENVIRONMENT = {
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "UNSLOTH_COMPILE_LOCATION": str(Path(tempfile.gettempdir(), "unsloth-compiled")),
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # of all alike: long rows come in blocks of every size
+    # of all alike: long rows come in blocks of every size
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 
 
@@ -420,16 +482,35 @@ def heading(names: Sequence[str] = PACKAGES) -> str:
     return f"{time.strftime('%Y-%m-%d')}: {', '.join(found)}, Python {platform.python_version()}"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], heads: Sequence[str], cells: Callable[[Mapping[str, Any]], Sequence[str]]) -> str:
+def markdown(
+    rows: Sequence[Mapping[str, Any]],
+    heads: Sequence[str],
+    cells: Callable[[Mapping[str, Any]], Sequence[str]],
+) -> str:
     """A table of what was measured, then every failure with its last line."""
     done, failed = [row for row in rows if "error" not in row], [row for row in rows if "error" in row]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in done]
-    return "\n".join([*lines, *([""] if failed else []), *(f"- failed: {row['spec']}: {row['error'][:300]}" for row in failed)])
+    return "\n".join(
+        [
+            *lines,
+            *([""] if failed else []),
+            *(f"- failed: {row['spec']}: {row['error'][:300]}" for row in failed),
+        ]
+    )
 
 
 SIZES = {"peak_GiB": "peak GiB", "reserved_GiB": "reserved", "pinned_GiB": "pinned", "rss_GiB": "resident"}
-HEADS = ("variant", "rows x tokens", "settings", "tokens/s", "step, ms (quartiles)", *SIZES.values(), "losses", "trained")
+HEADS = (
+    "variant",
+    "rows x tokens",
+    "settings",
+    "tokens/s",
+    "step, ms (quartiles)",
+    *SIZES.values(),
+    "losses",
+    "trained",
+)
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -438,15 +519,31 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     sizes = [f"{row[name]:.1f}" if name in row else "-" for name in SIZES]
     losses = " ".join(f"{value:.4f}" for value in row["losses"])
     step = f"{1e3 * row['step_s']:.1f} ({low:.1f} to {high:.1f})"
-    return [row["variant"], row["shape"], row["settings"], f"{row['tokens_per_s']:,.0f}", step, *sizes, losses, f"{row['trained']:,}"]
+    return [
+        row["variant"],
+        row["shape"],
+        row["settings"],
+        f"{row['tokens_per_s']:,.0f}",
+        step,
+        *sizes,
+        losses,
+        f"{row['trained']:,}",
+    ]
 
 
 def main() -> int:
     """Measure every SPEC; 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("specs", nargs="*", metavar="SPEC")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--model", type=Path, default=None, help="where the checkpoint lies or is written (default: a temporary folder)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=None,
+        help="where the checkpoint lies or is written (default: a temporary folder)",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -468,12 +565,20 @@ def main() -> int:
     for text, spec in zip(given.specs, specs, strict=True):
         log = out / f"{text.replace(':', '_')}.log" if out else None
         found = in_own_process(__file__, request | {"spec": asdict(spec)}, spec.limit, log)
-        facts = {"spec": text, "variant": spec.variant, "shape": f"{spec.rows} x {spec.tokens}", "settings": spec.settings}
+        facts = {
+            "spec": text,
+            "variant": spec.variant,
+            "shape": f"{spec.rows} x {spec.tokens}",
+            "settings": spec.settings,
+        }
         rows.append(facts | found)
         print(json.dumps(rows[-1]), flush=True)
         if out:
             (out / "peers.jsonl").open("a", encoding="utf-8").write(json.dumps(rows[-1]) + "\n")
-    print(f"\n{heading()}; {next((row['device'] for row in rows if 'device' in row), device)}\n\n{markdown(rows, HEADS, cells)}")
+    print(
+        f"\n{heading()}; {next((row['device'] for row in rows if 'device' in row), device)}\n\n"
+        f"{markdown(rows, HEADS, cells)}"
+    )
     return int(any("error" in row for row in rows))
 
 

@@ -1,18 +1,24 @@
-"""Speed and memory of one training step over families, methods and lengths, beside an older petune and beside peft.
+"""Speed and memory of one training step over families, methods and lengths, beside an older petune and beside
+peft.
 
     PYTHONPATH=.:SITE python3 benchmarks/shapes.py petune:llama-8b:lora:4x2048 petune:llama-8b:adapter:4x2048
-    PYTHONPATH=. python3 benchmarks/shapes.py --before DIR {before,petune}:llama-8b:lora:4x2048 {before,petune}:llama-8b:lora:4x2048
-    PYTHONPATH=. python benchmarks/shapes.py --tiny petune:t5-large:lora:2x16:fill=0.4      one block of the family, without a GPU
+    PYTHONPATH=. python3 benchmarks/shapes.py --before DIR {before,petune}:llama-8b:lora:4x2048
+    {before,petune}:llama-8b:lora:4x2048
+    PYTHONPATH=. python benchmarks/shapes.py --tiny petune:t5-large:lora:2x16:fill=0.4      one block of the
+                                                                                            family, without a
+                                                                                            GPU
 
-A CASE is VARIANT:SHAPE:METHOD:ROWSxTOKENS and settings after further colons. Variants: petune (kernels="auto"), eager (kernels="off"),
-before (kernels="auto" of the petune that lies in the folder --before, such as an older commit's), peft. Settings: fill (mean part of a
-row that is not padding; lengths are log-normal with sigma 0.8 and rows are cut at the longest), r, dropout (of LoRA), layers, fp8, steps,
-warm (seconds of steps that do not count), limit (seconds).
+A CASE is VARIANT:SHAPE:METHOD:ROWSxTOKENS and settings after further colons. Variants: petune
+(kernels="auto"), eager (kernels="off"), before (kernels="auto" of the petune that lies in the folder
+--before, such as an older commit's), peft. Settings: fill (mean part of a row that is not padding; lengths
+are log-normal with sigma 0.8 and rows are cut at the longest), r, dropout (of LoRA), layers, fp8, steps, warm
+(seconds of steps that do not count), limit (seconds).
 
-All of a shape train the same random weights on the same eight random batches: bf16 weights under autocast, fused AdamW at 1e-4, LoRA on
-every linear layer of the blocks with alpha = 2 r, adapters with reduction 16, no dropout of the model. What counts is tokens that are not
-padding, of both sides where there are two: labels of an encoder-decoder are the first quarter of its text. `predicted` is the time of a
-step that petune's memory policy predicts. Every case has a process of its own. Results go to shapes.jsonl in $OUT where there is one.
+All of a shape train the same random weights on the same eight random batches: bf16 weights under autocast,
+fused AdamW at 1e-4, LoRA on every linear layer of the blocks with alpha = 2 r, adapters with reduction 16, no
+dropout of the model. What counts is tokens that are not padding, of both sides where there are two: labels of
+an encoder-decoder are the first quarter of its text. `predicted` is the time of a step that petune's memory
+policy predicts. Every case has a process of its own. Results go to shapes.jsonl in $OUT where there is one.
 """
 
 from __future__ import annotations
@@ -32,7 +38,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 from benchmarks.peers import LEARNING_RATE, SIZES, Steps, answer, heading, in_own_process, markdown, memory_of
 
@@ -43,7 +54,8 @@ Sizes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """A family of models, the sizes of one of its members, and the names of the linear layers of its blocks."""
+    """A family of models, the sizes of one of its members, and the names of the linear layers of its
+    blocks."""
 
     family: str
     sizes: Sizes
@@ -54,17 +66,36 @@ class Shape:
 _GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _llama(hidden: int, inner: int, layers: int, vocabulary: int, *, heads: int = 32, head: int = 128, **sizes: Any) -> Sizes:
+def _llama(
+    hidden: int, inner: int, layers: int, vocabulary: int, *, heads: int = 32, head: int = 128, **sizes: Any
+) -> Sizes:
     """Sizes of a model of Llama's form with 8 heads of keys."""
-    given = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    plain = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head, "tie_word_embeddings": False}
+    given = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    plain = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": head,
+        "tie_word_embeddings": False,
+    }
     return {**given, **plain, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **sizes}
 
 
 def _gemma(hidden: int, inner: int, layers: int, *, heads: int, keys: int, window: int) -> Sizes:
     """Sizes of a text model of Gemma 3."""
-    sizes = {"num_key_value_heads": keys, "sliding_window": window, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
-    return _llama(hidden, inner, layers, 262144, heads=heads, head=256, **{**sizes, "tie_word_embeddings": True})
+    sizes = {
+        "num_key_value_heads": keys,
+        "sliding_window": window,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+    }
+    return _llama(
+        hidden, inner, layers, 262144, heads=heads, head=256, **{**sizes, "tie_word_embeddings": True}
+    )
 
 
 def _bart() -> Sizes:
@@ -74,29 +105,64 @@ def _bart() -> Sizes:
 
 
 _BART_SIDE = {"layers": 12, "attention_heads": 16, "ffn_dim": 4096}
-_T5: Sizes = {"vocab_size": 32128, "d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16}
-_BERT: Sizes = {"vocab_size": 30522, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_T5: Sizes = {
+    "vocab_size": 32128,
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 2816,
+    "num_layers": 24,
+    "num_decoder_layers": 24,
+    "num_heads": 16,
+}
+_BERT: Sizes = {
+    "vocab_size": 30522,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPES: Mapping[str, Shape] = {
     "llama-8b": Shape("llama", _llama(4096, 14336, 32, 128256), _GATED),
     "llama-1b": Shape("llama", _llama(2048, 8192, 16, 128256, head=64, tie_word_embeddings=True), _GATED),
-    "qwen3-4b": Shape("qwen3", _llama(2560, 9728, 36, 151936, tie_word_embeddings=True, rms_norm_eps=1e-6), _GATED),
+    "qwen3-4b": Shape(
+        "qwen3", _llama(2560, 9728, 36, 151936, tie_word_embeddings=True, rms_norm_eps=1e-6), _GATED
+    ),
     "gemma3-1b": Shape("gemma3_text", _gemma(1152, 6912, 26, heads=4, keys=1, window=512), _GATED),
     "gemma3-4b": Shape("gemma3_text", _gemma(2560, 10240, 34, heads=8, keys=4, window=1024), _GATED),
     "t5-large": Shape(
         "t5",
-        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0, "dropout_rate": 0.0},
+        {
+            **_T5,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+            "decoder_start_token_id": 0,
+            "dropout_rate": 0.0,
+        },
         ("q", "k", "v", "o", "wi_0", "wi_1", "wo"),
         AutoModelForSeq2SeqLM,
     ),
-    "bart-large": Shape("bart", _bart(), ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"), AutoModelForSeq2SeqLM),
-    "bert-large": Shape("bert", {**_BERT, **_NO_DROPOUT}, ("query", "key", "value", "dense"), AutoModelForSequenceClassification),
+    "bart-large": Shape(
+        "bart", _bart(), ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"), AutoModelForSeq2SeqLM
+    ),
+    "bert-large": Shape(
+        "bert",
+        {**_BERT, **_NO_DROPOUT},
+        ("query", "key", "value", "dense"),
+        AutoModelForSequenceClassification,
+    ),
 }
 _TINY = {
     "vocab_size": 300,
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 1),
-    **dict.fromkeys(("hidden_size", "d_model", "intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 1
+    ),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
+    ),
     **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16},
 }
 
@@ -121,8 +187,11 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that a word of the command line names. Raises ValueError that says what is wrong with it."""
-        variant, shape, method, size, *settings = [*text.split(":"), "", "", ""][: max(4, text.count(":") + 1)]
+        """The case that a word of the command line names. Raises ValueError that says what is wrong with
+        it."""
+        variant, shape, method, size, *settings = [*text.split(":"), "", "", ""][
+            : max(4, text.count(":") + 1)
+        ]
         for value, known in ((variant, VARIANTS), (shape, tuple(SHAPES)), (method, METHODS)):
             if value not in known:
                 raise ValueError(f"{text}: expected one of {', '.join(known)}, found {value!r}")
@@ -141,7 +210,9 @@ class Case:
     def config(self, tiny: bool) -> Any:
         """transformers' config of the model."""
         shape = SHAPES[self.shape]
-        sizes = {name: _TINY.get(name, size) for name, size in shape.sizes.items()} if tiny else dict(shape.sizes)
+        sizes = (
+            {name: _TINY.get(name, size) for name, size in shape.sizes.items()} if tiny else dict(shape.sizes)
+        )
         config = AutoConfig.for_model(shape.family, **sizes)
         config.num_hidden_layers = self.layers or config.num_hidden_layers
         return config
@@ -167,7 +238,9 @@ def tuned_model(case: Case, model: Any, before: str | None) -> Any:
     if case.variant == "peft":
         import peft
 
-        config = peft.LoraConfig(r=case.r, lora_alpha=2 * case.r, lora_dropout=case.dropout, target_modules=linears)
+        config = peft.LoraConfig(
+            r=case.r, lora_alpha=2 * case.r, lora_dropout=case.dropout, target_modules=linears
+        )
         return peft.get_peft_model(model, config)
     if case.variant == "before":
         sys.path.insert(0, str(before))
@@ -233,7 +306,10 @@ def measure(case: Case, before: str | None, device: str, tiny: bool) -> dict[str
     model = tuned_model(case, base_model(case, device, tiny), before).train()
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
-    made = [({name: value.to(device) for name, value in batch.items()}, size) for batch, size in batches(case, model.config.vocab_size)]
+    made = [
+        ({name: value.to(device) for name, value in batch.items()}, size)
+        for batch, size in batches(case, model.config.vocab_size)
+    ]
     following = cycle(batch for batch, _ in made)
 
     def step() -> Tensor:
@@ -274,12 +350,22 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     sizes = [f"{row[name]:.1f}" if name in row else "-" for name in SIZES]
     predicted = f"{1e3 * row['predicted_s']:.0f}" if row["predicted_s"] else "-"
     losses = " ".join(f"{value:.4f}" for value in row["losses"])
-    return [row["spec"], f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['step_s']:.1f}", predicted, *sizes, losses, f"{row['trained']:,}"]
+    return [
+        row["spec"],
+        f"{row['tokens_per_s']:,.0f}",
+        f"{1e3 * row['step_s']:.1f}",
+        predicted,
+        *sizes,
+        losses,
+        f"{row['trained']:,}",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every CASE; 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--before", metavar="DIR", help="folder of the older petune")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
@@ -301,12 +387,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for at, (text, case) in enumerate(zip(given.cases, cases, strict=True)):
         log = out / f"shapes-{at}.log" if out else None
-        rows.append({"spec": text} | in_own_process(__file__, place | {"case": asdict(case) | small}, case.limit, log))
+        rows.append(
+            {"spec": text} | in_own_process(__file__, place | {"case": asdict(case) | small}, case.limit, log)
+        )
         print(json.dumps(rows[-1]), flush=True)
         if out:
             (out / "shapes.jsonl").open("a", encoding="utf-8").write(json.dumps(rows[-1]) + "\n")
     device = next((row["device"] for row in rows if "device" in row), "")
-    print(f"\n{heading(('torch', 'triton', 'transformers', 'peft'))}; {device}\n\n{markdown(rows, HEADS, cells)}")
+    print(
+        f"\n{heading(('torch', 'triton', 'transformers', 'peft'))};"
+        f" {device}\n\n{markdown(rows, HEADS, cells)}"
+    )
     return int(any("error" in row for row in rows))
 
 

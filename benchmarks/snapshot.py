@@ -1,11 +1,13 @@
 """What a snapshot of every step costs: steps of LoRA on a Llama of random weights, without and with, in turn.
 
     PYTHONPATH=. python3 benchmarks/snapshot.py --device cuda --shape 8b --batch 4 --length 2048 --rank 16
-    PYTHONPATH=. python3 benchmarks/snapshot.py --device cpu --shape tiny --batch 2 --length 64          a rehearsal
+    PYTHONPATH=. python3 benchmarks/snapshot.py --device cpu --shape tiny --batch 2 --length 64          a
+                                                                                                         rehearsal
 
-A step is what the training loop does: forward, backward, norm of the gradient, AdamW. "host" copies what it changed to host memory and
-writes nothing; "disk" also writes the newest copy to `--folder` again and again. At the end a snapshot is taken, the next update follows at
-once, and what is then read back from disk must be the state before it, bit by bit.
+A step is what the training loop does: forward, backward, norm of the gradient, AdamW. "host" copies what it
+changed to host memory and writes nothing; "disk" also writes the newest copy to `--folder` again and again.
+At the end a snapshot is taken, the next update follows at once, and what is then read back from disk must be
+the state before it, bit by bit.
 """
 
 from __future__ import annotations
@@ -31,9 +33,27 @@ from petune.run.snapshot import Snapshots
 from petune.saving import checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "1b": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8},
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    },
 }
 GOAL = 0.01  # of a step, to host memory
 
@@ -43,7 +63,12 @@ class Trainer:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.device = torch.device(given.device)
-        config = LlamaConfig(**SHAPES[given.shape], num_key_value_heads=8, max_position_embeddings=given.length, tie_word_embeddings=False)
+        config = LlamaConfig(
+            **SHAPES[given.shape],
+            num_key_value_heads=8,
+            max_position_embeddings=given.length,
+            tie_word_embeddings=False,
+        )
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with self.device:
@@ -112,7 +137,8 @@ def forget(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
 
 
 def is_exact(trainer: Trainer, snapshots: Snapshots, root: Path) -> bool:
-    """Whether a snapshot read back from disk is the state it was taken of, though the next update followed at once."""
+    """Whether a snapshot read back from disk is the state it was taken of, though the next update followed at
+    once."""
     trainer.step(snapshots)
     expected = {name: value.clone() for name, value in trainer.state()[0].items()}
     trainer.optimizer.zero_grad()
@@ -123,13 +149,21 @@ def is_exact(trainer: Trainer, snapshots: Snapshots, root: Path) -> bool:
     trainer.optimizer.zero_grad()
     snapshots.drain()
     found = checkpoint.read_tensors(root / "snapshots" / f"step-{trainer.steps}" / "state.safetensors")
-    moved = any(not torch.equal(value.detach().cpu(), found[f"tuned/{name}"]) for name, value in trainer.tuned.items())
-    return moved and found.keys() == expected.keys() and all(torch.equal(value.cpu(), found[name]) for name, value in expected.items())
+    moved = any(
+        not torch.equal(value.detach().cpu(), found[f"tuned/{name}"]) for name, value in trainer.tuned.items()
+    )
+    return (
+        moved
+        and found.keys() == expected.keys()
+        and all(torch.equal(value.cpu(), found[name]) for name, value in expected.items())
+    )
 
 
 def main() -> int:
     """Print the table; 1 when the goal is missed or a snapshot is not exact."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--batch", type=int, default=4)
@@ -137,7 +171,9 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=6, help="in a turn")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
+    )
     given = parser.parse_args()
     trainer = Trainer(given)
     size = None
@@ -161,15 +197,29 @@ def main() -> int:
             written, oldest = disk.written, disk.oldest
             exact = is_exact(trainer, disk, disk_root)
     base = statistics.median(seconds["without"])
-    machine = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    machine = (
+        torch.cuda.get_device_name()
+        if trainer.device.type == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
     tokens = given.batch * given.length
-    print(f"{machine}, torch {torch.__version__}; {given.shape}, rank {given.rank}, {tokens:,} tokens a step; state {human(size)}")
+    print(
+        f"{machine}, torch {torch.__version__}; {given.shape}, rank {given.rank}, {tokens:,} tokens a step;"
+        f" state {human(size)}"
+    )
     for name, found in seconds.items():
         share = [one / other - 1 for one, other in zip(found, seconds["without"], strict=True)]
         low, high = min(share), max(share)
-        shown = f"{statistics.median(found) / base - 1:+.2%} of a step (turns {low:+.2%} to {high:+.2%})" if name != "without" else ""
+        shown = (
+            f"{statistics.median(found) / base - 1:+.2%} of a step (turns {low:+.2%} to {high:+.2%})"
+            if name != "without"
+            else ""
+        )
         print(f"{name:8} {1e3 * statistics.median(found):9.1f} ms a step   {shown}")
-    print(f"disk     {written} of {given.turns * given.steps} snapshots written, at most {oldest} steps old when committed")
+    print(
+        f"disk     {written} of {given.turns * given.steps} snapshots written, at most {oldest} steps old"
+        " when committed"
+    )
     print(f"read back: {'bit-identical' if exact else 'NOT the state it was taken of'}")
     missed = statistics.median(seconds["host"]) / base - 1 > GOAL
     print(f"goal     {GOAL:.0%} of a step to host memory: {'MISSED' if missed else 'holds'}")

@@ -1,15 +1,20 @@
-"""How long a person waits for the first step, and after the last one: `python benchmarks/startup.py`. Phases of the real `petune train`.
+"""How long a person waits for the first step, and after the last one: `python benchmarks/startup.py`. Phases
+of the real `petune train`.
 
-    python benchmarks/startup.py --shape 8b --device cuda                   the 8B shape twice: the second run finds the caches warm
+    python benchmarks/startup.py --shape 8b --device cuda                   the 8B shape twice: the second run
+                                                                            finds the caches warm
     python benchmarks/startup.py --shape 8b --blocks 2 --device cuda        two blocks of it
     python benchmarks/startup.py --shape tiny --device cpu                  every path without a GPU
-    python benchmarks/startup.py --micro                                    checksum and finiteness in GB/s, per dtype and device
+    python benchmarks/startup.py --micro                                    checksum and finiteness in GB/s,
+                                                                            per dtype and device
 
-A process of its own makes a folder of random bf16 weights in safetensors shards, with the tokenizer of demo:tiny-llama and rows of text, in
---folder (default: a temporary one); then `petune train` (LoRA, r=16) runs on it, --runs times. Its phases are the debug records of
-`petune.phases`; step lines are timed as they arrive. --cold drops the files of packages and weights from the page cache before the first
-run, as far as no other process holds them. Exits 1 if a run fails, or with --check if the last one misses a goal. Nothing is downloaded.
-Packages that are not installed may lie on PYTHONPATH.
+A process of its own makes a folder of random bf16 weights in safetensors shards, with the tokenizer of
+demo:tiny-llama and rows of text, in
+--folder (default: a temporary one); then `petune train` (LoRA, r=16) runs on it, --runs times. Its phases are
+the debug records of `petune.phases`; step lines are timed as they arrive. --cold drops the files of packages
+and weights from the page cache before the first run, as far as no other process holds them. Exits 1 if a run
+fails, or with --check if the last one misses a goal. Nothing is downloaded. Packages that are not installed
+may lie on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -29,13 +34,35 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIKE_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+LIKE_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"num_hidden_layers": 32, "rope_theta": 500000.0, **LIKE_8B},
-    "1b": {"num_hidden_layers": 16, **LIKE_8B, "hidden_size": 2048, "intermediate_size": 8192, "tie_word_embeddings": True},
-    "tiny": {"num_hidden_layers": 2, **LIKE_8B, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8},
+    "1b": {
+        "num_hidden_layers": 16,
+        **LIKE_8B,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "num_hidden_layers": 2,
+        **LIKE_8B,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 8,
+    },
 }
-GOALS = {"from the command to step 1": 25.0, "of which imports": 10.0, "of which neither evaluation nor writing": 5.0}
+GOALS = {
+    "from the command to step 1": 25.0,
+    "of which imports": 10.0,
+    "of which neither evaluation nor writing": 5.0,
+}
 IMPORTS = "loading torch and transformers"
 SHARD = 5 << 30  # bytes, as on the hub
 _TRAIN = """
@@ -62,8 +89,12 @@ def make(shape: dict[str, Any], folder: Path) -> None:
     from petune.files.safetensors import write_tensors
 
     model = folder / "model"
-    shutil.copytree(demo.model_path("tiny-llama"), model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = LlamaConfig(**shape, max_position_embeddings=8192, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    shutil.copytree(
+        demo.model_path("tiny-llama"), model, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
+    config = LlamaConfig(
+        **shape, max_position_embeddings=8192, dtype="bfloat16", architectures=["LlamaForCausalLM"]
+    )
     config.save_pretrained(model)
     with torch.device("meta"):
         state = LlamaForCausalLM(config).state_dict()
@@ -82,12 +113,24 @@ def make(shape: dict[str, Any], folder: Path) -> None:
         write_tensors(model / file, tensors, {"format": "pt"}, sync=True)
         places |= dict.fromkeys(tensors, file)
     size = sum(value.nbytes for tensors in shards for value in tensors.values())
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}))
-    rows = [json.loads(row)["text"] for row in (demo.data_path("docstrings") / "train.jsonl").read_text().splitlines()[:72]]
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": places})
+    )
+    rows = [
+        json.loads(row)["text"]
+        for row in (demo.data_path("docstrings") / "train.jsonl").read_text().splitlines()[:72]
+    ]
     for name, texts in (("train", rows[8:]), ("eval", rows[:8])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = {"path": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 256}
-    recipe = {"model": str(model), "task": "causal", "method": {"name": "lora", "r": 16}, "data": data, "batch_size": 2, "lr": 1e-4}
+    recipe = {
+        "model": str(model),
+        "task": "causal",
+        "method": {"name": "lora", "r": 16},
+        "data": data,
+        "batch_size": 2,
+        "lr": 1e-4,
+    }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
 
 
@@ -95,13 +138,22 @@ def make(shape: dict[str, Any], folder: Path) -> None:
 
 
 def train(folder: Path, device: str, steps: int) -> list[tuple[str, float]]:
-    """Run `petune train`; its phases in their order, then sums, in seconds. Raises RuntimeError with the end of its output if it fails."""
+    """Run `petune train`; its phases in their order, then sums, in seconds. Raises RuntimeError with the end
+    of its output if it fails."""
     log, out = folder / "phases.log", folder / "run"
     log.unlink(missing_ok=True)
-    words = ["recipe.yaml", f"out={out}", f"device={device}", f"max_steps={steps}", *(["--overwrite"] if out.exists() else [])]
+    words = [
+        "recipe.yaml",
+        f"out={out}",
+        f"device={device}",
+        f"max_steps={steps}",
+        *(["--overwrite"] if out.exists() else []),
+    ]
     command = [sys.executable, "-c", _TRAIN, str(log), "train", *words]
     began = time.time()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment()
+    )
     assert process.stdout is not None
     lines, first, last = [], began, began
     for line in process.stdout:
@@ -115,11 +167,17 @@ def train(folder: Path, device: str, steps: int) -> list[tuple[str, float]]:
     phases = list(read_phases(log))
     imports = sum(seconds for name, seconds, _ in phases if name == IMPORTS)
     starting = next(at - seconds for name, seconds, at in phases if name == IMPORTS) - began
-    work = sum(seconds for name, seconds, at in phases if at > last and name.startswith(("evaluating", "writing")))
+    work = sum(
+        seconds for name, seconds, at in phases if at > last and name.startswith(("evaluating", "writing"))
+    )
     totals = [("from the command to step 1", first - began), ("of which imports", starting + imports)]
     totals += [("from step 1 to the last", last - first), ("after the last step", ended - last)]
     totals += [("of which neither evaluation nor writing", ended - last - work), ("in all", ended - began)]
-    return [("starting Python and the command", starting), *((name, seconds) for name, seconds, _ in phases), *totals]
+    return [
+        ("starting Python and the command", starting),
+        *((name, seconds) for name, seconds, _ in phases),
+        *totals,
+    ]
 
 
 def read_phases(log: Path) -> Iterator[tuple[str, float, float]]:
@@ -140,7 +198,11 @@ def drop_caches(folder: Path) -> None:
     """Ask the system to forget the files of the packages and of the model."""
     import site
 
-    places = [folder, *map(Path, site.getsitepackages()), *(Path(place) for place in sys.path if place.endswith("site-packages"))]
+    places = [
+        folder,
+        *map(Path, site.getsitepackages()),
+        *(Path(place) for place in sys.path if place.endswith("site-packages")),
+    ]
     for file in (file for place in places for file in place.rglob("*") if file.is_file()):
         number = os.open(file, os.O_RDONLY)
         try:
@@ -153,9 +215,11 @@ def drop_caches(folder: Path) -> None:
 
 
 def micro(size: int, repeats: int) -> None:
-    """Print GB/s of the checksum and of the check for finite values, the best of `repeats`: of a core, of all of them, of the GPU.
+    """Print GB/s of the checksum and of the check for finite values, the best of `repeats`: of a core, of all
+    of them, of the GPU.
 
-    What a core does is measured by the time it spent, so that other processes do not count; the rest by the clock.
+    What a core does is measured by the time it spent, so that other processes do not count; the rest by the
+    clock.
     """
     import torch
 
@@ -168,19 +232,33 @@ def micro(size: int, repeats: int) -> None:
     def all_finite(values: list[torch.Tensor]) -> object:
         return [is_finite(value) for value in values]
 
-    places = [("cpu", 1), ("cpu", torch.get_num_threads())] + ([("cuda", 1)] if torch.cuda.is_available() else [])
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {size} MiB a tensor")
+    places = [("cpu", 1), ("cpu", torch.get_num_threads())] + (
+        [("cuda", 1)] if torch.cuda.is_available() else []
+    )
+    print(
+        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()}"
+        f" threads, {size} MiB a tensor"
+    )
     print("| device | threads | dtype | checksum, GB/s | finite, GB/s |\n|---|---|---|---|---|")
     for device, threads in dict.fromkeys(places):
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            values = [torch.ones((size << 20) // dtype.itemsize // threads, dtype=dtype, device=device) for _ in range(threads)]
+            values = [
+                torch.ones((size << 20) // dtype.itemsize // threads, dtype=dtype, device=device)
+                for _ in range(threads)
+            ]
             clock = time.process_time if (device, threads) == ("cpu", 1) else time.perf_counter
             rates = [rate(look, values, repeats, clock) for look in (all_checksums, all_finite)]
-            print(f"| {device} | {threads} | {str(dtype).removeprefix('torch.')} | {rates[0]:.1f} | {rates[1]:.1f} |", flush=True)
+            print(
+                f"| {device} | {threads} | {str(dtype).removeprefix('torch.')} | {rates[0]:.1f} |"
+                f" {rates[1]:.1f} |",
+                flush=True,
+            )
 
 
-def rate(look: Callable[[list[Any]], object], values: list[Any], repeats: int, clock: Callable[[], float]) -> float:
+def rate(
+    look: Callable[[list[Any]], object], values: list[Any], repeats: int, clock: Callable[[], float]
+) -> float:
     """GB/s of `look`, which waits for its result, at its best."""
     best = float("inf")
     for _ in range(repeats + 1):
@@ -195,16 +273,22 @@ def rate(look: Callable[[list[Any]], object], values: list[Any], repeats: int, c
 
 def main() -> int:
     """Print the tables; 1 when a run fails or, with --check, misses a goal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--blocks", type=int, help="of the shape (default: all)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the model is made (default: a temporary folder)")
-    parser.add_argument("--cold", action="store_true", help="drop files from the page cache before the first run")
+    parser.add_argument(
+        "--cold", action="store_true", help="drop files from the page cache before the first run"
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 if the last run misses a goal")
-    parser.add_argument("--micro", action="store_true", help="rates of checksum and finiteness, and nothing else")
+    parser.add_argument(
+        "--micro", action="store_true", help="rates of checksum and finiteness, and nothing else"
+    )
     parser.add_argument("--size", type=int, default=1024, help="MiB of a tensor of --micro")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -219,12 +303,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place)
         again = [sys.executable, __file__, "--shape", options.shape, "--make", str(folder)]
-        subprocess.run(again + (["--blocks", str(options.blocks)] if options.blocks else []), check=True, env=environment())
+        subprocess.run(
+            again + (["--blocks", str(options.blocks)] if options.blocks else []),
+            check=True,
+            env=environment(),
+        )
         size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         print(
-            f"torch {version('torch')}, transformers {version('transformers')}, Python {platform.python_version()}, {os.cpu_count()} cores"
+            f"torch {version('torch')}, transformers {version('transformers')}, Python"
+            f" {platform.python_version()}, {os.cpu_count()} cores"
         )
-        print(f"{options.shape}, {shape['num_hidden_layers']} blocks, {size / 1e9:.1f} GB of bf16, {options.device}", flush=True)
+        print(
+            f"{options.shape}, {shape['num_hidden_layers']} blocks, {size / 1e9:.1f} GB of bf16,"
+            f" {options.device}",
+            flush=True,
+        )
         found = []
         for number in range(options.runs):
             if options.cold and not number:
@@ -247,7 +340,13 @@ def print_table(found: list[list[tuple[str, float]]]) -> None:
     for column, run in zip(sums, found, strict=True):
         for name, seconds in run:
             column[name] = column.get(name, 0.0) + seconds
-    print("| phase | " + " | ".join(f"run {at}, s" for at in range(1, len(found) + 1)) + " |\n|---" + "|---" * len(found) + "|")
+    print(
+        "| phase | "
+        + " | ".join(f"run {at}, s" for at in range(1, len(found) + 1))
+        + " |\n|---"
+        + "|---" * len(found)
+        + "|"
+    )
     for name in dict.fromkeys(name for column in sums for name in column):
         print(f"| {name} | " + " | ".join(f"{column.get(name, 0.0):.2f}" for column in sums) + " |")
 

@@ -1,15 +1,19 @@
-"""Two devices of unequal speed: the even plan, the plan made from measured speeds, and what the planner promises of it.
+"""Two devices of unequal speed: the even plan, the plan made from measured speeds, and what the planner
+promises of it.
 
-    PYTHONPATH=. python benchmarks/unequal.py                  tp, galaxy, pp and dp, the second device three times slower
+    PYTHONPATH=. python benchmarks/unequal.py                  tp, galaxy, pp and dp, the second device three
+                                                               times slower
     PYTHONPATH=. python benchmarks/unequal.py --slow 2 --steps 15 --only tp pp
 
-The devices are two processes of one thread, each on a core of its own, that talk through gloo. The second is slowed by a child on the same
-core: every millisecond it stops its parent (SIGSTOP), uses the core twice as long as the parent has just done, and lets it go on. So
-the parent's computing takes three times as much, on a busy machine too, and its waiting does not; the ranks meet every 20 ms or more.
-Both run a block of the model alone first, at the same time: the speeds of their fastest steps are what the planner is given. Then steps
-of the two plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank that takes longest. Times
-are medians with quartiles, and the fastest step stands beside them, as any other load only slows; the machine's load is printed.
-What the planner promises is computing alone: `computing` is its promise in ms, and what a step takes beyond it is communication.
+The devices are two processes of one thread, each on a core of its own, that talk through gloo. The second is
+slowed by a child on the same core: every millisecond it stops its parent (SIGSTOP), uses the core twice as
+long as the parent has just done, and lets it go on. So the parent's computing takes three times as much, on a
+busy machine too, and its waiting does not; the ranks meet every 20 ms or more. Both run a block of the model
+alone first, at the same time: the speeds of their fastest steps are what the planner is given. Then steps of
+the two plans take turns, so that whatever else the machine does hits both. A step is as long as on the rank
+that takes longest. Times are medians with quartiles, and the fastest step stands beside them, as any other
+load only slows; the machine's load is printed. What the planner promises is computing alone: `computing` is
+its promise in ms, and what a step takes beyond it is communication.
 """
 
 from __future__ import annotations
@@ -35,7 +39,17 @@ from petune.estimate.balance import parameters_of, plan_for, step_time
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig
 from petune.models import FAMILIES
-from petune.parallel import Objective, ParallelConfig, ParallelPlan, Runner, alone, describe, make_mesh, make_plan, parallelize
+from petune.parallel import (
+    Objective,
+    ParallelConfig,
+    ParallelPlan,
+    Runner,
+    alone,
+    describe,
+    make_mesh,
+    make_plan,
+    parallelize,
+)
 from petune.parallel.configs import CutConfig, DpConfig, PpConfig
 from petune.run.evaluate import outputs_of
 from petune.tasks import loss_sum
@@ -67,7 +81,8 @@ TICK_S = 1e-3  # between two looks at what the slowed process has used
 
 @contextmanager
 def slowed(times: float) -> Iterator[None]:
-    """What this process computes takes `times` as much of its core, for the length of the block; what it waits for does not."""
+    """What this process computes takes `times` as much of its core, for the length of the block; what it
+    waits for does not."""
     watched = os.getpid()
     child = os.fork()
     if child == 0:
@@ -80,7 +95,8 @@ def slowed(times: float) -> Iterator[None]:
 
 
 def _make_slow(watched: int, times: float) -> None:
-    """For what `watched` has used of the core, stop it and use the core in its place, until it is gone; never returns."""
+    """For what `watched` has used of the core, stop it and use the core in its place, until it is gone; never
+    returns."""
     clock = (~watched << 3) | 2  # the CPU-time clock of another process: linux/posix-timers.h
     charged = time.clock_gettime(clock)
     while os.getppid() == watched:
@@ -121,7 +137,12 @@ def stepper(plan: ParallelPlan, blocks: int, rows: int = ROWS) -> Callable[[], f
     optimizer = torch.optim.AdamW(runner.tuned.values(), lr=1e-4)
     ids = torch.randint(0, SIZES["vocab_size"], (rows, TOKENS), generator=torch.Generator().manual_seed(1))
     mine = runner.share(list(range(rows)))
-    batch = {"input_ids": ids[mine], "attention_mask": torch.ones_like(ids[mine]), "labels": ids[mine], "rows": torch.tensor(mine)}
+    batch = {
+        "input_ids": ids[mine],
+        "attention_mask": torch.ones_like(ids[mine]),
+        "labels": ids[mine],
+        "rows": torch.tensor(mine),
+    }
 
     def step() -> float:
         loss = runner.backward([batch], float(rows * (TOKENS - 1)))
@@ -150,7 +171,9 @@ def speeds_on_a_rank(slow: float) -> float:
     return 1 / min(found)
 
 
-def steps_on_a_rank(plans: list[ParallelPlan], slow: float, number: int) -> tuple[list[list[float]], list[float]]:
+def steps_on_a_rank(
+    plans: list[ParallelPlan], slow: float, number: int
+) -> tuple[list[list[float]], list[float]]:
     """Seconds of `number` steps of each plan, which take turns, and the losses of the last."""
     _own_core()
     ways = [stepper(plan, BLOCKS) for plan in plans]
@@ -188,7 +211,8 @@ def _own_core() -> None:
 
 
 def compare(name: str, speeds: list[float], whole: float, slow: float, number: int) -> str:
-    """A row of the table: the even plan against that for `speeds`, which are relative; `whole`: seconds of a step on the fast device."""
+    """A row of the table: the even plan against that for `speeds`, which are relative; `whole`: seconds of a
+    step on the fast device."""
     _, config = model_of(1)
     config.num_hidden_layers = BLOCKS
     shape, depth = FAMILY.shape(config), FAMILY.depth(config)
@@ -198,7 +222,9 @@ def compare(name: str, speeds: list[float], whole: float, slow: float, number: i
     plans = [make_plan(one, FAMILY, config, 2, ROWS) for one in (even, uneven)]
     promised = [step_time(plan, speeds, parameters, ROWS) for plan in plans]
     ranks = run(2, steps_on_a_rank, plans, slow, number, timeout=600)
-    times = [[max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)] for which in (0, 1)]
+    times = [
+        [max(pair) for pair in zip(*(rank[0][which] for rank in ranks), strict=True)] for which in (0, 1)
+    ]
     losses = ranks[0][1]
     if abs(losses[0] - losses[1]) > 1e-3:
         raise AssertionError(f"the plans of {name} train differently: losses {losses}")
@@ -223,7 +249,9 @@ def spread(values: list[float]) -> str:
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slow", type=float, default=3.0, help="how many times slower the second device is")
     parser.add_argument("--steps", type=int, default=9, help="steps of each plan")
     parser.add_argument("--only", nargs="+", choices=tuple(BACKENDS), default=list(BACKENDS))
@@ -233,11 +261,20 @@ def main() -> int:
     speeds = [float(speed) for speed in run(2, speeds_on_a_rank, given.slow, timeout=300)]
     speeds = [speed / speeds[1] for speed in speeds]
     whole = min(run(2, fast_alone, 4, timeout=300)[0])
-    machine = f"{time.strftime('%Y-%m-%d')}: torch {torch.__version__}, Python {platform.python_version()}, 2 of {os.cpu_count()} cores"
+    machine = (
+        f"{time.strftime('%Y-%m-%d')}: torch {torch.__version__}, Python {platform.python_version()}, 2 of"
+        f" {os.cpu_count()} cores"
+    )
     model = f"{ROWS} rows of {TOKENS} tokens, hidden {SIZES['hidden_size']}, {BLOCKS} blocks, LoRA, float32"
     print(f"{machine}, load before {load:.1f}; {model}.")
-    print(f"Measured speeds {speeds[0]:.2f} : 1, asked for {given.slow:g} : 1. The fast device alone: {1e3 * whole:.0f} ms.\n")
-    print("| backend | plan by speed | even, ms | computing | by speed, ms | computing | ratio promised | of medians | of fastest |")
+    print(
+        f"Measured speeds {speeds[0]:.2f} : 1, asked for {given.slow:g} : 1. The fast device alone:"
+        f" {1e3 * whole:.0f} ms.\n"
+    )
+    print(
+        "| backend | plan by speed | even, ms | computing | by speed, ms | computing | ratio promised | of"
+        " medians | of fastest |"
+    )
     print("|---" * 9 + "|")
     for name in given.only:
         print(compare(name, speeds, whole, given.slow, given.steps), flush=True)

@@ -1,8 +1,10 @@
-"""Wrap, save and load beside peft, in one process: `python benchmarks/wrap.py`. Exits 1 when petune is slower than it promises.
+"""Wrap, save and load beside peft, in one process: `python benchmarks/wrap.py`. Exits 1 when petune is slower
+than it promises.
 
-A 32-layer Llama (hidden 256, random weights), LoRA of rank 8 on every linear but the output head. The two libraries take turns, each on
-base models copied outside the timing; the medians' ratio is what counts, as the machine's own speed cancels out. petune's save includes
-its flushes to disk (peft does none), the fingerprint of the base and the check for non-finite values; its load checks all of them.
+A 32-layer Llama (hidden 256, random weights), LoRA of rank 8 on every linear but the output head. The two
+libraries take turns, each on base models copied outside the timing; the medians' ratio is what counts, as the
+machine's own speed cancels out. petune's save includes its flushes to disk (peft does none), the fingerprint
+of the base and the check for non-finite values; its load checks all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ LIMITS = {"wrap": 0.3, "save": 0.8, "load": 0.5}
 def base_model() -> LlamaForCausalLM:
     """The model both libraries tune."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).eval()
 
 
@@ -94,25 +102,37 @@ def train(model: Any) -> None:
 
 def main() -> int:
     """Print the table; 1 when a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("petune").addHandler(logging.NullHandler())  # not its own, which would print a line per wrapping
+    # not its own, which would print a line per wrapping
+    logging.getLogger("petune").addHandler(logging.NullHandler())
     logging.getLogger("petune").propagate = False
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         seconds = measure(options.repeats, Path(folder))
-    print(f"peft {peft.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, {options.repeats} turns")
+    print(
+        f"peft {peft.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads,"
+        f" {options.repeats} turns"
+    )
     print(f"{'step':6}{'peft ms':>18}{'petune ms':>18}{'ratio':>8}{'limit':>8}      median (min)")
     missed = False
     for step, limit in LIMITS.items():
         theirs, ours = (statistics.median(seconds[step][name]) for name in ("peft", "petune"))
         cells = [
-            f"{1e3 * statistics.median(runs):.1f} ({1e3 * min(runs):.1f})" for runs in (seconds[step]["peft"], seconds[step]["petune"])
+            f"{1e3 * statistics.median(runs):.1f} ({1e3 * min(runs):.1f})"
+            for runs in (seconds[step]["peft"], seconds[step]["petune"])
         ]
         missed |= ours > limit * theirs
-        print(f"{step:6}{cells[0]:>18}{cells[1]:>18}{ours / theirs:8.2f}{limit:8.2f}  {'MISSED' if ours > limit * theirs else 'holds'}")
+        print(
+            f"{step:6}{cells[0]:>18}{cells[1]:>18}{ours / theirs:8.2f}{limit:8.2f} "
+            f" {'MISSED' if ours > limit * theirs else 'holds'}"
+        )
     return int(missed)
 
 

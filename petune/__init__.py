@@ -52,7 +52,9 @@ _ROOMS = {
     **dict.fromkeys(("Run", "load_run"), "run.finished"),
     "train": "run.train",
 }
-_SAME_FOR_EVERY_METHOD = {f"mark_only_{method}_as_trainable": "mark_only_trainable" for method in ("lora", "adapter", "side")}
+_SAME_FOR_EVERY_METHOD = {
+    f"mark_only_{method}_as_trainable": "mark_only_trainable" for method in ("lora", "adapter", "side")
+}
 
 
 if not TYPE_CHECKING:  # a type checker knows the names above, and reports any other

@@ -1,4 +1,5 @@
-"""`python -m petune RECIPE [key=value ...]` trains: what torchrun or srun start, and `--job FILE` what petune's own launcher does.
+"""`python -m petune RECIPE [key=value ...]` trains: what torchrun or srun start, and `--job FILE` what
+petune's own launcher does.
 
 Plain lines, the exit codes of `petune`, no terminal needed.
 """
@@ -20,13 +21,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m petune", description="train a recipe")
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="keys laid over the recipe")
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, metavar="JSON", help="keys laid over the recipe"
+    )
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--from", dest="checkpoint", metavar="STEP", help="go on from exactly this checkpoint folder")
+    parser.add_argument(
+        "--from", dest="checkpoint", metavar="STEP", help="go on from exactly this checkpoint folder"
+    )
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY")
-    parser.add_argument("--since", type=float, default=0.0, metavar="TIME", help="when the ranks were first started, for a restart")
-    parser.add_argument("--job", type=Path, metavar="FILE", help="what the launcher of `petune train` has settled, alone")
+    parser.add_argument(
+        "--since",
+        type=float,
+        default=0.0,
+        metavar="TIME",
+        help="when the ranks were first started, for a restart",
+    )
+    parser.add_argument(
+        "--job", type=Path, metavar="FILE", help="what the launcher of `petune train` has settled, alone"
+    )
     given = parser.parse_args(arguments)
     if (given.recipe is None) == (given.job is None):
         parser.error("the following arguments are required: recipe")
@@ -50,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             base = Base(job.recipe)
             run_rank(job, base, distributed.wanted(job.recipe, base), Here(fitting_reporter()))
             return 0
-        again = process_group.restarted() > 0 and going_on(RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since)
+        again = process_group.restarted() > 0 and going_on(
+            RunFolder.of(settle(given.recipe, given.overrides, given.settings)), given.since
+        )
         train(
             given.recipe,
             overrides=given.overrides,

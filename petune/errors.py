@@ -1,7 +1,8 @@
 """What can go wrong, said so that the reader knows what to do.
 
-Every error a user can cause is a `PetuneError`: one or more problems, each saying what is wrong, where, what was expected against what was
-found, and the remedy. The class decides the exit code, so a shell script can tell a bad recipe from a bad file.
+Every error a user can cause is a `PetuneError`: one or more problems, each saying what is wrong, where, what
+was expected against what was found, and the remedy. The class decides the exit code, so a shell script can
+tell a bad recipe from a bad file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ class Problem:
 
     def __str__(self) -> str:
         lines = [f"{self.where}  {self.what}" if self.where else self.what]
-        sides = [f"{label} {value}" for label, value in (("expected", self.expected), ("found", self.found)) if value]
+        sides = [
+            f"{label} {value}"
+            for label, value in (("expected", self.expected), ("found", self.found))
+            if value
+        ]
         if sides:
             lines.append("   " + ", ".join(sides))
         if self.remedy:
@@ -105,4 +110,6 @@ def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
     """
     known = list(valid)
     same_letters = [one for one in known if sorted(one) == sorted(name)]
-    return list(dict.fromkeys([*same_letters, *difflib.get_close_matches(name, known, n=count, cutoff=0.7)]))[:count]
+    return list(dict.fromkeys([*same_letters, *difflib.get_close_matches(name, known, n=count, cutoff=0.7)]))[
+        :count
+    ]

@@ -11,10 +11,22 @@ from threading import Timer
 from typing import TextIO
 
 PATIENCE = 2.0  # seconds that a phase may last in silence
-# What a terminal obeys or hides: the control characters but line end and tab, marks and overrides of direction, other line ends, halves of
-# surrogate pairs (a file name that is not UTF-8 has some, and cannot be printed).
-_OBEYED = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
-_ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*_OBEYED, *range(0xD800, 0xE000), 0xFEFF)}
+# What a terminal obeys or hides: the control characters but line end and tab, marks and overrides of
+# direction, other line ends, halves of surrogate pairs (a file name that is not UTF-8 has some, and cannot be
+# printed).
+_OBEYED = (
+    *range(0x09),
+    *range(0x0B, 0x20),
+    *range(0x7F, 0xA0),
+    0x061C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+)
+_ESCAPED = {
+    code: chr(code).encode("unicode_escape").decode() for code in (*_OBEYED, *range(0xD800, 0xE000), 0xFEFF)
+}
 
 _logger = logging.getLogger("petune")
 _phases = logging.getLogger("petune.phases")
@@ -38,7 +50,8 @@ def _prepare() -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with everything a terminal would obey written out (`\\x1b`): labels, names and errors of libraries come from anywhere."""
+    """`text` with everything a terminal would obey written out (`\\x1b`): labels, names and errors of
+    libraries come from anywhere."""
     return text.translate(_ESCAPED)
 
 
@@ -56,7 +69,8 @@ def warn(line: str) -> None:
 
 @contextmanager
 def phase(doing: str) -> Iterator[None]:
-    """Say what the block is doing once it has taken PATIENCE seconds, while it goes on. Its time is a debug record of `petune.phases`."""
+    """Say what the block is doing once it has taken PATIENCE seconds, while it goes on. Its time is a debug
+    record of `petune.phases`."""
     late = Timer(PATIENCE, say, [f"{doing} ..."])
     late.daemon = True
     began = time.perf_counter()

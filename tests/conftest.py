@@ -1,6 +1,8 @@
-"""What every test stands on: OMP_NUM_THREADS threads, else one, no hub, and a fixture that proves a thing works without a network.
+"""What every test stands on: OMP_NUM_THREADS threads, else one, no hub, and a fixture that proves a thing
+works without a network.
 
-The environment is set before anything can import torch or transformers. Tiny models of every family are in tests/methods/zoo.py.
+The environment is set before anything can import torch or transformers. Tiny models of every family are in
+tests/methods/zoo.py.
 """
 
 from __future__ import annotations
@@ -8,8 +10,11 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"})
-os.environ["PETUNE_SECRET"] = "of the tests"  # ranks without petune's launcher would make the user's own in the home folder
+os.environ.update(
+    {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+)
+# ranks without petune's launcher would make the user's own in the home folder
+os.environ["PETUNE_SECRET"] = "of the tests"
 if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
 
@@ -33,7 +38,8 @@ _started: list[str] = []
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note which processes are started, and what is unpickled by petune or by a library that it has called."""
+    """Note which processes are started, and what is unpickled by petune or by a library that it has
+    called."""
     if event in STARTS:
         _started.append(f"{event} {arguments}")
     frame: FrameType | None = sys._getframe(1) if event == "pickle.find_class" else None
@@ -67,14 +73,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of every search for garbage, which takes a third of a second else, and copies every page in a fork."""
+    """Keep what was imported out of every search for garbage, which takes a third of a second else, and
+    copies every page in a fork."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that starts a process is marked so, by tests/marks.py or by hand, or fails; on a GPU Triton's compiler is one."""
+    """A test that starts a process is marked so, by tests/marks.py or by hand, or fails; on a GPU Triton's
+    compiler is one."""
     _started.clear()
     yield
     marked = any(request.node.get_closest_marker(mark) for mark in ("forks", "gpu"))
@@ -83,7 +91,8 @@ def _processes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """As many threads as were asked for, whatever the test before has set: two workers with one each do not fight over two cores."""
+    """As many threads as were asked for, whatever the test before has set: two workers with one each do not
+    fight over two cores."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     yield

@@ -1,7 +1,8 @@
-"""petune's own launcher with forks of the test's process for the ranks it starts, and for the spare: all is real but the imports.
+"""petune's own launcher with forks of the test's process for the ranks it starts, and for the spare: all is
+real but the imports.
 
-`petune.train` starts its ranks then in a tenth of a second, and what a test has patched is patched in them. A rank that is a Python file
-of the test's own instead of petune runs in a fork too.
+`petune.train` starts its ranks then in a tenth of a second, and what a test has patched is patched in them. A
+rank that is a Python file of the test's own instead of petune runs in a fork too.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Forks:
     started: list[tuple[str, bool, int]] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)  # rank -> the process that holds it now
 
-    def handler(self, *, args: Any, env: dict[str, str], stdout: str, local_rank_id: int, **_: Any) -> Handler:
+    def handler(
+        self, *, args: Any, env: dict[str, str], stdout: str, local_rank_id: int, **_: Any
+    ) -> Handler:
         """A fork in the place of torch's SubprocessHandler."""
         sys.stdout.flush()
         if (pid := os.fork()) == 0:
@@ -93,7 +96,10 @@ def _become(args: list[str], env: dict[str, str], stdout: str) -> NoReturn:
         gc.freeze()  # see tests/pool.py
         with suppress(OSError):
             os.setpgid(0, 0)
-        for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        for number, handler in (
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGINT, signal.default_int_handler),
+        ):
             signal.signal(number, handler)
         for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM", "PETUNE"))]:
             del os.environ[name]
@@ -114,7 +120,8 @@ def _become(args: list[str], env: dict[str, str], stdout: str) -> NoReturn:
 
 
 def _call(file: str, command: list[str]) -> NoReturn:
-    """In the place of exec: petune, or a Python file and its arguments, in an interpreter that has imported all there is."""
+    """In the place of exec: petune, or a Python file and its arguments, in an interpreter that has imported
+    all there is."""
     code = 0
     try:
         if "petune" in command:

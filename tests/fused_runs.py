@@ -20,7 +20,13 @@ def recipe(place: Path, family: str, out: str, **changes: Any) -> dict[str, Any]
         connections = {"hidden_dropout_prob": 0.1} if family == "bert" else {}
         write_model(place / family, family, **connections)
     packing = changes.pop("packing", False)
-    made = settings(place, family, changes.pop("method", LORA), out=out, **{"max_steps": 3, "warmup": 0, "lr": 3e-3, **changes})
+    made = settings(
+        place,
+        family,
+        changes.pop("method", LORA),
+        out=out,
+        **{"max_steps": 3, "warmup": 0, "lr": 3e-3, **changes},
+    )
     if packing:
         made["data"] |= {"packing": True, "max_length": 32}
     return made
@@ -31,7 +37,14 @@ def tuned(folder: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state_of(newest(folder))[0].items() if name.startswith("tuned/")}
 
 
-def assert_alike(found: Path, expected: Path, told: Listener, other: Listener, near: float = NEAR, but: tuple[str, ...] = ()) -> None:
+def assert_alike(
+    found: Path,
+    expected: Path,
+    told: Listener,
+    other: Listener,
+    near: float = NEAR,
+    but: tuple[str, ...] = (),
+) -> None:
     """Two runs the same to rounding; `but` end the names of weights that nobody can compare."""
     assert len(told.steps) == len(other.steps) > 0
     for one, two in zip(told.steps, other.steps, strict=True):
@@ -43,6 +56,7 @@ def assert_alike(found: Path, expected: Path, told: Listener, other: Listener, n
     ours, theirs = tuned(found), tuned(expected)
     assert ours.keys() == theirs.keys()
     for name, value in ((name, value) for name, value in theirs.items() if not name.endswith(but)):
-        # all but one in a hundred: AdamW's first steps make a whole lr of the sign of a gradient that is nearly nothing
+        # all but one in a hundred: AdamW's first steps make a whole lr of the sign of a gradient that is
+        # nearly nothing
         far = (ours[name] - value).abs() > 20 * near * max(1.0, float(value.abs().max()))
         assert float(far.float().mean()) <= 0.01, name

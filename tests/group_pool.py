@@ -1,8 +1,10 @@
-"""Several ranks of a run in one test: `ranks(2, function, ...)` calls the function in two forked processes, as a launcher starts them.
+"""Several ranks of a run in one test: `ranks(2, function, ...)` calls the function in two forked processes,
+as a launcher starts them.
 
-Where tests/pool.py makes the group itself, this sets the environment of a launcher and leaves joining to what is called, usually
-`petune.run.train.train`. Forking costs a tenth of a second where starting an interpreter that imports torch costs five, and what a test has
-patched is patched in its ranks. `ends` is for ranks that are meant to fail: it waits for all of them and says how each has ended.
+Where tests/pool.py makes the group itself, this sets the environment of a launcher and leaves joining to what
+is called, usually `petune.run.train.train`. Forking costs a tenth of a second where starting an interpreter
+that imports torch costs five, and what a test has patched is patched in its ranks. `ends` is for ranks that
+are meant to fail: it waits for all of them and says how each has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class End:
-    """How a rank has ended. code: of its process, minus the number of a signal; value: what the function returned; error: a traceback."""
+    """How a rank has ended. code: of its process, minus the number of a signal; value: what the function
+    returned; error: a traceback."""
 
     rank: int
     code: int
@@ -45,22 +48,29 @@ class End:
 
 
 def ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """What `function(*args)` returned on each of `world` ranks, by rank; plain data. Raises RankError when one has failed or is late."""
+    """What `function(*args)` returned on each of `world` ranks, by rank; plain data. Raises RankError when
+    one has failed or is late."""
     found = ends(world, function, *args, timeout=timeout)
-    bad = sorted((end for end in found if end.code or end.error), key=lambda end: (end.error is None, end.seconds))
+    bad = sorted(
+        (end for end in found if end.code or end.error), key=lambda end: (end.error is None, end.seconds)
+    )
     if bad:
         raise RankError("\n".join(f"rank {end.rank} ended with {end.code}: {end.error}" for end in bad))
     return [end.value for end in found]
 
 
 def ends(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[End]:
-    """How each of `world` ranks that call `function(*args)` has ended, by rank. An exception ends a rank as in `python -m petune`.
+    """How each of `world` ranks that call `function(*args)` has ended, by rank. An exception ends a rank as
+    in `python -m petune`.
 
     Raises RankError when one has not ended after `timeout` seconds. No rank is left, whatever happens.
     """
     with _free_port() as port:
         pipes = [_FORK.Pipe(duplex=False) for _ in range(world)]
-        processes = [_FORK.Process(target=_rank, args=(rank, world, port, pipes, function, args), daemon=True) for rank in range(world)]
+        processes = [
+            _FORK.Process(target=_rank, args=(rank, world, port, pipes, function, args), daemon=True)
+            for rank in range(world)
+        ]
         try:
             for process in processes:
                 process.start()
@@ -78,7 +88,8 @@ def ends(world: int, function: Callable[..., Any], *args: Any, timeout: float = 
 
 @contextmanager
 def _free_port() -> Iterator[int]:
-    """A port that nobody else gets in the meantime: it is bound here, which lets rank 0 listen at it but is given to no one as free."""
+    """A port that nobody else gets in the meantime: it is bound here, which lets rank 0 listen at it but is
+    given to no one as free."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -108,7 +119,14 @@ def _gather(processes: list[Any], pipes: list[Connection], deadline: float) -> l
     return [found[rank] for rank in range(len(processes))]
 
 
-def _rank(rank: int, world: int, port: int, pipes: list[tuple[Connection, Connection]], function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    pipes: list[tuple[Connection, Connection]],
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
     gc.freeze()  # see tests/pool.py
     for other, (theirs, mine) in enumerate(pipes):
         theirs.close()
@@ -116,10 +134,21 @@ def _rank(rank: int, world: int, port: int, pipes: list[tuple[Connection, Connec
             mine.close()
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM", "PETUNE"))]:
         del os.environ[name]
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "FATAL", "PETUNE_SECRET": "of a test"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+        "PETUNE_SECRET": "of a test",
+    }
     torch.set_num_threads(1)
-    torch.manual_seed(1000 + rank)  # what should be equal on all ranks must not be so by the accident of a fork
+    # what should be equal on all ranks must not be so by the accident of a fork
+    torch.manual_seed(1000 + rank)
     value, error, code = None, None, 0
     try:
         value = function(*args)
@@ -139,8 +168,9 @@ def _rank(rank: int, world: int, port: int, pipes: list[tuple[Connection, Connec
 def assert_same_but_for_rounding(found: Path, expected: Path) -> None:
     """Two run folders of the same files whose numbers differ by the order of floating-point sums alone.
 
-    Losses agree to 1e-5, scores to 1e-3. AdamW moves an element whose gradient is rounding error as far as any other, so gradients are
-    compared by their running means, tensor by tensor, and weights by their root mean square difference, to a tenth of what one step moves.
+    Losses agree to 1e-5, scores to 1e-3. AdamW moves an element whose gradient is rounding error as far as
+    any other, so gradients are compared by their running means, tensor by tensor, and weights by their root
+    mean square difference, to a tenth of what one step moves.
     """
     assert files(found) == files(expected), files(found) ^ files(expected)
     assert_same_records(found, expected)
@@ -158,7 +188,9 @@ def files(folder: Path) -> set[str]:
 def assert_same_records(found: Path, expected: Path) -> None:
     """metrics.jsonl of two runs: losses to 1e-5, gradient norms and scores to 1e-3, the rest as it is."""
     records, others = numbers(found), numbers(expected)
-    assert [(record["step"], record.keys()) for record in records] == [(other["step"], other.keys()) for other in others]
+    assert [(record["step"], record.keys()) for record in records] == [
+        (other["step"], other.keys()) for other in others
+    ]
     for record, other in zip(records, others, strict=True):
         assert record == pytest.approx(other, rel=1e-3, abs=1e-6)
         if "loss" in record:
@@ -166,36 +198,61 @@ def assert_same_records(found: Path, expected: Path) -> None:
 
 
 def assert_same_state(found: Path, expected: Path, room: float = 1e-5) -> set[str]:
-    """Two checkpoints, whatever the plans that saved them: whole tensors of the same names and shapes, and the same moments.
+    """Two checkpoints, whatever the plans that saved them: whole tensors of the same names and shapes, and
+    the same moments.
 
-    Returns the names of tensors whose gradient is nothing but rounding, as that of every bias of keys, which softmax does not see.
+    Returns the names of tensors whose gradient is nothing but rounding, as that of every bias of keys, which
+    softmax does not see.
     """
     (tensors, facts), (others, other_facts) = state_of(found), state_of(expected)
     assert _shapes(tensors) == _shapes(others)
     for part, power in {"exp_avg": 1, "exp_avg_sq": 2}.items():
         moments = {name: value for name, value in others.items() if name.startswith(f"optimizer/{part}/")}
         largest = {name: float(value.norm()) for name, value in moments.items()}
-        allowed = {name: power * 1e-2 * own + 1e-6**power * max(largest.values()) for name, own in largest.items()}
+        allowed = {
+            name: power * 1e-2 * own + 1e-6**power * max(largest.values()) for name, own in largest.items()
+        }
         away = {name: float((tensors[name] - value).norm()) for name, value in moments.items()}
         wrong = {name: (away[name], largest[name]) for name in moments if away[name] > allowed[name]}
         assert not wrong, wrong
         if power == 1:
-            noise = {name.removeprefix("optimizer/exp_avg/") for name, own in largest.items() if own < 1e-5 * max(largest.values())}
-    assert all(torch.equal(tensors[name], others[name]) for name in others if name.startswith("optimizer/step/"))
-    mine, theirs = ({name: value for name, value in side.items() if name.startswith("tuned/")} for side in (tensors, others))
+            noise = {
+                name.removeprefix("optimizer/exp_avg/")
+                for name, own in largest.items()
+                if own < 1e-5 * max(largest.values())
+            }
+    assert all(
+        torch.equal(tensors[name], others[name]) for name in others if name.startswith("optimizer/step/")
+    )
+    mine, theirs = (
+        {name: value for name, value in side.items() if name.startswith("tuned/")}
+        for side in (tensors, others)
+    )
     assert_same_weights(mine, theirs, {f"tuned/{name}" for name in noise}, room)
     assert facts["optimizer"] == other_facts["optimizer"], (facts["optimizer"], other_facts["optimizer"])
     return noise
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (value.shape, value.dtype) for name, value in tensors.items() if not name.startswith("rng/")}
+    return {
+        name: (value.shape, value.dtype) for name, value in tensors.items() if not name.startswith("rng/")
+    }
 
 
 def assert_same_weights(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], noise: Collection[str] = (), room: float = 1e-5
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    noise: Collection[str] = (),
+    room: float = 1e-5,
 ) -> None:
-    """Tensors of the same names, shapes and types, each but those of `noise` within `room` in the root mean square."""
+    """Tensors of the same names, shapes and types, each but those of `noise` within `room` in the root mean
+    square."""
     assert expected and _shapes(found) == _shapes(expected)
-    away = {name: float((found[name] - value).double().pow(2).mean().sqrt()) for name, value in expected.items() if name not in noise}
-    assert all(value <= room for value in away.values()), {name: value for name, value in away.items() if value > room}
+    away = {
+        name: float((found[name] - value).double().pow(2).mean().sqrt())
+        for name, value in expected.items()
+        if name not in noise
+    }
+    assert all(value <= room for value in away.values()), {
+        name: value for name, value in away.items() if value > room
+    }

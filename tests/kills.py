@@ -1,7 +1,8 @@
-"""Kills of a process at every call that changes the file system: real ones in forks of the warm test process, or what they would leave.
+"""Kills of a process at every call that changes the file system: real ones in forks of the warm test process,
+or what they would leave.
 
-A kill loses nothing of what the system was told, so what it leaves is what the folder holds at that call: `left_by_kills` copies that at
-every call of a single fork, where real kills need a fork for each.
+A kill loses nothing of what the system was told, so what it leaves is what the folder holds at that call:
+`left_by_kills` copies that at every call of a single fork, where real kills need a fork for each.
 """
 
 from __future__ import annotations
@@ -15,12 +16,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "os.link", "os.symlink"}
+CHANGING = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.chmod",
+    "os.truncate",
+    "os.link",
+    "os.symlink",
+}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def killed_at(call: int, work: Callable[[], Any]) -> bool:
-    """Do `work` in a fork that SIGKILL ends right before its `call`-th change of the file system (from 1); of a write, half is done.
+    """Do `work` in a fork that SIGKILL ends right before its `call`-th change of the file system (from 1); of
+    a write, half is done.
 
     False when the work ended before. An error of its own fails the test.
     """
@@ -33,11 +44,14 @@ def killed_at(call: int, work: Callable[[], Any]) -> bool:
 
 
 def left_by_kills(folder: Path, work: Callable[[], Any], copies: Path) -> int:
-    """Do `work` in a fork that copies `folder` to `copies`/N right before its N-th change of the file system, from 1; how many there were.
+    """Do `work` in a fork that copies `folder` to `copies`/N right before its N-th change of the file system,
+    from 1; how many there were.
 
     Of a write, half is done by then. Where there was no folder at a call, there is no copy.
     """
-    assert os.WEXITSTATUS(_forked(lambda: _copy_at_every_call(folder, copies), work)) == 0, "the work failed by itself"
+    assert os.WEXITSTATUS(_forked(lambda: _copy_at_every_call(folder, copies), work)) == 0, (
+        "the work failed by itself"
+    )
     return int((copies / "calls").read_text())
 
 
@@ -86,10 +100,13 @@ def _copy_at_every_call(folder: Path, copies: Path) -> None:
 
 
 def _watch(now: Callable[[], bool], act: Callable[[], None]) -> None:
-    """At every change of the file system of this process for which `now` holds, `act` comes before it, in the midst of a write."""
+    """At every change of the file system of this process for which `now` holds, `act` comes before it, in the
+    midst of a write."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if (event in CHANGING or (event == "open" and isinstance(args[2], int) and args[2] & WRITES)) and now():
+        if (
+            event in CHANGING or (event == "open" and isinstance(args[2], int) and args[2] & WRITES)
+        ) and now():
             act()
 
     def writing(plain: Callable[..., int], moves: bool) -> Callable[..., int]:

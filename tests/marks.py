@@ -1,8 +1,10 @@
-"""The marks `forks`, `interpret` and `slow`, given to a test by what its code reaches, so that nobody has to keep them by hand.
+"""The marks `forks`, `interpret` and `slow`, given to a test by what its code reaches, so that nobody has to
+keep them by hand.
 
-A test starts processes, runs kernels in Triton's interpreter or trains a whole run where its code, that of its fixtures, or that of
-functions of tests/ which they name, names one of REACHED. Where petune itself starts a process, no name says so, and the test has its
-mark by hand; tests/conftest.py fails a test that starts a process without one.
+A test starts processes, runs kernels in Triton's interpreter or trains a whole run where its code, that of
+its fixtures, or that of functions of tests/ which they name, names one of REACHED. Where petune itself starts
+a process, no name says so, and the test has its mark by hand; tests/conftest.py fails a test that starts a
+process without one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Any
 
 REACHED = {
     "forks": (
-        *("subprocess", "multiprocessing", "os.fork", "petune.parallel.launch.launcher", "petune.tasks.bounded"),
+        *(
+            "subprocess",
+            "multiprocessing",
+            "os.fork",
+            "petune.parallel.launch.launcher",
+            "petune.tasks.bounded",
+        ),
         *("tests.pool", "tests.group_pool", "tests.forked_launch", "tests.kills", "tests.kernels.gate"),
     ),
     "interpret": ("triton", "petune.kernels.triton"),
@@ -35,7 +43,9 @@ def marks_of(functions: list[Callable[..., Any]], settings: list[object]) -> set
 @cache
 def _named(name: str) -> frozenset[str]:
     """The marks of a dotted name: those of what it is, or lies in."""
-    return frozenset(mark for mark, ones in REACHED.items() if any(f"{name}.".startswith(f"{one}.") for one in ones))
+    return frozenset(
+        mark for mark, ones in REACHED.items() if any(f"{name}.".startswith(f"{one}.") for one in ones)
+    )
 
 
 @cache
@@ -73,4 +83,8 @@ def _names_of(value: object) -> tuple[str, ...]:
         return (value,)
     if isinstance(value, ModuleType):
         return (value.__name__,)
-    return (f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}",) if callable(value) else ()
+    return (
+        (f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}",)
+        if callable(value)
+        else ()
+    )

@@ -1,4 +1,5 @@
-"""Small runs under a plan in forked ranks, and what may happen to one of them at a step: a kill, a value that is not finite."""
+"""Small runs under a plan in forked ranks, and what may happen to one of them at a step: a kill, a value that
+is not finite."""
 
 from __future__ import annotations
 
@@ -32,10 +33,13 @@ PLANS: dict[str, Any] = {
 
 
 def small(place: Path, family: str, method: Any, **changes: Any) -> dict[str, Any]:
-    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps. Dropout in every part."""
+    """23 rows in forward passes of four, two of them a step, the last of an epoch of three rows; five steps.
+    Dropout in every part."""
     task = {"task": changes["task"]} if "task" in changes else {}
     changes["data"] = settings(place, family, **task)["data"] | {"max_rows": 23} | changes.get("data", {})
-    return settings(place, family, method, **{"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, **changes})
+    return settings(
+        place, family, method, **{"batch_size": 4, "max_steps": 5, "epochs": 2, "keep": 10, **changes}
+    )
 
 
 def trained(recipe: dict[str, Any], **options: Any) -> Path:
@@ -51,8 +55,11 @@ def train_as_a_rank(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     run(recipe, **options)
 
 
-def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    """What a rank calls: train, and on `rank` do something before the update of each of the steps, counted from 1."""
+def at_steps(
+    rank: int, steps: dict[int, Callable[[], None]]
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """What a rank calls: train, and on `rank` do something before the update of each of the steps, counted
+    from 1."""
 
     def train(recipe: dict[str, Any], options: dict[str, Any]) -> None:
         step = Step.take
@@ -68,7 +75,9 @@ def at_steps(rank: int, steps: dict[int, Callable[[], None]]) -> Callable[[dict[
     return train
 
 
-def spoilt(rank: int, step: int, patch: Callable[[], None]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+def spoilt(
+    rank: int, step: int, patch: Callable[[], None]
+) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     """What a rank calls: train, with `patch` made on one rank before a step."""
     return at_steps(rank, {step: patch})
 
@@ -91,7 +100,9 @@ def killed(recipe: dict[str, Any], rank: int, after_s: float, resume: bool) -> l
             restore = Step.make_audit
 
             def armed(self: Step) -> Any:
-                threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+                threading.Thread(
+                    target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
+                ).start()
                 return restore(self)
 
             Step.make_audit = armed  # type: ignore[method-assign]

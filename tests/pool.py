@@ -1,8 +1,10 @@
-"""Several ranks in one test: `run(2, function, ...)` calls the function in two forked processes of one gloo group and gathers the results.
+"""Several ranks in one test: `run(2, function, ...)` calls the function in two forked processes of one gloo
+group and gathers the results.
 
-Every call forks fresh processes from this one, which costs a tenth of a second and has three virtues: torch and transformers are imported
-already, the function and its arguments need no pickling (closures and monkeypatches are simply there), and nothing is left over from an
-earlier test, least of all a hung one. A rank that fails hangs its peers, so the first failure ends all of them.
+Every call forks fresh processes from this one, which costs a tenth of a second and has three virtues: torch
+and transformers are imported already, the function and its arguments need no pickling (closures and
+monkeypatches are simply there), and nothing is left over from an earlier test, least of all a hung one. A
+rank that fails hangs its peers, so the first failure ends all of them.
 """
 
 from __future__ import annotations
@@ -32,20 +34,26 @@ _NOTICED = 0.3  # seconds in which the system tells of a death
 
 
 class RankError(RuntimeError):
-    """A rank raised something other than an AssertionError, died or did not finish; the message names the rank and quotes its traceback."""
+    """A rank raised something other than an AssertionError, died or did not finish; the message names the
+    rank and quotes its traceback."""
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """What `function(*args)` returned on each of `world` ranks, by rank; `torch.distributed` is initialised inside (gloo, loopback).
+    """What `function(*args)` returned on each of `world` ranks, by rank; `torch.distributed` is initialised
+    inside (gloo, loopback).
 
-    Results are plain data and CPU tensors in lists, tuples and dictionaries; what autograd knows of a tensor stays behind. Each rank has
-    one thread and a random stream of its own. The first failure stops every rank: an AssertionError comes out as one, anything else, a
-    dead process and a rank that has not finished after `timeout` seconds as RankError.
+    Results are plain data and CPU tensors in lists, tuples and dictionaries; what autograd knows of a tensor
+    stays behind. Each rank has one thread and a random stream of its own. The first failure stops every rank:
+    an AssertionError comes out as one, anything else, a dead process and a rank that has not finished after
+    `timeout` seconds as RankError.
     """
     with tempfile.TemporaryDirectory(prefix="petune-ranks-") as folder:
         ends = [_FORK.Pipe() for _ in range(world)]
         ranks = [
-            _FORK.Process(target=_rank, args=(rank, world, folder, ends, timeout, function, args), daemon=True) for rank in range(world)
+            _FORK.Process(
+                target=_rank, args=(rank, world, folder, ends, timeout, function, args), daemon=True
+            )
+            for rank in range(world)
         ]
         try:
             for process in ranks:
@@ -67,11 +75,15 @@ def _gather(ends: list[Connection], ranks: list[Any], timeout: float, folder: st
     while waiting:
         ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = f"after {timeout:g} s these ranks had not finished: {', '.join(map(str, waiting))} of {len(ends)}"
+            late = (
+                f"after {timeout:g} s these ranks had not finished: {', '.join(map(str, waiting))} of"
+                f" {len(ends)}"
+            )
             raise RankError("\n".join([late, *(_whereabouts(rank, ranks[rank], folder) for rank in waiting)]))
         reports = [(rank, *_report(end, ranks[rank])) for rank, end in waiting.items() if end in ready]
         if failed := [report for report in reports if report[2] != "returned"]:
-            late = wait([end for end in waiting.values() if end not in ready], _NOTICED)  # a rank's death is seen by its peers first
+            # a rank's death is seen by its peers first
+            late = wait([end for end in waiting.values() if end not in ready], _NOTICED)
             failed += [(rank, *_report(end, ranks[rank])) for rank, end in waiting.items() if end in late]
             _raise(min(failed, key=lambda report: (report[2] != "died", report[2] == "returned", report[1])))
         for rank, _, _, value in reports:
@@ -119,8 +131,17 @@ def _end(process: Any) -> None:
 # ------------------------------------------------------------------ inside a rank
 
 
-def _rank(rank: int, world: int, folder: str, ends: list[tuple[Connection, Connection]], timeout: float, function: Any, args: Any) -> None:
-    """Join the group, call, report, and stay until the parent has heard of every rank: a closed socket would upset the slower ones."""
+def _rank(
+    rank: int,
+    world: int,
+    folder: str,
+    ends: list[tuple[Connection, Connection]],
+    timeout: float,
+    function: Any,
+    args: Any,
+) -> None:
+    """Join the group, call, report, and stay until the parent has heard of every rank: a closed socket would
+    upset the slower ones."""
     gc.freeze()  # what came from the parent is not searched for garbage, which would copy every page of it
     for other, (theirs, mine) in enumerate(ends):
         theirs.close()
@@ -130,7 +151,8 @@ def _rank(rank: int, world: int, folder: str, ends: list[tuple[Connection, Conne
     with open(f"{folder}/stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         message = _outcome(rank, world, folder, timeout, function, args)
-        with suppress(EOFError, OSError):  # the parent closes its end when every rank has reported or one has failed
+        # the parent closes its end when every rank has reported or one has failed
+        with suppress(EOFError, OSError):
             end.send((time.monotonic(), *message))
             end.recv()
     os._exit(0)
@@ -150,19 +172,29 @@ def _outcome(rank: int, world: int, folder: str, timeout: float, function: Any, 
 def _join(rank: int, world: int, store: str, timeout: float) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
-    torch.manual_seed(1000 + rank)  # what should be equal on all ranks must not be so by the accident of a fork
+    # what should be equal on all ranks must not be so by the accident of a fork
+    torch.manual_seed(1000 + rank)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=max(timeout, 1.0))
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=max(timeout, 1.0)),
     )
 
 
-# A tensor sent as such goes by a file descriptor of shared memory, and a hundred of them are too many: so it goes as bytes.
+# A tensor sent as such goes by a file descriptor of shared memory, and a hundred of them are too many: so it
+# goes as bytes.
 
 
 def _packed(value: Any) -> Any:
     if isinstance(value, Tensor):
         plain = value.detach().to("cpu").contiguous()
-        return _Bytes(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return _Bytes(
+            str(plain.dtype).removeprefix("torch."),
+            tuple(plain.shape),
+            plain.reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: _packed(part) for key, part in value.items()}
     if type(value) in (list, tuple):
@@ -173,7 +205,11 @@ def _packed(value: Any) -> Any:
 def _unpacked(value: Any) -> Any:
     if isinstance(value, _Bytes):
         dtype = getattr(torch, value.dtype)
-        plain = torch.frombuffer(bytearray(value.content), dtype=dtype) if value.content else torch.empty(0, dtype=dtype)
+        plain = (
+            torch.frombuffer(bytearray(value.content), dtype=dtype)
+            if value.content
+            else torch.empty(0, dtype=dtype)
+        )
         return plain.reshape(value.shape)
     if isinstance(value, dict):
         return {key: _unpacked(part) for key, part in value.items()}

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints with a tokenizer of words, small data files, and runs on them: what the tests of the training loop share.
+"""Tiny random checkpoints with a tokenizer of words, small data files, and runs on them: what the tests of
+the training loop share.
 
 Two blocks of width 32, 24 short rows of uneven length; a run of six steps takes a fraction of a second.
 """
@@ -39,7 +40,25 @@ from petune.run.step import Step
 from petune.run.train import Run, train
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
-WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "star", "sea", "hill", "tree", "cat", "dog", "fox", "runs", "sings")
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "one",
+    "two",
+    "three",
+    "sun",
+    "moon",
+    "star",
+    "sea",
+    "hill",
+    "tree",
+    "cat",
+    "dog",
+    "fox",
+    "runs",
+    "sings",
+)
 CHATML = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
@@ -58,9 +77,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a word."""
-    core = Tokenizer(WordLevel({word: index for index, word in enumerate((*SPECIAL, *WORDS))}, unk_token="<unk>"))
+    core = Tokenizer(
+        WordLevel({word: index for index, word in enumerate((*SPECIAL, *WORDS))}, unk_token="<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     made.chat_template = CHATML
     return made
 
@@ -68,23 +91,52 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def write_model(folder: Path, family: str, *, dropout: float = 0.0, seed: int = 0, **changes: Any) -> Path:
     """A random checkpoint of the family with its tokenizer; `changes` go over the config."""
     shared: dict[str, Any] = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, "eos_token_id": 2}
-    wide: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    stacks: dict[str, Any] = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _BART_STACK.items()}
+    wide: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    stacks: dict[str, Any] = {
+        f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _BART_STACK.items()
+    }
     torch.manual_seed(seed)
     made: Any
     if family == "bert":
-        wide |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "max_position_embeddings": 64}
+        wide |= {
+            "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout,
+            "max_position_embeddings": 64,
+        }
         made = BertModel(BertConfig(**{**shared, **wide, "initializer_range": 0.1, **changes}))
     elif family == "bart":
-        fixed = {"d_model": 32, "max_position_embeddings": 64, "dropout": dropout, "init_std": 0.1, "bos_token_id": 1}
+        fixed = {
+            "d_model": 32,
+            "max_position_embeddings": 64,
+            "dropout": dropout,
+            "init_std": 0.1,
+            "bos_token_id": 1,
+        }
         fixed |= {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
         made = BartForConditionalGeneration(BartConfig(**{**shared, **fixed, **stacks, **changes}))
     elif family == "t5":
-        fixed = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "dropout_rate": dropout}
+        fixed = {
+            "d_model": 32,
+            "d_ff": 48,
+            "d_kv": 8,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": dropout,
+        }
         fixed["decoder_start_token_id"] = 0
         made = T5ForConditionalGeneration(T5Config(**{**shared, **fixed, **changes}))
     else:
-        wide |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": dropout, "bos_token_id": 1}
+        wide |= {
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "attention_dropout": dropout,
+            "bos_token_id": 1,
+        }
         made = LlamaForCausalLM(LlamaConfig(**{**shared, **wide, "initializer_range": 0.1, **changes}))
     made.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -112,25 +164,42 @@ def row_of(text: str, task: str) -> dict[str, Any]:
     if task == "seq2seq":
         return {"source": text, "target": " ".join(words[:4])}
     if task == "chat":
-        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": " ".join(reversed(words))}]}
+        return {
+            "messages": [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": " ".join(reversed(words))},
+            ]
+        }
     if task == "tokens":
         return {
             "tokens": words,
-            "tags": [("B-COLOR", "I-COLOR")[at] if at < 2 else "B-NUMBER" if word in WORDS[3:6] else "O" for at, word in enumerate(words)],
+            "tags": [
+                ("B-COLOR", "I-COLOR")[at] if at < 2 else "B-NUMBER" if word in WORDS[3:6] else "O"
+                for at, word in enumerate(words)
+            ],
         }
     return {"text": text}
 
 
 def write_rows(path: Path, task: str, number: int = 24, *, seed: int = 0) -> Path:
     """A JSONL file of `number` rows."""
-    path.write_text("".join(json.dumps(row_of(text, task)) + "\n" for text in sentences(number, seed=seed)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row_of(text, task)) + "\n" for text in sentences(number, seed=seed)),
+        encoding="utf-8",
+    )
     return path
 
 
 def settings(
-    place: Path, family: str = "llama", method: str | Mapping[str, Any] = "lora", *, out: str = "run", **changes: Any
+    place: Path,
+    family: str = "llama",
+    method: str | Mapping[str, Any] = "lora",
+    *,
+    out: str = "run",
+    **changes: Any,
 ) -> dict[str, Any]:
-    """A recipe as a mapping: six steps of four rows, model and data made in `place` unless they are there. `changes` go over it.
+    """A recipe as a mapping: six steps of four rows, model and data made in `place` unless they are there.
+    `changes` go over it.
 
     Dropout is 0.1 in the model and, where it has any, in the method.
     """
@@ -143,13 +212,20 @@ def settings(
         write_rows(held, task, 9, seed=1)
     tuned_by = METHODS[method] if isinstance(method, str) else method
     recipe: dict[str, Any] = {"model": str(model), "task": task, "method": tuned_by, "out": str(place / out)}
-    recipe |= {"data": {"path": str(rows), "eval": str(held)}, "lr": 1e-3, "batch_size": 2, "accumulate": 2, "device": "cpu"}
+    recipe |= {
+        "data": {"path": str(rows), "eval": str(held)},
+        "lr": 1e-3,
+        "batch_size": 2,
+        "accumulate": 2,
+        "device": "cpu",
+    }
     recipe |= {"warmup": 2, "save_every": 1, "head_only": False}
     return recipe | changes
 
 
 def going_wrong(place: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe that trains on rows of one word: from its first step on it leads away from the held-out rows, by more than 0.01 nats a step.
+    """A recipe that trains on rows of one word: from its first step on it leads away from the held-out rows,
+    by more than 0.01 nats a step.
 
     So the first evaluation after a step is the best, on any processor.
     """
@@ -161,7 +237,9 @@ def going_wrong(place: Path, **changes: Any) -> dict[str, Any]:
 
 def as_yaml(path: Path, recipe: Mapping[str, Any]) -> Path:
     """The recipe as a file; JSON is YAML."""
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items()), encoding="utf-8")
+    path.write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items()), encoding="utf-8"
+    )
     return path
 
 
@@ -237,7 +315,9 @@ def state_of(checkpoint: Path) -> tuple[dict[str, torch.Tensor], Any]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock decides."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "tokens_per_s"} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if key != "tokens_per_s"} for line in lines
+    ]
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -245,7 +325,9 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert newest(found).name == newest(expected).name
     (tensors, facts), (others, other_facts) = state_of(newest(found)), state_of(newest(expected))
     assert tensors.keys() == others.keys()
-    assert any(name.startswith("tuned/") for name in tensors) and any(name.startswith("optimizer/exp_avg") for name in tensors)
+    assert any(name.startswith("tuned/") for name in tensors) and any(
+        name.startswith("optimizer/exp_avg") for name in tensors
+    )
     assert "rng/torch" in tensors
     for name, value in tensors.items():
         assert torch.equal(value, others[name]), name
@@ -260,4 +342,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file but the log."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.log"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "run.log"
+    }

@@ -1,7 +1,7 @@
 """The ways in which cut, staged and laddered models have broken before, each with a test of its own name.
 
-Half of them gave wrong numbers or dead gradients without any error, with a loss that was right. Cells of the matrix catch most of them
-too; here stands the smallest case that shows each.
+Half of them gave wrong numbers or dead gradients without any error, with a loss that was right. Cells of the
+matrix catch most of them too; here stands the smallest case that shows each.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def case(name: str, method: str, backend: str, **changes: Any) -> Case:
     return Case(name, method, plan, settings=changes.pop("settings", ()) + settings_of(name, plan), **changes)
 
 
-# ------------------------------------------------------------------ an argument looked up by a name that is not there
+# ---------------------------------------------------------- an argument looked up by a name that is not there
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])
 def test_a_region_whose_way_in_calls_its_input_something_else_is_entered(backend: str) -> None:
-    """The parameter of BART's fc1 is `input` in a plain linear and `x` in a tuned one; a copy that is skipped leaves the loss right."""
+    """The parameter of BART's fc1 is `input` in a plain linear and `x` in a tuned one; a copy that is skipped
+    leaves the loss right."""
     for method in ("lora", "full"):
         check(case("bart-seq2seq", method, backend))
 
@@ -86,7 +87,8 @@ def test_a_stage_takes_its_part_of_what_it_received_and_not_of_what_it_made_up(n
 
 
 def _two_lengths_at_once(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits from two forward passes, the shortest row's and the others', before either has been differentiated."""
+    """Logits from two forward passes, the shortest row's and the others', before either has been
+    differentiated."""
     lengths = batch["attention_mask"].sum(1)
     order = lengths.argsort()
     found = []
@@ -94,14 +96,18 @@ def _two_lengths_at_once(model: nn.Module, batch: Batch) -> Tensor:
         part = {name: value[own] for name, value in batch.items() if name != "rows"}
         long = int(lengths[own].max())
         labelled = int((part["labels"] != -100).sum(1).max()) if model.config.is_encoder_decoder else long
-        logits = logits_of(model, {name: value[:, : labelled if name == "labels" else long] for name, value in part.items()})
+        logits = logits_of(
+            model, {name: value[:, : labelled if name == "labels" else long] for name, value in part.items()}
+        )
         found.append(pad(logits, (0, 0, 0, batch["labels"].shape[1] - logits.shape[1])))
     return torch.cat(found)[order.argsort()]
 
 
 @pytest.mark.parametrize("backend", SEQUENCE)
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
-def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_length(name: str, backend: str) -> None:
+def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_length(
+    name: str, backend: str
+) -> None:
     this = case(name, "lora", backend, recompute=True)
 
     def both() -> dict[str, Tensor]:
@@ -110,11 +116,15 @@ def test_recomputing_a_micro_batch_after_one_of_another_length_sees_its_own_leng
         runner.backward([collate(chosen, this) for chosen in rows(this, 0)], total(this, 0))
         return runner.whole({name: gradient(value) for name, value in runner.tuned.items()})
 
-    assert len({len(row["input_ids"]) for row in rows(this, 0)[0]}) > 1, "the rows do not show what they should"
+    assert len({len(row["input_ids"]) for row in rows(this, 0)[0]}) > 1, (
+        "the rows do not show what they should"
+    )
     assert_same(run(2, both)[0], oracle(this).gradients, 1e-6, "gradients", relative=1e-5)
 
 
-def _runner(model: nn.Module, this: Case, forward: Callable[[nn.Module, Batch], Tensor] = logits_of) -> Runner:
+def _runner(
+    model: nn.Module, this: Case, forward: Callable[[nn.Module, Batch], Tensor] = logits_of
+) -> Runner:
     from petune.models import family_of
     from petune.parallel.mesh import make_mesh
 
@@ -124,7 +134,7 @@ def _runner(model: nn.Module, this: Case, forward: Callable[[nn.Module, Batch], 
     return Runner(where, asked)
 
 
-# ------------------------------------------------------------------ generation guessed from the presence of a cache
+# ------------------------------------------------------------ generation guessed from the presence of a cache
 
 
 def _with_cache(model: nn.Module, batch: Batch) -> Tensor:
@@ -152,7 +162,8 @@ def test_a_cache_in_training_is_not_taken_for_generation(backend: str) -> None:
 
 
 def _with_theirs(this: Case, before: bool) -> dict[str, Tensor]:
-    """Whole gradients where Hugging Face's reentrant checkpointing was turned on before the model was placed, or after."""
+    """Whole gradients where Hugging Face's reentrant checkpointing was turned on before the model was placed,
+    or after."""
     model = build(this)
     settings = {"use_reentrant": True}
     if before:
@@ -169,7 +180,13 @@ def _with_theirs(this: Case, before: bool) -> dict[str, Tensor]:
 def test_reentrant_checkpointing_becomes_the_stacks_own(name: str, backend: str) -> None:
     """With it T5 hung under tp."""
     this = case(name, "lora", backend)
-    assert_same(run(2, _with_theirs, this, True, timeout=20)[0], oracle(this).gradients, 1e-6, "gradients", relative=1e-5)
+    assert_same(
+        run(2, _with_theirs, this, True, timeout=20)[0],
+        oracle(this).gradients,
+        1e-6,
+        "gradients",
+        relative=1e-5,
+    )
 
 
 def test_checkpointing_turned_on_behind_the_runners_back_is_refused() -> None:
@@ -209,7 +226,8 @@ def test_a_copy_of_a_placed_model_shares_nothing_with_it(name: str, method: str,
 
 
 # ------------------------------------------------------------------ a method's own modules that cross layouts
-# A ladder that looks across at the encoder is the cell of `side` of tests/test_matrix.py, for BART and T5 under every backend.
+# A ladder that looks across at the encoder is the cell of `side` of tests/test_matrix.py, for BART and T5
+# under every backend.
 
 
 # ------------------------------------------------------------------ layer drop
@@ -232,7 +250,9 @@ def test_a_ladder_refuses_layer_drop_in_one_process_too(setting: str) -> None:
 # ------------------------------------------------------------------ recorded shards
 
 
-@pytest.mark.parametrize(("backend", "what"), [("galaxy", "output_attentions"), ("sp-gather", "output_hidden_states")])
+@pytest.mark.parametrize(
+    ("backend", "what"), [("galaxy", "output_attentions"), ("sp-gather", "output_hidden_states")]
+)
 @pytest.mark.parametrize("name", FOUR)
 def test_recording_what_is_only_a_shard_is_refused(name: str, backend: str, what: str) -> None:
     this = case(name, "lora", backend)
@@ -253,7 +273,11 @@ def test_recording_what_is_only_a_shard_is_refused(name: str, backend: str, what
 
 def test_hidden_states_that_are_whole_are_those_of_one_process() -> None:
     this = case("llama-causal", "lora", "tp")
-    batch = {name: value for name, value in collate(rows(this, 0)[0], this).items() if name in ("input_ids", "attention_mask")}
+    batch = {
+        name: value
+        for name, value in collate(rows(this, 0)[0], this).items()
+        if name in ("input_ids", "attention_mask")
+    }
 
     def record() -> list[Tensor]:
         with torch.no_grad():

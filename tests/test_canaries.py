@@ -1,7 +1,9 @@
-"""No file from outside ever runs: every verb, over folders full of code, pickles, templates and archives, under an audit hook.
+"""No file from outside ever runs: every verb, over folders full of code, pickles, templates and archives,
+under an audit hook.
 
-The verbs run in a forked process whose hook notes, and forbids, running or compiling a foreign file, unpickling, starting a process,
-reaching for the network, and writing anywhere but the run's folder, petune's cache and temporary files of the system.
+The verbs run in a forked process whose hook notes, and forbids, running or compiling a foreign file,
+unpickling, starting a process, reaching for the network, and writing anywhere but the run's folder, petune's
+cache and temporary files of the system.
 """
 
 from __future__ import annotations
@@ -30,8 +32,24 @@ from tests.small_runs import as_yaml, run, settings, write_model, write_rows
 FORK = multiprocessing.get_context("fork")
 PAYLOAD = "open({!r}, 'w').write('fired')"
 STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"}
-REACHES = {"socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto", "urllib.Request", "http.client.connect"}
-CHANGES = {"os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.link": 1, "os.symlink": 1, "os.truncate": 0, "os.chmod": 0}
+REACHES = {
+    "socket.connect",
+    "socket.bind",
+    "socket.getaddrinfo",
+    "socket.sendto",
+    "urllib.Request",
+    "http.client.connect",
+}
+CHANGES = {
+    "os.mkdir": 0,
+    "os.rename": 1,
+    "os.remove": 0,
+    "os.rmdir": 0,
+    "os.link": 1,
+    "os.symlink": 1,
+    "os.truncate": 0,
+    "os.chmod": 0,
+}
 
 
 # ---------------------------------------------------------------- the guard
@@ -58,28 +76,48 @@ def guard(foreign: Path, allowed: list[Path], seen: list[str]) -> Callable[[str,
         elif event == "compile" and (str(foreign) in str(arguments[1]) or "fired" in _text(arguments[0])):
             forbid(f"compiles {arguments[1]}")
         elif event == "open" and arguments[0] is not None and not isinstance(arguments[0], int):
-            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            writes = isinstance(arguments[2], int) and arguments[2] & (
+                os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+            )
             if writes and not inside(arguments[0]):
                 forbid(f"writes {arguments[0]!r}")
-        elif event in CHANGES and not isinstance(arguments[CHANGES[event]], int) and not inside(arguments[CHANGES[event]]):
+        elif (
+            event in CHANGES
+            and not isinstance(arguments[CHANGES[event]], int)
+            and not inside(arguments[CHANGES[event]])
+        ):
             forbid(f"{event} {arguments!r}"[:300])
 
     return hook
 
 
 def _text(source: Any) -> str:
-    return source.decode(errors="replace") if isinstance(source, bytes) else source if isinstance(source, str) else ""
+    return (
+        source.decode(errors="replace")
+        if isinstance(source, bytes)
+        else source
+        if isinstance(source, str)
+        else ""
+    )
 
 
-def watched(commands: list[tuple[str, ...]], foreign: Path, place: Path) -> tuple[list[tuple[int, str]], list[str]]:
-    """(exit code and what was printed) of each command line, run in `place` under the guard, and what the guard saw."""
+def watched(
+    commands: list[tuple[str, ...]], foreign: Path, place: Path
+) -> tuple[list[tuple[int, str]], list[str]]:
+    """(exit code and what was printed) of each command line, run in `place` under the guard, and what the
+    guard saw."""
     mine, theirs = FORK.Pipe()
 
     def child() -> None:
         os.chdir(place)
         os.environ["XDG_CACHE_HOME"] = str(place / "cache")
         seen: list[str] = []
-        allowed = [place / "out", place / "cache", Path(tempfile.gettempdir()).resolve() / "torchinductor", Path("/dev")]
+        allowed = [
+            place / "out",
+            place / "cache",
+            Path(tempfile.gettempdir()).resolve() / "torchinductor",
+            Path("/dev"),
+        ]
         sys.addaudithook(guard(foreign, allowed, seen))
         found = []
         for words in commands:
@@ -151,14 +189,24 @@ class Shot:
     def pickled(self) -> bytes:
         """By hand, as the house has no pickle: builtins.exec(PAYLOAD)."""
         text = PAYLOAD.format(str(self.fired)).encode()
-        return b"\x80\x02c__builtin__\nexec\nq\x00X" + len(text).to_bytes(4, "little") + text + b"q\x01\x85q\x02Rq\x03."
+        return (
+            b"\x80\x02c__builtin__\nexec\nq\x00X"
+            + len(text).to_bytes(4, "little")
+            + text
+            + b"q\x01\x85q\x02Rq\x03."
+        )
 
 
 def code(folder: Path, shot: Shot) -> None:
     """A class of its own, by auto_map."""
-    (folder / "evil.py").write_text(PAYLOAD.format(str(shot.fired)) + "\nclass Config: ...\nclass Model: ...\nclass Tokenizer: ...\n")
+    (folder / "evil.py").write_text(
+        PAYLOAD.format(str(shot.fired)) + "\nclass Config: ...\nclass Model: ...\nclass Tokenizer: ...\n"
+    )
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    config |= {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -166,7 +214,10 @@ def tokenizer_code(folder: Path, shot: Shot) -> None:
     """A tokenizer of its own, by auto_map, under a model that transformers knows."""
     (folder / "evil.py").write_text(PAYLOAD.format(str(shot.fired)) + "\nclass Tokenizer: ...\n")
     found = json.loads((folder / "tokenizer_config.json").read_text())
-    found |= {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}, "tokenizer_class": "EvilTokenizer"}
+    found |= {
+        "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]},
+        "tokenizer_class": "EvilTokenizer",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(found))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil"}))
@@ -178,7 +229,9 @@ def both_known_and_code(folder: Path, shot: Shot) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     found = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(found | {"auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(found | {"auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}})
+    )
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(PAYLOAD.format(str(shot.fired)))
 
@@ -192,7 +245,15 @@ def kernels(folder: Path, shot: Shot) -> None:
 def pickles(folder: Path, shot: Shot) -> None:
     """Every kind of pickle in the place of weights."""
     (folder / "model.safetensors").unlink()
-    for name in ("pytorch_model.bin", "model.pt", "model.pkl", "model.npy", ".metadata", "training_args.bin", "consolidated.pth"):
+    for name in (
+        "pytorch_model.bin",
+        "model.pt",
+        "model.pkl",
+        "model.npy",
+        ".metadata",
+        "training_args.bin",
+        "consolidated.pth",
+    ):
         (folder / name).write_bytes(shot.pickled())
 
 
@@ -225,7 +286,9 @@ def renamed_tar(folder: Path, shot: Shot) -> None:
 
 def adapter_inside(folder: Path, shot: Shot) -> None:
     """An adapter beside the model, which transformers would load with peft."""
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 8}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 8})
+    )
     (folder / "adapter_model.bin").write_bytes(shot.pickled())
 
 
@@ -270,9 +333,13 @@ def verbs_on_model(model: Path, place: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("verbs", [("check", "train"), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "verbs", [("check", "train"), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_no_verb_runs_anything_of_a_models_folder(name: str, verbs: tuple[str, ...], place: Path, tmp_path: Path) -> None:
+def test_no_verb_runs_anything_of_a_models_folder(
+    name: str, verbs: tuple[str, ...], place: Path, tmp_path: Path
+) -> None:
     make, expected = FOLDERS[name]
     fired, folder = tmp_path / "fired", tmp_path / "model"
     shutil.copytree(place / "llama", folder)
@@ -280,13 +347,16 @@ def test_no_verb_runs_anything_of_a_models_folder(name: str, verbs: tuple[str, .
     commands = [words for words in verbs_on_model(folder, place) if words[0] in verbs or not verbs]
     found = nothing_fires(commands, tmp_path, place)
     for words, (status, text) in zip(commands, found, strict=True):
-        assert status == expected or (words[0] in READS_NO_WEIGHTS and status == 0), f"{words[0]}: {status}\n{text}"
+        assert status == expected or (words[0] in READS_NO_WEIGHTS and status == 0), (
+            f"{words[0]}: {status}\n{text}"
+        )
     if name in ("code", "code of a tokenizer"):
         assert "never does" in found[-1][1] and "auto_map" in found[-1][1] and "evil.py" in found[-1][1]
 
 
 def nothing_fires(commands: list[tuple[str, ...]], foreign: Path, place: Path) -> list[tuple[int, str]]:
-    """Exit code and output of each command, none of which ran, fetched or wrote anything it may not, nor asked, nor broke."""
+    """Exit code and output of each command, none of which ran, fetched or wrote anything it may not, nor
+    asked, nor broke."""
     shutil.rmtree(place / "out", ignore_errors=True)
     (place / "out").mkdir()
     found, seen = watched(commands, foreign, place)
@@ -314,9 +384,14 @@ def test_no_verb_runs_anything_of_an_adapter(place: Path, tmp_path: Path) -> Non
     (tmp_path / "renamed" / tensors).write_bytes(shot.pickled())
     config = json.loads((tmp_path / "code" / "adapter_config.json").read_text())
     mapping = {"base_model_class": "Model", "parent_library": "evil"}
-    (tmp_path / "code" / "adapter_config.json").write_text(json.dumps(config | {"auto_mapping": mapping, "runtime_config": {"x": "evil"}}))
+    (tmp_path / "code" / "adapter_config.json").write_text(
+        json.dumps(config | {"auto_mapping": mapping, "runtime_config": {"x": "evil"}})
+    )
     (tmp_path / "code" / "evil.py").write_text(PAYLOAD.format(str(shot.fired)))
-    commands = [("train", "r.yaml", f"init_adapter={tmp_path / name}", "--overwrite") for name in ("bin", "renamed", "code")]
+    commands = [
+        ("train", "r.yaml", f"init_adapter={tmp_path / name}", "--overwrite")
+        for name in ("bin", "renamed", "code")
+    ]
     assert [status for status, _ in nothing_fires(commands, tmp_path, place)] == [4, 4, 0]
 
 
@@ -326,8 +401,16 @@ def test_no_verb_runs_anything_of_a_run_folder(place: Path, tmp_path: Path) -> N
     folder = tmp_path / "run"
     shutil.copytree(place / "run", folder)
     (folder / "tuned" / "evil.py").write_text(PAYLOAD.format(str(shot.fired)))
-    for name in ("tuned/adapter_model.bin", "tuned/tokenizer.pkl", "checkpoints/step-9.pt", "summary.pkl", "sitecustomize.py"):
-        (folder / name).write_bytes(shot.pickled() if not name.endswith(".py") else PAYLOAD.format(str(shot.fired)).encode())
+    for name in (
+        "tuned/adapter_model.bin",
+        "tuned/tokenizer.pkl",
+        "checkpoints/step-9.pt",
+        "summary.pkl",
+        "sitecustomize.py",
+    ):
+        (folder / name).write_bytes(
+            shot.pickled() if not name.endswith(".py") else PAYLOAD.format(str(shot.fired)).encode()
+        )
     ours = place / "out" / "ours"
     commands = [
         ("generate", str(folder), "red sun", "--max-new-tokens", "1"),
@@ -354,7 +437,9 @@ RECIPES = {
     "an optimizer by its path": "optimizer: torch.optim.AdamW",
     "a tracker by its path": "trackers: [os.system]",
     "a callback by its path": "callbacks: [os.system]",
-    "a template that reaches out": "data: {chat_template: \"{{ ''.__class__.__mro__[1].__subclasses__() }}\"}",
+    "a template that reaches out": (
+        "data: {chat_template: \"{{ ''.__class__.__mro__[1].__subclasses__() }}\"}"
+    ),
 }
 
 
@@ -363,7 +448,9 @@ def test_a_recipe_that_names_a_class_is_refused(place: Path, tmp_path: Path) -> 
     commands = []
     for number, line in enumerate(RECIPES.values()):
         key = line.partition(":")[0]
-        lines = [kept for kept in (place / "r.yaml").read_text().splitlines() if not kept.startswith(f"{key}:")]
+        lines = [
+            kept for kept in (place / "r.yaml").read_text().splitlines() if not kept.startswith(f"{key}:")
+        ]
         (tmp_path / f"{number}.yaml").write_text("\n".join([*lines, line]) + "\n")
         commands.append(("check", str(tmp_path / f"{number}.yaml")))
     assert {status for status, _ in nothing_fires(commands, tmp_path, place)} == {2}

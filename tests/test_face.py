@@ -1,4 +1,5 @@
-"""The public face as a stranger meets it: signatures, examples that run, and types that a checker sees in another project."""
+"""The public face as a stranger meets it: signatures, examples that run, and types that a checker sees in
+another project."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from petune.recipe import Recipe
 from tests.small_runs import write_model, write_rows
 
 ROOT = Path(__file__).parent.parent
-SHOWN = ("train", "load_run", "wrap", "save", "load", "merge", "merged_weights")  # in the order in which their examples run
+# in the order in which their examples run
+SHOWN = ("train", "load_run", "wrap", "save", "load", "merge", "merged_weights")
 FUNCTIONS = [name for name in petune.__all__ if inspect.isfunction(getattr(petune, name))]
 
 
@@ -31,7 +33,9 @@ def test_a_function_of_the_face_names_and_types_its_arguments(name: str):
     assert signature.return_annotation is not inspect.Signature.empty
     for argument in signature.parameters.values():
         assert argument.annotation is not inspect.Parameter.empty, argument
-        assert argument.kind is not inspect.Parameter.VAR_POSITIONAL or argument.annotation != "Any", "*args: Any says nothing"
+        assert argument.kind is not inspect.Parameter.VAR_POSITIONAL or argument.annotation != "Any", (
+            "*args: Any says nothing"
+        )
 
 
 def test_help_of_train_names_every_setting_with_its_default():
@@ -60,7 +64,10 @@ def test_the_examples_of_the_face_run(tmp_path: Path, monkeypatch: pytest.Monkey
         result = doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
         assert result.failed == 0, "".join(said)
         names = test.globs
-    assert type(names["plain"]).__module__.startswith("transformers.") and (tmp_path / "merged" / "config.json").is_file()
+    assert (
+        type(names["plain"]).__module__.startswith("transformers.")
+        and (tmp_path / "merged" / "config.json").is_file()
+    )
 
 
 USER = """
@@ -128,7 +135,9 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for name in ("petune", "cli", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
     code = f"from setuptools.build_meta import build_editable\nprint(build_editable({str(folder)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True
+    )
     with zipfile.ZipFile(folder / done.stdout.splitlines()[-1]) as wheel:
         (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
         return [Path(line) for line in wheel.read(path).decode().splitlines()]
@@ -136,7 +145,9 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_an_editable_install_is_found_by_folders_that_type_checkers_read(editable: list[Path]):
     """mypy and pyright look where a .pth file points; they follow no import hook."""
-    assert [(folder / name).is_dir() for folder, name in zip(editable, ("petune", "petune_cli"), strict=True)] == [True, True]
+    assert [
+        (folder / name).is_dir() for folder, name in zip(editable, ("petune", "petune_cli"), strict=True)
+    ] == [True, True]
     assert (editable[0] / "petune" / "py.typed").is_file()
 
 
@@ -144,10 +155,17 @@ def test_every_name_of_the_face_is_declared_for_type_checkers():
     """And none through `__getattr__`, which would give any misspelt name the type Any."""
     tree = ast.parse((ROOT / "petune" / "__init__.py").read_text())
     branches = [node for node in tree.body if isinstance(node, ast.If)]
-    declared = {name.asname or name.name for node in branches[0].body if isinstance(node, ast.ImportFrom) for name in node.names}
+    declared = {
+        name.asname or name.name
+        for node in branches[0].body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
     assert declared | {"__version__"} == set(petune.__all__)
     hidden = [node for node in branches if ast.unparse(node.test) == "not TYPE_CHECKING"]
-    lazy = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
+    lazy = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+    ]
     assert lazy == [node for branch in hidden for node in branch.body]
 
 
@@ -159,7 +177,15 @@ def test_a_type_checker_of_another_project_sees_the_types(editable: list[Path], 
     for name, text in (STUBS | {"user.py": USER, "mypy.ini": config}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", str(tmp_path / "cache"), "user.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--no-error-summary",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "user.py",
+    ]
     environment = os.environ | {"MYPYPATH": os.pathsep.join(map(str, (tmp_path, *editable)))}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()

@@ -32,10 +32,21 @@ def test_a_long_phase_is_named_while_it_goes_on_and_a_short_one_is_not(monkeypat
 def test_every_part_of_a_run_that_may_take_long_is_a_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG, "petune.phases"):
         run(settings(tmp_path, max_steps=2, warmup=0, save_every=2))
-    named = [record.getMessage().rpartition(":")[0] for record in caplog.records if record.name == "petune.phases"]
-    saved = ["evaluating on 9 rows", "comparing the frozen weights with their checksums", "writing the checkpoint"]
+    named = [
+        record.getMessage().rpartition(":")[0] for record in caplog.records if record.name == "petune.phases"
+    ]
+    saved = [
+        "evaluating on 9 rows",
+        "comparing the frozen weights with their checksums",
+        "writing the checkpoint",
+    ]
     assert named == [
-        *("reading config, data and tokenizer", "reading the weights", "adding lora to the model", "moving the model to cpu"),
+        *(
+            "reading config, data and tokenizer",
+            "reading the weights",
+            "adding lora to the model",
+            "moving the model to cpu",
+        ),
         *("fusing the blocks", "taking checksums of the frozen weights", "evaluating on 9 rows"),
         *("first step, which prepares the kernels", *saved),
         *("waiting for the hashes of the base's files", "writing tuned/", "drawing the loss"),

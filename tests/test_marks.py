@@ -1,4 +1,5 @@
-"""Tests that start processes, run kernels in the interpreter or train whole runs are found by what they reach."""
+"""Tests that start processes, run kernels in the interpreter or train whole runs are found by what they
+reach."""
 
 from __future__ import annotations
 

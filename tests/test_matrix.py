@@ -1,8 +1,9 @@
 """The matrix: every method under every backend on every family gives the gradients of one process.
 
-What a cell does and how closely it must agree stands in tests/parallel/harness.py, the plans in tests/parallel/plans.py, the cells in
-tests/parallel/cells.py: every pair here, the whole product in the long part, `make test-long`. That the pairs see what the product sees
-is tried with every fault of tests/test_mutations.py, in its own long part.
+What a cell does and how closely it must agree stands in tests/parallel/harness.py, the plans in
+tests/parallel/plans.py, the cells in tests/parallel/cells.py: every pair here, the whole product in the long
+part, `make test-long`. That the pairs see what the product sees is tried with every fault of
+tests/test_mutations.py, in its own long part.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ def in_part(cells: list[Any], short: list[Any]) -> list[Any]:
     return [pytest.param(*cell, marks=() if cell in short else long) for cell in cells]
 
 
-@pytest.mark.parametrize("two", [(0, 1), (1, 2), (0, 2)], ids=["method, backend", "backend, family", "method, family"])
+@pytest.mark.parametrize(
+    "two", [(0, 1), (1, 2), (0, 2)], ids=["method, backend", "backend, family", "method, family"]
+)
 def test_the_short_part_has_every_pair_of_a_method_a_backend_and_a_family(two: tuple[int, int]) -> None:
-    assert {tuple(cell[at] for at in two) for cell in SQUARE} == {tuple(cell[at] for at in two) for cell in CELLS}
+    assert {tuple(cell[at] for at in two) for cell in SQUARE} == {
+        tuple(cell[at] for at in two) for cell in CELLS
+    }
     assert len(SQUARE) == 4 * len(BACKENDS)
 
 
@@ -67,14 +72,19 @@ def test_recomputed_blocks_and_dropout_are_those_of_one_process(method: str, bac
 
 
 def test_norms_of_single_heads_train_as_in_one_process() -> None:
-    """Such a norm is whole on every rank, sees its heads alone, and is no linear: only what is left of a region says so."""
+    """Such a norm is whole on every rank, sees its heads alone, and is no linear: only what is left of a
+    region says so."""
     check(case("qwen3-causal", "full", BACKENDS["tp"]("qwen3-causal", 2), steps=1, passes=(3,)))
 
 
 # Each plan that cuts or shards with one family here, with all of them in the long part.
 CUTTING = {
     name: plan
-    for name, plan in {**BACKENDS, **{f"{name}, overlapped": one for name, one in OVERLAPPED.items()}, **LOOPED}.items()
+    for name, plan in {
+        **BACKENDS,
+        **{f"{name}, overlapped": one for name, one in OVERLAPPED.items()},
+        **LOOPED,
+    }.items()
     if name != "dp"
 }
 FUSED = [
@@ -82,8 +92,12 @@ FUSED = [
     for at, backend in enumerate(CUTTING)
     for turn, name in enumerate(FOUR)
 ]
-# Norms of 1 + weight, before and behind: where they are whole, on a part of the tokens, and in a stage of a pipeline.
-FUSED += [pytest.param(backend, "gemma3-causal", marks=() if backend in ("tp", "galaxy", "pp-1f1b") else long) for backend in CUTTING]
+# Norms of 1 + weight, before and behind: where they are whole, on a part of the tokens, and in a stage of a
+# pipeline.
+FUSED += [
+    pytest.param(backend, "gemma3-causal", marks=() if backend in ("tp", "galaxy", "pp-1f1b") else long)
+    for backend in CUTTING
+]
 # Every other pair here; tests/parallel/tensor/test_overlap.py has more of them under galaxy, in float64.
 OVERLAPS = [
     pytest.param(backend, METHODS[at], FOUR[at], marks=long if (at + turn) % 2 else ())
@@ -94,13 +108,17 @@ OVERLAPS = [
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
 @pytest.mark.parametrize(("backend", "method", "name"), OVERLAPS)
-def test_overlapped_communication_trains_as_one_process(backend: str, method: str, name: str, dropout: float) -> None:
+def test_overlapped_communication_trains_as_one_process(
+    backend: str, method: str, name: str, dropout: float
+) -> None:
     check(case(name, method, OVERLAPPED[backend](name, 2), recompute=dropout > 0, dropout=dropout))
 
 
 @pytest.mark.parametrize(("method", "name"), [("lora", "llama-causal"), ("side", "t5-seq2seq")])
 @pytest.mark.parametrize("backend", ["galaxy", "sp-gather", "sp-ulysses", "sp-ring", "cut"])
-def test_a_sequence_shorter_than_its_ranks_is_refused_and_training_pads_it(backend: str, method: str, name: str) -> None:
+def test_a_sequence_shorter_than_its_ranks_is_refused_and_training_pads_it(
+    backend: str, method: str, name: str
+) -> None:
     with pytest.raises(Exception, match="needs a token for each"):
         check(case(name, method, BACKENDS[backend](name, 3), longest=2))
 
@@ -119,27 +137,41 @@ def test_the_runner_of_a_single_process_is_plain_torch(method: str, name: str) -
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
 @pytest.mark.parametrize(("backend", "name"), FUSED)
-def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(backend: str, name: str, dropout: float) -> None:
+def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(
+    backend: str, name: str, dropout: float
+) -> None:
     plan = CUTTING[backend](name, 2)
     check(case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, fused=True))
 
 
-# Blocks that are cut and fused: methods, families and what is kept go round under each plan here, their product in the long part.
-KEPT = [MemoryConfig("all"), MemoryConfig("projections", tile=7), MemoryConfig("attention"), MemoryConfig("input", tile=5)]
+# Blocks that are cut and fused: methods, families and what is kept go round under each plan here, their
+# product in the long part.
+KEPT = [
+    MemoryConfig("all"),
+    MemoryConfig("projections", tile=7),
+    MemoryConfig("attention"),
+    MemoryConfig("input", tile=5),
+]
 CUT = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2")
-FUSED_BLOCKS = [(METHODS[at], CUT[turn], FOUR[(at + turn) % 4], (at + turn) % 4) for turn in range(4) for at in range(4)]
+FUSED_BLOCKS = [
+    (METHODS[at], CUT[turn], FOUR[(at + turn) % 4], (at + turn) % 4) for turn in range(4) for at in range(4)
+]
 EVERY_FUSED = list(product(METHODS, CUT, FOUR, range(4)))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
 @pytest.mark.parametrize(("method", "backend", "name", "kept"), in_part(EVERY_FUSED, FUSED_BLOCKS))
-def test_fused_blocks_that_are_cut_train_as_in_one_process(method: str, backend: str, name: str, kept: int, dropout: float) -> None:
+def test_fused_blocks_that_are_cut_train_as_in_one_process(
+    method: str, backend: str, name: str, kept: int, dropout: float
+) -> None:
     check(case(name, method, BACKENDS[backend](name, 2), dropout=dropout, steps=1, blocks=KEPT[kept]))
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
-def test_three_steps_of_fused_blocks_cut_over_three_ranks_are_those_of_one_process(name: str, backend: str) -> None:
+def test_three_steps_of_fused_blocks_cut_over_three_ranks_are_those_of_one_process(
+    name: str, backend: str
+) -> None:
     check(case(name, "lora", BACKENDS[backend](name, 3), steps=3, blocks=KEPT[3]))
 
 
@@ -183,7 +215,9 @@ def test_dropout_and_recomputation_in_every_cell(method: str, backend: str, name
     check(case(name, method, BACKENDS[backend](name, 2), recompute=True, dropout=0.1))
 
 
-@pytest.mark.parametrize(("backend", "method", "name"), in_part(list(product(BACKENDS, METHODS, OTHERS)), MIXED))
+@pytest.mark.parametrize(
+    ("backend", "method", "name"), in_part(list(product(BACKENDS, METHODS, OTHERS)), MIXED)
+)
 def test_other_models_and_heads(backend: str, method: str, name: str) -> None:
     check(case(name, method, BACKENDS[backend](name, 2)))
 

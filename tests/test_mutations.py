@@ -1,7 +1,9 @@
-"""Faults put in on purpose: each must make the comparison with one process fail. A matrix that a fault survives guards nothing.
+"""Faults put in on purpose: each must make the comparison with one process fail. A matrix that a fault
+survives guards nothing.
 
-A fault is a patch of one name, made before the ranks are forked from this process. Every one of them is a mistake that somebody has made
-in a parallel trainer. Only an AssertionError of the comparison counts; a crash or a hang would say nothing about it.
+A fault is a patch of one name, made before the ranks are forked from this process. Every one of them is a
+mistake that somebody has made in a parallel trainer. Only an AssertionError of the comparison counts; a crash
+or a hang would say nothing about it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from petune.kernels.configs import MemoryConfig
 from petune.models import attention
 from petune.models.stack import Stack
 from petune.parallel import boundary, placement, runner
-from petune.parallel.collectives import COPY, GATHER_SHARED, REDUCE, REDUCE_SCATTER_SEQ, gather_seq, gather_shared
+from petune.parallel.collectives import (
+    COPY,
+    GATHER_SHARED,
+    REDUCE,
+    REDUCE_SCATTER_SEQ,
+    gather_seq,
+    gather_shared,
+)
 from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
@@ -46,7 +55,9 @@ def cell(name: str, method: str, backend: str, **changes: Any) -> Case:
 
 def _id(case: Case) -> str:
     cut = case.plan.cut
-    return f"{case.method}-{case.name}-" + ("dp" if cut is None else f"{cut.attention}-{cut.mlp}-{cut.connection}")
+    return f"{case.method}-{case.name}-" + (
+        "dp" if cut is None else f"{cut.attention}-{cut.mlp}-{cut.connection}"
+    )
 
 
 Fails = Callable[..., None]
@@ -54,7 +65,8 @@ Fails = Callable[..., None]
 
 @pytest.fixture(params=["one cell", pytest.param("the short matrix", marks=pytest.mark.long)])
 def fails(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fails:
-    """Plant a fault: one cell agrees with one process no longer; in the long part, one of the short matrix's under the same backend.
+    """Plant a fault: one cell agrees with one process no longer; in the long part, one of the short matrix's
+    under the same backend.
 
     That they do without the fault is the matrix's to say, but for a cell with dropout.
     """
@@ -118,18 +130,34 @@ def test_gradients_that_are_parts_of_a_sum_are_summed_once(case: Case, times: in
 
 @pytest.mark.parametrize("name", ["llama-causal", "bart-seq2seq"])
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(name: str, method: str, fails: Fails) -> None:
+def test_the_gradient_of_what_enters_a_region_cut_by_heads_is_summed(
+    name: str, method: str, fails: Fails
+) -> None:
     """One copy after the embeddings does not stand for those at the entries."""
-    fails(cell(name, method, "tp"), boundary, "COPY", COPY._replace(back=lambda x, group, own=False: x), GRADIENTS)
+    fails(
+        cell(name, method, "tp"),
+        boundary,
+        "COPY",
+        COPY._replace(back=lambda x, group, own=False: x),
+        GRADIENTS,
+    )
 
 
 def test_what_leaves_a_region_cut_by_heads_is_summed(fails: Fails) -> None:
-    fails(cell("llama-causal", "lora", "tp"), boundary, "REDUCE", REDUCE._replace(ahead=lambda x, group, own=False: x.clone()), LOGITS)
+    fails(
+        cell("llama-causal", "lora", "tp"),
+        boundary,
+        "REDUCE",
+        REDUCE._replace(ahead=lambda x, group, own=False: x.clone()),
+        LOGITS,
+    )
 
 
 @pytest.mark.parametrize("backend", ["sp-gather", "cut"])
 @pytest.mark.parametrize("name", ["llama-causal", "bert-classify"])
-def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(name: str, backend: str, fails: Fails) -> None:
+def test_the_gradient_of_gathered_keys_and_values_comes_from_all_ranks(
+    name: str, backend: str, fails: Fails
+) -> None:
     """A gather whose backward only slices: .585 of a key's gradient was missing."""
     fails(cell(name, "lora", backend), exchange, "gather_seq", gather_shared, GRADIENTS)
 
@@ -163,7 +191,9 @@ FUSED = MemoryConfig("attention")
         ),
     ],
 )
-def test_every_crossing_within_a_fused_block_has_its_adjoint(backend: str, pair: str, fault: Any, match: str, monkeypatch: Any) -> None:
+def test_every_crossing_within_a_fused_block_has_its_adjoint(
+    backend: str, pair: str, fault: Any, match: str, monkeypatch: Any
+) -> None:
     one = cell("llama-causal", "lora", backend, blocks=FUSED)
     monkeypatch.setattr(boundary, pair, fault)
     with pytest.raises(AssertionError, match=match):
@@ -174,7 +204,9 @@ def test_every_crossing_within_a_fused_block_has_its_adjoint(backend: str, pair:
 def test_a_fused_block_drops_out_the_features_and_heads_that_it_has(over: str, monkeypatch: Any) -> None:
     one, part = cell("llama-causal", "lora", "tp", blocks=FUSED, dropout=0.1), drawing.part_of
     check(one)
-    monkeypatch.setattr(drawing, "part_of", lambda spec, drop, how: drop if how.over == over else part(spec, drop, how))
+    monkeypatch.setattr(
+        drawing, "part_of", lambda spec, drop, how: drop if how.over == over else part(spec, drop, how)
+    )
     with pytest.raises(AssertionError, match="losses of step 0"):
         check(one)
 
@@ -229,7 +261,9 @@ def test_tokens_weigh_the_same_wherever_they_are(backend: str, fails: Fails) -> 
 def test_padding_is_masked_in_attention_over_other_ranks_tokens(name: str, fails: Fails) -> None:
     plain = exchange.Gather.__call__
 
-    def unmasked(self: Any, attend: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
+    def unmasked(
+        self: Any, attend: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any
+    ) -> Any:
         return plain(self, attend, module, query, key, value, None, **kw)
 
     fails(cell(name, "lora", "sp-gather"), exchange.Gather, "__call__", unmasked, LOGITS)
@@ -248,7 +282,8 @@ def test_every_stage_masks_padding(name: str, fails: Fails) -> None:
 
 @pytest.mark.parametrize("fault", ["as if own tokens were the first", "none"])
 def test_later_tokens_are_hidden_where_no_mask_is_made(fault: str, fails: Fails) -> None:
-    """The rows of a pass without padding come with no mask, and SDPA's own causal mask begins at the first query it sees."""
+    """The rows of a pass without padding come with no mask, and SDPA's own causal mask begins at the first
+    query it sees."""
 
     def wrong(first: int, end: int, device: Any) -> Tensor:
         square = torch.ones(1, 1, end - first, end, dtype=torch.bool, device=device)
@@ -277,7 +312,13 @@ def test_micro_batches_are_not_averaged(fails: Fails) -> None:
     def scaled(*args: Any, **settings: Any) -> Any:
         return plain(*args, **(settings | {"scale_grads": True}))
 
-    fails(cell("llama-causal", "lora", "pp-1f1b"), schedule, "SCHEDULES", {**schedule.SCHEDULES, "1f1b": scaled}, GRADIENTS)
+    fails(
+        cell("llama-causal", "lora", "pp-1f1b"),
+        schedule,
+        "SCHEDULES",
+        {**schedule.SCHEDULES, "1f1b": scaled},
+        GRADIENTS,
+    )
 
 
 @pytest.mark.parametrize("name", ["t5-seq2seq", "bart-seq2seq"])
@@ -299,7 +340,9 @@ def test_the_encoders_gradient_passes_through_every_stage_of_the_decoder(fails: 
 
 
 @pytest.mark.parametrize("name", ["llama-causal", "bart-seq2seq"])
-def test_every_part_of_the_vocabulary_adds_to_the_gradient_of_the_last_hidden_states(name: str, fails: Fails) -> None:
+def test_every_part_of_the_vocabulary_adds_to_the_gradient_of_the_last_hidden_states(
+    name: str, fails: Fails
+) -> None:
     fails(cell(name, "full", "tp"), vocabulary, "copy", lambda x, group: x, GRADIENTS)
 
 
@@ -349,7 +392,13 @@ def test_attention_probabilities_are_dropped_by_the_number_of_their_head(backend
     def from_the_first(probabilities: Tensor, p: float, head: int, query: int) -> Tensor:
         return plain(probabilities, p, 0, query)
 
-    fails(cell("llama-causal", "lora", backend, dropout=0.1), attention, "drop_attention", from_the_first, "losses of step 0")
+    fails(
+        cell("llama-causal", "lora", backend, dropout=0.1),
+        attention,
+        "drop_attention",
+        from_the_first,
+        "losses of step 0",
+    )
 
 
 def test_recomputing_draws_what_was_drawn(fails: Fails) -> None:

@@ -18,7 +18,13 @@ from tests.pool import RankError, run
 def _sum(start: torch.Tensor) -> dict[str, Any]:
     value = start + dist.get_rank()
     dist.all_reduce(value)
-    return {"rank": dist.get_rank(), "value": value, "half": value.bfloat16(), "none": torch.empty(0, 3), "one": torch.tensor(2.0)}
+    return {
+        "rank": dist.get_rank(),
+        "value": value,
+        "half": value.bfloat16(),
+        "none": torch.empty(0, 3),
+        "one": torch.tensor(2.0),
+    }
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -32,7 +38,9 @@ def test_each_rank_computes_in_one_group_and_returns_its_own(world: int) -> None
         assert part["none"].shape == (0, 3) and float(part["one"]) == 2
 
 
-def test_a_function_defined_inside_a_test_and_a_patch_are_seen_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_defined_inside_a_test_and_a_patch_are_seen_by_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("os.sep", "patched")
     here = 5
     assert run(2, lambda: (here, os.sep)) == [(5, "patched")] * 2
@@ -72,7 +80,9 @@ def test_an_assertion_of_one_rank_fails_the_test_though_its_peer_waits_for_it() 
 
 
 def test_another_exception_is_reported_with_its_rank_and_traceback() -> None:
-    with pytest.raises(RankError, match=r"rank 1 failed: Traceback(.|\n)*_fail_on_one(.|\n)*KeyError: 'this is the reason'"):
+    with pytest.raises(
+        RankError, match=r"rank 1 failed: Traceback(.|\n)*_fail_on_one(.|\n)*KeyError: 'this is the reason'"
+    ):
         run(2, _fail_on_one, KeyError)
 
 

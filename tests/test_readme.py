@@ -21,7 +21,11 @@ STARS = "review,stars\n" + "".join(f"seen {at} times,{1 + at % 5}\n" for at in r
 
 def lines_with(verb: str) -> list[list[str]]:
     """The words after `petune VERB` in each such line, without comments."""
-    return [shlex.split(line, comments=True)[2:] for line in README.splitlines() if line.startswith(f"petune {verb} ")]
+    return [
+        shlex.split(line, comments=True)[2:]
+        for line in README.splitlines()
+        if line.startswith(f"petune {verb} ")
+    ]
 
 
 @pytest.fixture

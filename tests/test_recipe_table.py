@@ -1,6 +1,8 @@
-"""The shipped recipes are one table: a family says what is trained on, a method says how, a backend over which processes.
+"""The shipped recipes are one table: a family says what is trained on, a method says how, a backend over
+which processes.
 
-Nothing else differs. A recipe over several processes is that of its family and method with `parallel` added; one streams its blocks.
+Nothing else differs. A recipe over several processes is that of its family and method with `parallel` added;
+one streams its blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +27,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "epochs": 3,
         "class_weights": "balanced",
     },
-    "bart": {"model": "demo:tiny-bart", "data": {"path": "demo:docstrings-domain", "max_length": 128}, "task": "seq2seq", "epochs": 4},
-    "t5": {"model": "demo:tiny-t5", "data": {"path": "demo:docstrings-domain", "max_length": 128}, "task": "seq2seq", "epochs": 4},
-    "llama": {"model": "demo:tiny-llama", "data": {"path": "demo:docstrings-domain", "max_length": 128}, "task": "causal", "epochs": 2},
+    "bart": {
+        "model": "demo:tiny-bart",
+        "data": {"path": "demo:docstrings-domain", "max_length": 128},
+        "task": "seq2seq",
+        "epochs": 4,
+    },
+    "t5": {
+        "model": "demo:tiny-t5",
+        "data": {"path": "demo:docstrings-domain", "max_length": 128},
+        "task": "seq2seq",
+        "epochs": 4,
+    },
+    "llama": {
+        "model": "demo:tiny-llama",
+        "data": {"path": "demo:docstrings-domain", "max_length": 128},
+        "task": "causal",
+        "epochs": 2,
+    },
 }
 LR: dict[str, tuple[float, ...]] = {  # in the order of METHODS
     "bert": (1e-4, 5e-4, 2e-3, 4e-3),
@@ -67,12 +84,22 @@ OVER: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # family -> method
     "t5": (METHODS, ("dp", "pp")),
     "llama": (("full", "lora"), EVERY_CUT),
 }
-TOGETHER = [f"{family}_{method}_{backend}" for family, (methods, backends) in OVER.items() for method in methods for backend in backends]
+TOGETHER = [
+    f"{family}_{method}_{backend}"
+    for family, (methods, backends) in OVER.items()
+    for method in methods
+    for backend in backends
+]
 TOGETHER.append("llama_lora_dp_tp_pp")
 STREAMED = {"clip": None, "memory": {"stream": "fp32"}, "kernels": "reference"}  # as a CPU can, too
 OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
     "tokens": {"task": "tokens", "class_weights": "none", "lr": 1e-3},
-    "mlm": {"task": "mlm", "class_weights": "none", "lr": 2e-3, "data": {**FAMILIES["bert"]["data"], "chunk": True}},
+    "mlm": {
+        "task": "mlm",
+        "class_weights": "none",
+        "lr": 2e-3,
+        "data": {**FAMILIES["bert"]["data"], "chunk": True},
+    },
 }
 NAMES = [*ALONE, "llama_full_streamed", *(f"bert_lora_{task}" for task in OTHER_TASKS), *TOGETHER]
 
@@ -85,7 +112,13 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     family, method, *over = name.split("_", 2)
-    row = {**SHARED, **FAMILIES[family], "method": method, "lr": LR[family][METHODS.index(method)], "out": f"runs/{name}"} | {"name": name}
+    row = {
+        **SHARED,
+        **FAMILIES[family],
+        "method": method,
+        "lr": LR[family][METHODS.index(method)],
+        "out": f"runs/{name}",
+    } | {"name": name}
     if over == ["streamed"]:
         row |= STREAMED
     elif over and over[0] in OTHER_TASKS:
@@ -117,11 +150,19 @@ def test_the_shares_of_a_recipe_add_up_to_its_model(name: str) -> None:
     for backend, axis in recipe.parallel.axes.items():
         if backend in CUTS:
             assert isinstance(axis, CutConfig)
-            group = config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
-            assert sum(axis.heads) in (0, config["num_attention_heads"]) and all(count % group == 0 for count in axis.heads)
+            group = config["num_attention_heads"] // config.get(
+                "num_key_value_heads", config["num_attention_heads"]
+            )
+            assert sum(axis.heads) in (0, config["num_attention_heads"]) and all(
+                count % group == 0 for count in axis.heads
+            )
             assert sum(axis.columns) in (0, config["intermediate_size"])
     if recipe.parallel.pp is not None:
-        sides = [("num_hidden_layers",), ("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")]
+        sides = [
+            ("num_hidden_layers",),
+            ("encoder_layers", "decoder_layers"),
+            ("num_layers", "num_decoder_layers"),
+        ]
         blocks = next(sum(config[side] for side in names) for names in sides if set(names) <= config.keys())
         assert sum(recipe.parallel.pp.stages) == blocks
 
@@ -129,9 +170,15 @@ def test_the_shares_of_a_recipe_add_up_to_its_model(name: str) -> None:
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_parallel_recipe_shares_out_unevenly_and_says_for_how_many(name: str) -> None:
     recipe = load_recipe(name)
-    assert str(recipe.parallel) == ("dp 2 x tp 2 x pp 2" if name == "llama_lora_dp_tp_pp" else f"{name.rpartition('_')[2]} 2")
+    assert str(recipe.parallel) == (
+        "dp 2 x tp 2 x pp 2" if name == "llama_lora_dp_tp_pp" else f"{name.rpartition('_')[2]} 2"
+    )
     for backend, axis in recipe.parallel.axes.items():
-        lists = [getattr(axis, one) for one in ("shares", "heads", "columns", "sequence", "stages") if getattr(axis, one, ())]
+        lists = [
+            getattr(axis, one)
+            for one in ("shares", "heads", "columns", "sequence", "stages")
+            if getattr(axis, one, ())
+        ]
         assert all(len(set(one)) == 2 for one in lists)
         assert lists or backend == "dp"
 

@@ -1,6 +1,8 @@
-"""Every shipped recipe runs offline as it stands: two steps, stopped and resumed in between, tried, and merged where it can be.
+"""Every shipped recipe runs offline as it stands: two steps, stopped and resumed in between, tried, and
+merged where it can be.
 
-A recipe with a parallel plan trains in as many processes as the plan asks for, and ends as the same recipe does in one.
+A recipe with a parallel plan trains in as many processes as the plan asks for, and ends as the same recipe
+does in one.
 """
 
 from __future__ import annotations
@@ -25,8 +27,24 @@ from tests.group_pool import assert_same_but_for_rounding, ranks
 from tests.small_runs import run
 
 pytestmark = pytest.mark.usefixtures("no_picture", "no_network")
-SMALL = ("max_steps=2", "warmup=0", "data.max_rows=24", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=4")
-THREE_STEPS = ("max_steps=3", "warmup=0", "data.max_rows=22", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=8")
+SMALL = (
+    "max_steps=2",
+    "warmup=0",
+    "data.max_rows=24",
+    "data.max_length=32",
+    "head_only=false",
+    "device=cpu",
+    "batch_size=4",
+)
+THREE_STEPS = (
+    "max_steps=3",
+    "warmup=0",
+    "data.max_rows=22",
+    "data.max_length=32",
+    "head_only=false",
+    "device=cpu",
+    "batch_size=8",
+)
 ALL = {file.stem: file for file in shipped_recipes()}
 PLANS = {name: plan_of(load_recipe(file)) for name, file in ALL.items()}
 RECIPES = {name: file for name, file in ALL.items() if PLANS[name] == ALONE}
@@ -35,7 +53,9 @@ PARALLEL = {name: file for name, file in ALL.items() if PLANS[name] != ALONE}
 
 def test_there_is_a_recipe_for_every_family_and_method():
     methods = ("full", "lora", "adapter", "side")
-    assert {f"{family}_{method}" for family in ("bert", "bart", "t5", "llama") for method in methods} <= set(RECIPES)
+    assert {f"{family}_{method}" for family in ("bert", "bart", "t5", "llama") for method in methods} <= set(
+        RECIPES
+    )
 
 
 def test_every_backend_has_a_recipe_that_is_one_of_a_single_process_with_a_plan():
@@ -48,14 +68,20 @@ def test_every_backend_has_a_recipe_that_is_one_of_a_single_process_with_a_plan(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_shipped_recipe_trains_and_merges(name: str, tmp_path: Path):
     real = "minilm" in load_recipe(RECIPES[name]).model
-    assert not real or minilm_folder() is not None, "the recipes of BERT need the package of requirements/demo.txt"
+    assert not real or minilm_folder() is not None, (
+        "the recipes of BERT need the package of requirements/demo.txt"
+    )
     trained = run(RECIPES[name], overrides=[*SMALL, f"out={tmp_path / 'run'}"])
     assert trained.summary["steps"] == 2
     if trained.recipe.method_name in ("adapter", "side"):
         with pytest.raises(UsageError, match=r"petune\.load"):
             trained.merge()
         return
-    merged = AUTO[cast(Head, TASKS[trained.summary["task"]].head)].from_pretrained(trained.merge(), dtype=torch.float32).eval()
+    merged = (
+        AUTO[cast(Head, TASKS[trained.summary["task"]].head)]
+        .from_pretrained(trained.merge(), dtype=torch.float32)
+        .eval()
+    )
     ids = trained.speaker.tokenizer("Return the length of the list.", return_tensors="pt")["input_ids"]
     inputs = {"input_ids": ids}
     if trained.summary["task"] == "seq2seq":
@@ -74,7 +100,8 @@ def base(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def narrow_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT with the heads, columns and blocks of MiniLM, so that its recipes' lists fit, and a quarter of its width."""
+    """A random BERT with the heads, columns and blocks of MiniLM, so that its recipes' lists fit, and a
+    quarter of its width."""
     real = minilm_folder()
     assert real is not None, "the recipes of BERT need the package of requirements/demo.txt"
     folder = tmp_path_factory.mktemp("bert") / "narrow"
@@ -106,16 +133,28 @@ def train_in_group(recipe: Path, overrides: list[str]) -> None:
     run(recipe, overrides=overrides)
 
 
-# tests/test_matrix.py has every method and family under every backend; here is every family under one, Llama under all three.
+# tests/test_matrix.py has every method and family under every backend; here is every family under one, Llama
+# under all three.
 QUICK = {"llama_lora_dp_tp_pp", "bert_lora_galaxy", "bart_side_pp", "t5_adapter_dp"}
 
 
 MARKS = {name: pytest.mark.slow if plan.world > 4 else () for name, plan in PLANS.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name] if name in QUICK else pytest.mark.long) for name in PARALLEL])
-def test_a_parallel_recipe_trains_as_one_process_does(name: str, tmp_path: Path, alone: Any, narrow_bert: Path):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=MARKS[name] if name in QUICK else pytest.mark.long) for name in PARALLEL],
+)
+def test_a_parallel_recipe_trains_as_one_process_does(
+    name: str, tmp_path: Path, alone: Any, narrow_bert: Path
+):
     model = (f"model={narrow_bert}",) if load_recipe(ALL[name]).model == "demo:minilm" else ()
     expected = alone(base(name), *model)
-    ranks(PLANS[name].world, train_in_group, PARALLEL[name], [*THREE_STEPS, *model, f"out={tmp_path / 'run'}"], timeout=110)
+    ranks(
+        PLANS[name].world,
+        train_in_group,
+        PARALLEL[name],
+        [*THREE_STEPS, *model, f"out={tmp_path / 'run'}"],
+        timeout=110,
+    )
     assert_same_but_for_rounding(tmp_path / "run", expected)

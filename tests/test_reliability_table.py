@@ -1,4 +1,5 @@
-"""The fault matrix of docs/reliability.md: every case is there, has an exit code, and every test that it names exists."""
+"""The fault matrix of docs/reliability.md: every case is there, has an exit code, and every test that it
+names exists."""
 
 from __future__ import annotations
 
@@ -22,20 +23,34 @@ def functions_of(file: str) -> dict[str, str]:
     if not path.is_file():
         return {}
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: " ".join(map(ast.unparse, node.decorator_list)) for node in functions if node.name.startswith("test_")}
+    return {
+        node.name: " ".join(map(ast.unparse, node.decorator_list))
+        for node in functions
+        if node.name.startswith("test_")
+    }
 
 
 def complaints(document: str) -> list[str]:
     """What is wrong with the matrix of a document."""
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in document.splitlines() if re.match(r"\| \d+ \| ", line)]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in document.splitlines()
+        if re.match(r"\| \d+ \| ", line)
+    ]
     numbers = [int(row[0]) for row in rows]
     wrong = [f"case {number} is missing" for number in range(1, CASES + 1) if number not in numbers]
-    wrong += [f"case {number} is there {numbers.count(number)} times" for number in sorted(set(numbers)) if numbers.count(number) > 1]
+    wrong += [
+        f"case {number} is there {numbers.count(number)} times"
+        for number in sorted(set(numbers))
+        if numbers.count(number) > 1
+    ]
     for number, *cells in rows:
         if len(cells) != 4 or not all(cells):
             wrong.append(f"case {number} has not five cells")
             continue
-        wrong += [f"case {number}: {code} is no exit code" for code in cells[2].split(", ") if code not in CODES]
+        wrong += [
+            f"case {number}: {code} is no exit code" for code in cells[2].split(", ") if code not in CODES
+        ]
         named = NAMED.findall(cells[3])
         if not named or len(named) != cells[3].count("::"):
             wrong.append(f"case {number} has no test, or one that cannot be read")
@@ -65,7 +80,10 @@ GOOD = f"| {{}} | a kill | all is well | 6, 75 | `run/test_rank_kills.py::{NAME}
         (GOOD.format(66).replace("6, 75", "6, 76"), "case 66: 76 is no exit code"),
         (GOOD.format(66).replace("a kill", ""), "case 66 has not five cells"),
         ("| 66 | a kill | all is well | 6 | none |", "case 66 has no test, or one that cannot be read"),
-        (GOOD.format(66).replace("test_a_run", "test_no_run"), "tests/run/test_rank_kills.py has no test_no_run"),
+        (
+            GOOD.format(66).replace("test_a_run", "test_no_run"),
+            "tests/run/test_rank_kills.py has no test_no_run",
+        ),
         (GOOD.format(66).replace("_kills.py", "_lills.py"), "tests/run/test_rank_lills.py has no"),
         (GOOD.format(66).replace("not` |", "not` (long) |"), "case 66 has no test in the short suite"),
     ],

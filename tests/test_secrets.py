@@ -1,4 +1,5 @@
-"""Secrets of the environment and in a recipe's comments: in no checkpoint, no tuned file, no record and no log, however a run ends."""
+"""Secrets of the environment and in a recipe's comments: in no checkpoint, no tuned file, no record and no
+log, however a run ends."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_a_comment_of_the_recipe_stays_in_its_copy_alone(tmp_path: Path, capfd: 
     assert TEXT not in "".join(capfd.readouterr())
 
 
-def test_neither_a_run_of_two_processes_nor_a_failed_ones_traceback_holds_a_secret(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_neither_a_run_of_two_processes_nor_a_failed_ones_traceback_holds_a_secret(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     train = spoilt(1, 3, infinite_loss)
 
     def with_secrets(recipe: dict[str, Any]) -> None:

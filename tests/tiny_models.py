@@ -26,7 +26,11 @@ def bert(seed: int = 0, labels: int = 3) -> nn.Module:
 
 
 def bart_config() -> BartConfig:
-    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}
+    sizes = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+    }
     return BartConfig(**SMALL, **sizes, d_model=32, decoder_start_token_id=2, forced_eos_token_id=None)
 
 
@@ -47,7 +51,13 @@ def t5(seed: int = 0) -> nn.Module:
 
 
 def llama_config(tie: bool = False) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaConfig(**SMALL, **sizes, tie_word_embeddings=tie, num_labels=3)
 
 
@@ -62,11 +72,20 @@ def llama_classifier(seed: int = 0) -> nn.Module:
 
 
 MODELS = {f.__name__: f for f in (bert, bart, bart_classifier, t5, llama, llama_classifier)}
-METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"r": 4}, "adapter": {"reduction": 4}, "side": {"reduction": 2}}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"r": 4},
+    "adapter": {"reduction": 4},
+    "side": {"reduction": 2},
+}
 
 
 def logits(model: nn.Module, tuned: bool = True) -> Tensor:
-    extra = {"decoder_input_ids": IDS} if isinstance(model, T5ForConditionalGeneration | BartForConditionalGeneration) else {}
+    extra = (
+        {"decoder_input_ids": IDS}
+        if isinstance(model, T5ForConditionalGeneration | BartForConditionalGeneration)
+        else {}
+    )
     with torch.no_grad():
         return model(input_ids=IDS, **extra).logits
 

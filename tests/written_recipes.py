@@ -32,7 +32,9 @@ def recipe_of(name: str, folder: Path, **settings: Any) -> Recipe:
     """A recipe for a model of the zoo by its config; data that nobody reads, as the task is named."""
     place = folder / f"{name}.json"
     place.write_text(json.dumps(tiny(name).config.to_dict()))
-    task = {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "gated": "seq2seq"}[name.partition("-")[2]]
+    task = {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "gated": "seq2seq"}[
+        name.partition("-")[2]
+    ]
     base = {
         "model": f"config:{place}",
         "data": {"path": "nowhere.jsonl", "max_length": 32},

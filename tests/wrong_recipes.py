@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.written_recipes import GOOD
 
-# name: (text, line of the problem, what the message says). Unless the text has a model of its own, GOOD precedes it: its first line is 4.
+# name: (text, line of the problem, what the message says). Unless the text has a model of its own, GOOD
+# precedes it: its first line is 4.
 WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "empty": (b"", 1, ("is empty", "model, data and method suffice")),
     "only a comment": (b"# nothing\n", 1, ("is empty",)),
@@ -19,7 +20,11 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
         ("method.rank is not a setting of lora", "did you mean: method.r "),
     ),
     "r at top": ("r: 8\n", 4, ("r is not a setting", "did you mean: method.r ")),
-    "lr in data": (b"model: m\ndata: {path: d,\n  lr: 3}\nmethod: lora\n", 3, ("data.lr is not a setting of data", "did you mean: lr ")),
+    "lr in data": (
+        b"model: m\ndata: {path: d,\n  lr: 3}\nmethod: lora\n",
+        3,
+        ("data.lr is not a setting of data", "did you mean: lr "),
+    ),
     "learning_rate": ("learning_rate: 1e-4\n", 4, ("learning_rate is not a setting", "did you mean: lr ")),
     "bs": ("bs: 8\n", 4, ("did you mean: batch_size ",)),
     "typing error": ("epcohs: 3\n", 4, ("did you mean: epochs ",)),
@@ -27,17 +32,29 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "max_seq_len": ("max_seq_length: 64\n", 4, ("did you mean: data.max_length ",)),
     "4 bit": ("load_in_4bit: true\n", 4, ("not supported",)),
     "resume": ("resume_from_checkpoint: true\n", 4, ("--resume",)),
-    "of another method": ("reduction: 4\n", 4, ("method.reduction is a setting of adapter and side; this recipe's method is lora",)),
+    "of another method": (
+        "reduction: 4\n",
+        4,
+        ("method.reduction is a setting of adapter and side; this recipe's method is lora",),
+    ),
     "dotted key": ("method.r: 4\n", 4, ("dots are for the command line",)),
     "no such method": (b"model: m\ndata: d\nmethod: lorra\n", 3, ("no such method", "did you mean: lora")),
     "method is a list": (b"model: m\ndata: d\nmethod: [lora]\n", 3, ("no such method", "found a list")),
     "method without name": (b"model: m\ndata: d\nmethod: {r: 8}\n", 3, ("method.name is missing",)),
-    "text for a number": ("epochs: ten\n", 4, ("epochs does not take this value", "a number, above 0", "the text 'ten'")),
+    "text for a number": (
+        "epochs: ten\n",
+        4,
+        ("epochs does not take this value", "a number, above 0", "the text 'ten'"),
+    ),
     "quoted number": ('lr: "1e-4"\n', 4, ("write the number plainly, without quotes or separators: 1e-4",)),
     "underscore": ("batch_size: 1_000\n", 4, ("a whole number", "1000")),
     "fraction": ("batch_size: 2.5\n", 4, ("a whole number, at least 1", "found 2.5")),
     "truth for a number": ("batch_size: true\n", 4, ("a whole number", "found true")),
-    "number for a text": (b"model: 7\ndata: d\nmethod: lora\n", 1, ("expected text", 'put it in quotes: "7"')),
+    "number for a text": (
+        b"model: 7\ndata: d\nmethod: lora\n",
+        1,
+        ("expected text", 'put it in quotes: "7"'),
+    ),
     "yes": ("compile: yes\n", 4, ("expected true or false", "write true")),
     "nan": ("lr: .nan\n", 4, ("lr is not a finite number", "found nan")),
     "infinite": ("clip: 1e999\n", 4, ("clip is not a finite number", "found inf")),
@@ -45,14 +62,46 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "huge": ("max_steps: 99999999999999999999\n", 4, ("max_steps is out of range", "below 2147483648")),
     "keep one": ("keep: 1\n", 4, ("keep is out of range", "at least 2")),
     "empty value": ("seed:\n", 4, ("seed does not take this value", "found nothing")),
-    "no such backend": ("parallel: ddp\n", 4, ("parallel: no such backend", "none, dp, tp, sp", "did you mean: parallel.dp ")),
-    "setting of an axis": ("parallel:\n  tp:\n    head: [6, 2]\n", 6, ("parallel.tp.head is not a setting of tp", "parallel.tp.heads ")),
-    "two ways to cut": ("parallel:\n  tp: 2\n  galaxy: 2\n", 6, ("tp and galaxy both say how a block is cut",)),
-    "lists of two lengths": ("parallel:\n  tp:\n    heads: [6, 2]\n    columns: [1, 2, 3]\n", 7, ("parallel.tp.columns", "found 3")),
-    "classic beside modern": ("parallel: {pp: {stages: [3, 1]}}\nstage_num_hidden_layers_list: [3, 1]\n", 5, ("keep one of them",)),
-    "unknown choice": ("task: classification\n", 4, ("one of classify, tokens, mlm, seq2seq, causal, chat", "did you mean: classify")),
-    "list item": (b"model: m\ndata: d\nmethod:\n  name: lora\n  targets:\n  - q\n  - 3\n", 7, ("method.targets[1]", "found 3")),
-    "a text of several for a list": ("trackers: tensorbord, wandb\n", 4, ("a list", "write [tensorboard, wandb]")),
+    "no such backend": (
+        "parallel: ddp\n",
+        4,
+        ("parallel: no such backend", "none, dp, tp, sp", "did you mean: parallel.dp "),
+    ),
+    "setting of an axis": (
+        "parallel:\n  tp:\n    head: [6, 2]\n",
+        6,
+        ("parallel.tp.head is not a setting of tp", "parallel.tp.heads "),
+    ),
+    "two ways to cut": (
+        "parallel:\n  tp: 2\n  galaxy: 2\n",
+        6,
+        ("tp and galaxy both say how a block is cut",),
+    ),
+    "lists of two lengths": (
+        "parallel:\n  tp:\n    heads: [6, 2]\n    columns: [1, 2, 3]\n",
+        7,
+        ("parallel.tp.columns", "found 3"),
+    ),
+    "classic beside modern": (
+        "parallel: {pp: {stages: [3, 1]}}\nstage_num_hidden_layers_list: [3, 1]\n",
+        5,
+        ("keep one of them",),
+    ),
+    "unknown choice": (
+        "task: classification\n",
+        4,
+        ("one of classify, tokens, mlm, seq2seq, causal, chat", "did you mean: classify"),
+    ),
+    "list item": (
+        b"model: m\ndata: d\nmethod:\n  name: lora\n  targets:\n  - q\n  - 3\n",
+        7,
+        ("method.targets[1]", "found 3"),
+    ),
+    "a text of several for a list": (
+        "trackers: tensorbord, wandb\n",
+        4,
+        ("a list", "write [tensorboard, wandb]"),
+    ),
     "not a list": ("trackers: tensorbord\n", 4, ("a list", "write [tensorboard]")),
     "column role": (
         b"model: m\nmethod: lora\ndata:\n  path: d\n  columns:\n    txt: body\n",
@@ -80,11 +129,27 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
         4,
         ("packing", "task: causal"),
     ),
-    "class weights while generating": ("task: causal\nclass_weights: balanced\n", 5, ("class_weights", "task: classify")),
-    "metric of another task": ("task: causal\nmetric: accuracy\n", 5, ("no such metric of this task", "token_accuracy")),
+    "class weights while generating": (
+        "task: causal\nclass_weights: balanced\n",
+        5,
+        ("class_weights", "task: classify"),
+    ),
+    "metric of another task": (
+        "task: causal\nmetric: accuracy\n",
+        5,
+        ("no such metric of this task", "token_accuracy"),
+    ),
     "direction against the metric": ("metric: loss\ndirection: max\n", 5, ("worst checkpoint",)),
     "half a warm-up step": ("warmup: 1.5\n", 4, ("must be whole",)),
     "warm-up beyond the end": ("warmup: 10\nmax_steps: 5\n", 4, ("not over when max_steps ends",)),
-    "adapter for full": (b"model: m\ndata: d\nmethod: full\ninit_adapter: a\n", 4, ("full fine-tuning has no adapter",)),
-    "never evaluated": ("max_steps: 5\neval_every: 10\npatience: 2\n", 6, ("eval_every is beyond max_steps",)),
+    "adapter for full": (
+        b"model: m\ndata: d\nmethod: full\ninit_adapter: a\n",
+        4,
+        ("full fine-tuning has no adapter",),
+    ),
+    "never evaluated": (
+        "max_steps: 5\neval_every: 10\npatience: 2\n",
+        6,
+        ("eval_every is beyond max_steps",),
+    ),
 }

@@ -1,6 +1,8 @@
-"""What a verb is given: a recipe or a run folder, then `key.sub=value`. Every verb understands the same words.
+"""What a verb is given: a recipe or a run folder, then `key.sub=value`. Every verb understands the same
+words.
 
-A recipe given to a verb that needs a run means the run the recipe made: its `out`, or the newest runs/<recipe>-<time>.
+A recipe given to a verb that needs a run means the run the recipe made: its `out`, or the newest
+runs/<recipe>-<time>.
 """
 
 from __future__ import annotations
@@ -21,10 +23,16 @@ if TYPE_CHECKING:
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RECIPE|RUN KEY=VALUE", help="A recipe file or name, or a run folder; then settings.", show_default=False),
+    typer.Argument(
+        metavar="RECIPE|RUN KEY=VALUE",
+        help="A recipe file or name, or a run folder; then settings.",
+        show_default=False,
+    ),
 ]
 
-VerifyBase = Annotated[bool, typer.Option("--verify-base", help="Read the whole base again, not what was hashed before.")]
+VerifyBase = Annotated[
+    bool, typer.Option("--verify-base", help="Read the whole base again, not what was hashed before.")
+]
 
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
@@ -42,7 +50,10 @@ class Given:
         targets = [word for word in words or () if not is_setting(word)]
         if len(targets) > 1:
             raise UsageError(
-                "one recipe or run folder at a time", where="command line", found=" ".join(targets), remedy="settings are written key=value"
+                "one recipe or run folder at a time",
+                where="command line",
+                found=" ".join(targets),
+                remedy="settings are written key=value",
             )
         return cls(targets[0] if targets else None, tuple(word for word in words or () if is_setting(word)))
 
@@ -62,7 +73,8 @@ class Given:
         if self.folder is None:
             self._refuse_data_file()
             return load_recipe(self.target, self.overrides)
-        resolved = self.folder / "resolved.yaml"  # as petune.run.train.settle does, but `petune check` must not wait for torch
+        # as petune.run.train.settle does, but `petune check` must not wait for torch
+        resolved = self.folder / "resolved.yaml"
         if not resolved.is_file():
             from petune.run.train import load_run
 
@@ -74,31 +86,57 @@ class Given:
 
         path = Path(self.target or "").expanduser()
         if path.suffix.lower() in READERS and path.is_file():
-            remedy = f"name the data beside a recipe: petune data RECIPE data={self.target}   (`petune ls` lists the recipes)"
-            raise UsageError("this is a data file", where=self.target, expected="a .yaml recipe or a run folder", remedy=remedy)
+            remedy = (
+                f"name the data beside a recipe: petune data RECIPE data={self.target}   (`petune ls` lists"
+                " the recipes)"
+            )
+            raise UsageError(
+                "this is a data file",
+                where=self.target,
+                expected="a .yaml recipe or a run folder",
+                remedy=remedy,
+            )
 
     def run(self, *, verify_base: bool = False) -> Run:
-        """The run, settings applied to what it does from now on. Raises UsageError for a recipe that has not been trained."""
+        """The run, settings applied to what it does from now on. Raises UsageError for a recipe that has not
+        been trained."""
         from petune.recipe import load_recipe
         from petune.run.train import load_run
 
-        run = load_run(self.folder or self._absent_folder() or self._made_by_recipe(), verify_base=verify_base)
+        run = load_run(
+            self.folder or self._absent_folder() or self._made_by_recipe(), verify_base=verify_base
+        )
         if self.overrides:
             run.recipe = load_recipe(run.recipe, self.overrides)
         return run
 
     def _absent_folder(self) -> Path | None:
-        """A target that can only mean a run folder, though there is none: `load_run` says so better than the recipe reader would."""
+        """A target that can only mean a run folder, though there is none: `load_run` says so better than the
+        recipe reader would."""
         path = Path(self.target or "")
-        return path if len(path.parts) > 1 and not path.suffix and path.parent != Path("recipes") and not path.exists() else None
+        return (
+            path
+            if len(path.parts) > 1
+            and not path.suffix
+            and path.parent != Path("recipes")
+            and not path.exists()
+            else None
+        )
 
     def _made_by_recipe(self) -> Path:
         recipe = self.recipe()
-        found = [Path(recipe.out).expanduser()] if recipe.out else sorted(Path("runs").glob(f"{recipe.name}-*"))
+        found = (
+            [Path(recipe.out).expanduser()] if recipe.out else sorted(Path("runs").glob(f"{recipe.name}-*"))
+        )
         found = [folder for folder in found if (folder / "resolved.yaml").is_file()]
         if not found:
             words = " ".join(word for word in ("petune train", self.target) if word)
-            raise UsageError("this recipe has no run yet", where=self.target, expected=recipe.out or f"runs/{recipe.name}-*", remedy=words)
+            raise UsageError(
+                "this recipe has no run yet",
+                where=self.target,
+                expected=recipe.out or f"runs/{recipe.name}-*",
+                remedy=words,
+            )
         return found[-1]
 
 

@@ -13,22 +13,44 @@ from petune_cli.echo import echo
 if TYPE_CHECKING:
     from petune.profiling.throughput import Measured
 
-HEADS = ("method", "memory", "blocks kept", "tokens/s", "quartiles", "step, ms", "MFU", "HFU", "peak GiB", "host GiB", "loss")
+HEADS = (
+    "method",
+    "memory",
+    "blocks kept",
+    "tokens/s",
+    "quartiles",
+    "step, ms",
+    "MFU",
+    "HFU",
+    "peak GiB",
+    "host GiB",
+    "loss",
+)
 _BELOW = """
 MFU, HFU  against {:.3g} TFLOP/s of large matmuls, measured here for a second
-          MFU counts what the model asks for: 4 FLOP a token for each frozen weight the gradient passes, 6 for one that trains
+          MFU counts what the model asks for: 4 FLOP a token for each frozen weight the gradient passes, 6 for
+          one that trains
           HFU counts what was computed, the method and recomputation included"""
 
 
 def bench(
     words: Words = None,
-    methods: Annotated[str | None, typer.Option("--methods", metavar="LIST", help="Methods: lora,full; else the recipe's.")] = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", metavar="LIST", help="Methods: lora,full; else the recipe's.")
+    ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="LIST", help="Memory policies, KEEP or KEEP/OFFLOAD: all,attention/input.")
+        str | None,
+        typer.Option(
+            "--memory", metavar="LIST", help="Memory policies, KEEP or KEEP/OFFLOAD: all,attention/input."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that count.")] = 20,
-    warm: Annotated[float | None, typer.Option("--warm", min=0, help="Seconds of steps before them; else 3 on a GPU.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed over memory as a PNG.")] = None,
+    warm: Annotated[
+        float | None, typer.Option("--warm", min=0, help="Seconds of steps before them; else 3 on a GPU.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed over memory as a PNG.")
+    ] = None,
 ) -> None:
     """Measure the training step: speed, use of the device, memory."""
     recipe = Given.of(words).recipe()

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from petune.run.inference import Chat
 
 
-def chat(words: Words = None, max_new_tokens: Tokens = None, temperature: Temperature = None, verify_base: VerifyBase = False) -> None:
+def chat(
+    words: Words = None,
+    max_new_tokens: Tokens = None,
+    temperature: Temperature = None,
+    verify_base: VerifyBase = False,
+) -> None:
     """Talk to a run; /base shows the untouched model."""
     session = Given.of(words).run(verify_base=verify_base).chat(**sampling(max_new_tokens, temperature))
     by_hand = sys.stdin.isatty()

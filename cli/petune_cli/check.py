@@ -12,8 +12,12 @@ from petune_cli.echo import echo
 
 def check(
     words: Words = None,
-    full: Annotated[bool, typer.Option("--full", help="Print every setting with its meaning, defaults included.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print every setting with its meaning, defaults included.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")
+    ] = False,
 ) -> None:
     """Check a recipe and what it names: every mistake at once."""
     if schema:
@@ -33,7 +37,10 @@ def check(
     over = f", parallel {recipe.parallel}" if recipe.parallel.axes else ""
     name = recipe.source or "command line"
     task = f"task {inputs.task or 'by its data'}"
-    echo(f"{name}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data {recipe.data.path}{over}")
+    echo(
+        f"{name}: no mistakes; {recipe.method_name} on {recipe.model} for {task}, data"
+        f" {recipe.data.path}{over}"
+    )
     for note in recipe.notes:
         echo(f"   {note}")
     if inputs.unused:

@@ -12,7 +12,9 @@ from petune_cli.echo import echo
 
 def data(
     words: Words = None,
-    count: Annotated[int, typer.Option("-n", min=0, help="Rows to show, with the trained tokens marked.")] = 3,
+    count: Annotated[
+        int, typer.Option("-n", min=0, help="Rows to show, with the trained tokens marked.")
+    ] = 3,
 ) -> None:
     """Show the data: format, lengths, cuts, what trains."""
     recipe = Given.of(words).recipe()

@@ -1,4 +1,5 @@
-"""How a run looks while it runs: a live bar on a terminal, plain lines everywhere else, the same words in both."""
+"""How a run looks while it runs: a live bar on a terminal, plain lines everywhere else, the same words in
+both."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ class Live:
     """A progress bar with loss, learning rate, speed and time left; everything else is printed above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         self.bar = Progress(
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
@@ -51,7 +59,11 @@ class Live:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Move the bar."""
-        shown: dict[str, Any] = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.1e}", "speed": f"{record['tokens_per_s']:,.0f}"}
+        shown: dict[str, Any] = {
+            "loss": f"{record['loss']:.4f}",
+            "lr": f"{record['lr']:.1e}",
+            "speed": f"{record['tokens_per_s']:,.0f}",
+        }
         self.bar.update(self.task, completed=record["step"], **shown)
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
@@ -73,7 +85,13 @@ class Live:
 
     def _print(self, lines: Sequence[str], first: str | None = None) -> None:
         for at, line in enumerate(lines):
-            self.bar.console.print(printable(line), style=first if at == 0 else None, markup=False, highlight=False, soft_wrap=True)
+            self.bar.console.print(
+                printable(line),
+                style=first if at == 0 else None,
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -95,15 +113,23 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as aligned lines, two spaces between the columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def score_table(scores: Mapping[str, Any]) -> list[str]:
-    """What an evaluation found, one line a metric and one column a model; values that belong to no model stand below."""
+    """What an evaluation found, one line a metric and one column a model; values that belong to no model
+    stand below."""
     models = [name for name, value in scores.items() if isinstance(value, Mapping)]
     metrics = list(dict.fromkeys(metric for name in models for metric in scores[name]))
-    rows = [["metric", *models], *([metric, *(_cell(scores[name].get(metric)) for name in models)] for metric in metrics)]
-    return (columns(rows) if models else []) + [f"{name}: {_cell(value)}" for name, value in scores.items() if name not in models]
+    rows = [
+        ["metric", *models],
+        *([metric, *(_cell(scores[name].get(metric)) for name in models)] for metric in metrics),
+    ]
+    return (columns(rows) if models else []) + [
+        f"{name}: {_cell(value)}" for name, value in scores.items() if name not in models
+    ]
 
 
 def _cell(value: Any) -> str:

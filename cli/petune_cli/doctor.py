@@ -1,4 +1,5 @@
-"""The verb to run when something does not work: of a run, whether its folder is whole; else this machine, and LoRA as a self-test."""
+"""The verb to run when something does not work: of a run, whether its folder is whole; else this machine, and
+LoRA as a self-test."""
 
 from __future__ import annotations
 
@@ -9,12 +10,25 @@ import typer
 
 from petune_cli.echo import echo
 
-PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic", "typer", "matplotlib", "peft")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "datasets",
+    "accelerate",
+    "pydantic",
+    "typer",
+    "matplotlib",
+    "peft",
+)
 HUB_TIMEOUT_S = 2.0
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder; without one, this machine.", show_default=False)] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="A run folder; without one, this machine.", show_default=False),
+    ] = None,
 ) -> None:
     """Test this machine; of a RUN, say whether it is whole."""
     from petune.errors import MachineError
@@ -25,9 +39,12 @@ def doctor(
     for name, state in (*versions(), *devices(), disk(), *demo_models(), hub()):
         echo(f"{name:14}{state}")
     problem = self_test()
-    echo(f"{'self-test':14}{problem or 'one step of LoRA: loss falls, frozen weights stay, merged equals unmerged'}")
+    passed = "one step of LoRA: loss falls, frozen weights stay, merged equals unmerged"
+    echo(f"{'self-test':14}{problem or passed}")
     if problem:
-        raise MachineError(f"the self-test failed: {problem}", remedy="install petune anew in a clean environment")
+        raise MachineError(
+            f"the self-test failed: {problem}", remedy="install petune anew in a clean environment"
+        )
 
 
 def _check_up(run: Path) -> None:
@@ -49,7 +66,10 @@ def versions() -> list[tuple[str, str]]:
 
     from petune import __version__
 
-    found = [("petune", __version__), ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    found = [
+        ("petune", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+    ]
     for name in PACKAGES:
         try:
             found.append((name, version(name)))
@@ -83,7 +103,14 @@ def demo_models() -> list[tuple[str, str]]:
     from petune.demo import MINILM_INSTALL, MODELS, minilm_folder
 
     return [
-        (f"{name}", f"not installed: {MINILM_INSTALL}" if name == "minilm" and minilm_folder() is None else f"demo:{name} is here")
+        (
+            f"{name}",
+            (
+                f"not installed: {MINILM_INSTALL}"
+                if name == "minilm" and minilm_folder() is None
+                else f"demo:{name} is here"
+            ),
+        )
         for name in MODELS
     ]
 
@@ -100,12 +127,19 @@ def hub() -> tuple[str, str]:
     try:
         socket.create_connection((address.hostname or "", address.port or 443), timeout=HUB_TIMEOUT_S).close()
     except OSError as error:
-        return "hub", f"{address.hostname} cannot be reached directly ({error.strerror or error}); folders and demo: work"
+        return (
+            "hub",
+            (
+                f"{address.hostname} cannot be reached directly ({error.strerror or error}); folders and"
+                " demo: work"
+            ),
+        )
     return "hub", f"{address.hostname} answers"
 
 
 def self_test() -> str | None:
-    """Tune a tiny network for one step; what went wrong, or None. The generator of the process is left as it was."""
+    """Tune a tiny network for one step; what went wrong, or None. The generator of the process is left as it
+    was."""
     import torch
     from torch import nn
 
@@ -123,10 +157,18 @@ def self_test() -> str | None:
         before.backward()
         optimizer.step()
         after = nn.functional.mse_loss(model(x), y)
-        moved = [name for name, value in model.state_dict().items() if name in frozen and not torch.equal(value, frozen[name])]
+        moved = [
+            name
+            for name, value in model.state_dict().items()
+            if name in frozen and not torch.equal(value, frozen[name])
+        ]
         if not after < before:
             return f"the loss did not fall ({before:.4f} -> {after:.4f})"
         if moved:
             return f"frozen weights moved: {', '.join(moved)}"
         tuned = model(x)
-        return None if torch.allclose(merge(model)(x), tuned, atol=1e-5) else "the merged model computes something else"
+        return (
+            None
+            if torch.allclose(merge(model)(x), tuned, atol=1e-5)
+            else "the merged model computes something else"
+        )

@@ -12,6 +12,8 @@ def evaluate(words: Words = None, verify_base: VerifyBase = False) -> None:
     from petune_cli.display import score_table
 
     scores = run.eval()
-    said = [("note     ", line) for line in scores.pop("notes")] + [("WARNING  ", line) for line in scores.pop("warnings")]
+    said = [("note     ", line) for line in scores.pop("notes")] + [
+        ("WARNING  ", line) for line in scores.pop("warnings")
+    ]
     for line in [*score_table(scores), *(start + line for start, line in said)]:
         echo(line)

@@ -14,7 +14,9 @@ from petune_cli.echo import echo
 if TYPE_CHECKING:
     from petune.run.finished import Run
 
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default inside the run folder.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to write; default inside the run folder.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder that is there.")]
 
 
@@ -27,7 +29,9 @@ class Layout(StrEnum):
 
 def export(
     words: Words = None,
-    to: Annotated[Layout, typer.Option("--to", help="peft: lora as peft reads it; hf: a merged model.")] = ...,  # type: ignore[assignment]
+    to: Annotated[
+        Layout, typer.Option("--to", help="peft: lora as peft reads it; hf: a merged model.")
+    ] = ...,  # type: ignore[assignment]
     out: Out = None,
     overwrite: Overwrite = False,
     verify_base: VerifyBase = False,
@@ -39,7 +43,8 @@ def export(
 
 
 def tell_place(run: Run, place: Path, reader: str | None = None) -> None:
-    """Where the files are, what merging cost in precision if it was done, and how they are read: by transformers, or by `reader`."""
+    """Where the files are, what merging cost in precision if it was done, and how they are read: by
+    transformers, or by `reader`."""
     from petune.run.readme import auto_class
 
     reader = reader or f"{auto_class(run.summary['task'])}.from_pretrained("

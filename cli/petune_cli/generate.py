@@ -15,17 +15,31 @@ from petune_cli.echo import echo, echo_answer
 if TYPE_CHECKING:
     from petune.run.finished import Run
 
-Tokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.", show_default=False)]
-Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Sample; 0 or unset: greedy.", show_default=False)]
+Tokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.", show_default=False)
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", min=0.0, help="Sample; 0 or unset: greedy.", show_default=False),
+]
 
 PROMPT_KEYS = ("prompt", "text", "source", "instruction", "input", "body")
 
 
 def generate(
-    target: Annotated[str, typer.Argument(metavar="RUN|RECIPE", help="A run folder, or the recipe it was made with.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT KEY=VALUE", help="Default: standard input.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", metavar="IN", help="Prompts: JSONL, or one a line.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="OUT", help="JSONL of prompt and output; default: the terminal.")] = None,
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|RECIPE", help="A run folder, or the recipe it was made with.")
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT KEY=VALUE", help="Default: standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="IN", help="Prompts: JSONL, or one a line.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="OUT", help="JSONL of prompt and output; default: the terminal."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file OUT.")] = False,
     max_new_tokens: Tokens = None,
     temperature: Temperature = None,
@@ -57,13 +71,24 @@ def _check_out(file: Path | None, out: Path | None, overwrite: bool) -> None:
     if file is None:
         raise UsageError("--out goes with --file", where="command line", remedy="redirect one answer with >")
     if out.is_dir():
-        raise UsageError("this is a folder", where=str(out), expected="a file for the answers", remedy=f"--out {out / 'answers.jsonl'}")
+        raise UsageError(
+            "this is a folder",
+            where=str(out),
+            expected="a file for the answers",
+            remedy=f"--out {out / 'answers.jsonl'}",
+        )
     if not out.parent.is_dir():
-        raise UsageError("there is no such folder", where=str(out.parent), remedy=f"make it first: mkdir -p {out.parent}")
+        raise UsageError(
+            "there is no such folder", where=str(out.parent), remedy=f"make it first: mkdir -p {out.parent}"
+        )
     if out.exists() and file.exists() and out.samefile(file):
-        raise UsageError("the answers would replace the prompts", where=str(out), remedy="choose another --out")
+        raise UsageError(
+            "the answers would replace the prompts", where=str(out), remedy="choose another --out"
+        )
     if out.is_file() and not overwrite:
-        raise UsageError("this file is there already", where=str(out), remedy="choose another --out, or say --overwrite")
+        raise UsageError(
+            "this file is there already", where=str(out), remedy="choose another --out, or say --overwrite"
+        )
 
 
 def sampling(max_new_tokens: int | None, temperature: float | None) -> dict[str, Any]:
@@ -76,7 +101,11 @@ def _read_standard_input() -> str:
     from petune.errors import UsageError
 
     if sys.stdin.isatty():
-        raise UsageError("there is no prompt", where="command line", remedy='petune generate RUN "a prompt", --file, or a pipe')
+        raise UsageError(
+            "there is no prompt",
+            where="command line",
+            remedy='petune generate RUN "a prompt", --file, or a pipe',
+        )
     return sys.stdin.read().rstrip("\n")
 
 
@@ -89,7 +118,8 @@ def _not_empty(prompt: str) -> str:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The prompts of a file: of .jsonl the first of PROMPT_KEYS in each object (or the string itself), of others each line.
+    """The prompts of a file: of .jsonl the first of PROMPT_KEYS in each object (or the string itself), of
+    others each line.
 
     Raises UsageError for a table, DataError naming file and line, the first ten at once.
     """
@@ -99,11 +129,22 @@ def read_prompts(file: Path) -> list[str]:
 
     if file.suffix.lower() in (".csv", ".tsv", ".parquet"):
         remedy = f"write the column of the prompts into a file of its own: {file.with_suffix('.txt')}"
-        raise UsageError("a table is no file of prompts", where=str(file), expected="one prompt a line, or JSONL", remedy=remedy)
+        raise UsageError(
+            "a table is no file of prompts",
+            where=str(file),
+            expected="one prompt a line, or JSONL",
+            remedy=remedy,
+        )
     try:
-        lines = [(number, line) for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+        lines = [
+            (number, line)
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+            if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}", where=str(file)) from None
+        raise DataError(
+            f"cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}", where=str(file)
+        ) from None
     if not lines:
         raise DataError("holds no prompt", where=str(file), expected="one a line")
     if file.suffix != ".jsonl":
@@ -115,20 +156,31 @@ def read_prompts(file: Path) -> list[str]:
         except ValueError as error:
             problems.append(Problem(f"is not JSON: {error}", where=f"{file}:{number}"))
             continue
-        found = [row] if isinstance(row, str) else [row[key] for key in PROMPT_KEYS if key in row] if isinstance(row, dict) else []
+        found = (
+            [row]
+            if isinstance(row, str)
+            else [row[key] for key in PROMPT_KEYS if key in row]
+            if isinstance(row, dict)
+            else []
+        )
         if found and isinstance(found[0], str) and found[0].strip():
             prompts.append(found[0])
         else:
             what = "has an empty prompt" if found and isinstance(found[0], str) else "has no prompt"
-            problems.append(Problem(what, where=f"{file}:{number}", expected="one of the keys " + ", ".join(PROMPT_KEYS)))
+            problems.append(
+                Problem(what, where=f"{file}:{number}", expected="one of the keys " + ", ".join(PROMPT_KEYS))
+            )
     if problems:
-        rest = [Problem(f"and {len(problems) - 10} more lines", where=str(file))] if len(problems) > 10 else []
+        rest = (
+            [Problem(f"and {len(problems) - 10} more lines", where=str(file))] if len(problems) > 10 else []
+        )
         raise DataError([*problems[:10], *rest])
     return prompts
 
 
 def _answer_all(run: Run, prompts: Sequence[str], options: dict[str, Any], out: Path | None) -> None:
-    """Write each answer as it comes. A file that is replaced stays as it was until the first answer is there."""
+    """Write each answer as it comes. A file that is replaced stays as it was until the first answer is
+    there."""
     import json
 
     for at, prompt in enumerate(prompts):

@@ -14,7 +14,11 @@ from petune_cli.echo import echo
 def init(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="model=X data=Y [KEY=VALUE] [FILE]", help="Settings, and the file to write.", show_default="recipe.yaml"),
+        typer.Argument(
+            metavar="model=X data=Y [KEY=VALUE] [FILE]",
+            help="Settings, and the file to write.",
+            show_default="recipe.yaml",
+        ),
     ] = None,
 ) -> None:
     """Write a recipe for your model and data."""
@@ -27,14 +31,19 @@ def init(
     keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
     if missing := [key for key in ("model", "data") if key not in keys]:
         example = "petune init model=/path/to/model data=rows.csv"
-        raise UsageError(f"{' and '.join(missing)} must be given", where="command line", remedy=f"for example  {example}")
+        raise UsageError(
+            f"{' and '.join(missing)} must be given", where="command line", remedy=f"for example  {example}"
+        )
     recipe = load_recipe(None, given.overrides)
     from petune.preflight.draft import draft
     from petune.run.build import prepare
 
     prepared = prepare(recipe)
     file.write_text(draft(prepared, file), encoding="utf-8")
-    echo(f"{file}: {recipe.method_name} on {recipe.model} for task {prepared.task.name}, data {recipe.data.path}")
+    echo(
+        f"{file}: {recipe.method_name} on {recipe.model} for task {prepared.task.name}, data"
+        f" {recipe.data.path}"
+    )
     for line in (*prepared.rows.notes, f"train it with: petune train {file}"):
         echo(f"   {line}")
 
@@ -43,8 +52,18 @@ def _refuse_place(file: Path) -> None:
     from petune.errors import UsageError
 
     if file.suffix not in (".yaml", ".yml"):
-        raise UsageError("a recipe is a .yaml file", where=str(file), remedy="settings are written key=value, the file NAME.yaml")
+        raise UsageError(
+            "a recipe is a .yaml file",
+            where=str(file),
+            remedy="settings are written key=value, the file NAME.yaml",
+        )
     if file.exists():
-        raise UsageError("this file is there already", where=str(file), remedy="give another name: petune init ... NAME.yaml")
+        raise UsageError(
+            "this file is there already",
+            where=str(file),
+            remedy="give another name: petune init ... NAME.yaml",
+        )
     if not file.parent.is_dir():
-        raise UsageError("there is no such folder", where=str(file.parent), remedy=f"make it first: mkdir -p {file.parent}")
+        raise UsageError(
+            "there is no such folder", where=str(file.parent), remedy=f"make it first: mkdir -p {file.parent}"
+        )

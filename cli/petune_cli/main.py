@@ -1,4 +1,5 @@
-"""The `petune` command: the verbs in their help panels, and the one place where an error becomes a message and an exit code.
+"""The `petune` command: the verbs in their help panels, and the one place where an error becomes a message
+and an exit code.
 
 Start-up imports typer alone; whatever a verb needs it imports itself, so `petune --help` answers at once.
 """
@@ -18,7 +19,21 @@ import typer
 
 from petune import __version__
 from petune.errors import MachineError, PetuneError, UsageError
-from petune_cli import bench, chat, check, data, doctor, export, generate, init, merge, plan, profile, recipes, train
+from petune_cli import (
+    bench,
+    chat,
+    check,
+    data,
+    doctor,
+    export,
+    generate,
+    init,
+    merge,
+    plan,
+    profile,
+    recipes,
+    train,
+)
 from petune_cli import eval as scoring
 from petune_cli.echo import echo
 
@@ -45,7 +60,15 @@ _OTHER_VERBS = {  # what other tools call it
     **dict.fromkeys(("evaluate", "test", "score"), "eval"),
     **{"validate": "check", "new": "init", "create": "init", "list": "ls", "copy": "cp", "save": "export"},
 }
-_REFUSED_BY_MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_REFUSED_BY_MACHINE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+}
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,15 +79,19 @@ def _show_version(wanted: bool) -> None:
 
 @commands.callback()
 def _face(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings petune says itself, in one line
+    # what matters of its warnings petune says itself, in one line
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def command_line() -> Any:
-    """The whole command, its help kept on one screen: of the two options for shell completion only the one that installs is shown."""
+    """The whole command, its help kept on one screen: of the two options for shell completion only the one
+    that installs is shown."""
     command = typer.main.get_command(commands)
     for option in command.params:
         if option.name == "install_completion":
@@ -77,10 +104,12 @@ def command_line() -> Any:
 def app(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command line (default: this process's) and exit.
 
-    0 done; 1 internal error; 2 usage or recipe; 3 data; 4 model, adapter or checkpoint files; 5 environment; 6 distributed; 7 training
-    fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the output has gone.
+    0 done; 1 internal error; 2 usage or recipe; 3 data; 4 model, adapter or checkpoint files; 5 environment;
+    6 distributed; 7 training fault; 75 stopped and saved; 130 interrupted; 141, silently, when who reads the
+    output has gone.
     """
-    atexit.register(gc.freeze)  # or Python searches all of torch for garbage as it ends, which takes one to three seconds
+    # or Python searches all of torch for garbage as it ends, which takes one to three seconds
+    atexit.register(gc.freeze)
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:end]
@@ -101,7 +130,11 @@ def app(arguments: Sequence[str] | None = None) -> NoReturn:
         known = _known(error)
         if known is None:
             first = (str(error).splitlines() or [""])[0]
-            echo(f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see where", err=True)
+            echo(
+                f"petune: internal error: {type(error).__name__}: {first}\n   run again with --debug to see"
+                " where",
+                err=True,
+            )
             sys.exit(1)
         echo(str(known), err=True)
         sys.exit(known.code)
@@ -112,7 +145,9 @@ def _refuse_other_verbs(command: Any, words: Sequence[str]) -> None:
     """Raise UsageError for a verb of other tools, with petune's."""
     verb = next((word for word in words if not word.startswith("-")), "")
     if verb not in command.commands and (meant := _OTHER_VERBS.get(verb)):
-        raise UsageError(f"there is no command {verb}", where="command line", remedy=f"did you mean: petune {meant}")
+        raise UsageError(
+            f"there is no command {verb}", where="command line", remedy=f"did you mean: petune {meant}"
+        )
 
 
 def _refuse_settings_as_options(command: Any, words: Sequence[str]) -> None:
@@ -128,9 +163,15 @@ def _refuse_settings_as_options(command: Any, words: Sequence[str]) -> None:
         from petune.recipe.suggest import setting_of
 
         if key := setting_of(option):
-            value = value if equals else next((word for word in words[at + 1 : at + 2] if not word.startswith("--")), "VALUE")
+            value = (
+                value
+                if equals
+                else next((word for word in words[at + 1 : at + 2] if not word.startswith("--")), "VALUE")
+            )
             raise UsageError(
-                f"{option} is not an option: settings are written key=value", where="command line", remedy=f"write {key}={value}"
+                f"{option} is not an option: settings are written key=value",
+                where="command line",
+                remedy=f"write {key}={value}",
             )
 
 
@@ -150,7 +191,8 @@ def _drop_output() -> None:
 
 
 def _unusable_name(error: Exception) -> str | None:
-    """The name of a file, as far as it is known, that the system could not even look for: too long, with a NUL, or no text."""
+    """The name of a file, as far as it is known, that the system could not even look for: too long, with a
+    NUL, or no text."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return repr(error.filename)[:80]
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
@@ -165,12 +207,22 @@ def _known(error: Exception) -> PetuneError | None:
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         found = (str(error).splitlines() or [""])[0] or None
-        return MachineError("out of memory", found=found, remedy="use a smaller batch_size or data.max_length, or a smaller model")
+        return MachineError(
+            "out of memory",
+            found=found,
+            remedy="use a smaller batch_size or data.max_length, or a smaller model",
+        )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return MachineError("too many open files", remedy="raise the limit: ulimit -n 4096")
     if named := _unusable_name(error):
-        return UsageError("no file can have this name", found=named, remedy="give a shorter one, of UTF-8 without NUL")
+        return UsageError(
+            "no file can have this name", found=named, remedy="give a shorter one, of UTF-8 without NUL"
+        )
     if isinstance(error, OSError) and error.errno in _REFUSED_BY_MACHINE:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
-        return MachineError(str(error.strerror).lower(), where=where, remedy="free some space, or choose a place that may be written")
+        return MachineError(
+            str(error.strerror).lower(),
+            where=where,
+            remedy="free some space, or choose a place that may be written",
+        )
     return None

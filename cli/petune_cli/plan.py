@@ -23,11 +23,22 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 def plan(
     words: Words = None,
-    world: Annotated[int | None, typer.Option("--world", min=1, help="Processes to plan for; else as many as the recipe asks for.")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", help="Memory of each device: 24GiB, or one for each rank: 8,24.")] = None,
-    speeds: Annotated[str | None, typer.Option("--speeds", help="Speeds of unequal devices, 3,1: print shares that suit them.")] = None,
+    world: Annotated[
+        int | None,
+        typer.Option("--world", min=1, help="Processes to plan for; else as many as the recipe asks for."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Memory of each device: 24GiB, or one for each rank: 8,24.")
+    ] = None,
+    speeds: Annotated[
+        str | None,
+        typer.Option("--speeds", help="Speeds of unequal devices, 3,1: print shares that suit them."),
+    ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="CUDA devices to plan for: H200, H100, A100-80, A100-40; others with --memory.")
+        str | None,
+        typer.Option(
+            "--device", help="CUDA devices to plan for: H200, H100, A100-80, A100-40; others with --memory."
+        ),
     ] = None,
 ) -> None:
     """Plan: layout, memory, traffic and speed, no weights read."""
@@ -44,7 +55,9 @@ def plan(
     else:
         rates = _rates(speeds)
         if world not in (None, len(rates)):
-            raise UsageError("one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates)))
+            raise UsageError(
+                "one speed for each rank", where="--speeds", expected=f"{world} speeds", found=str(len(rates))
+            )
         advice = forecast.advise(recipe, rates, sizes)
         seen = outlook(advice.forecast, device)
         _show(seen)
@@ -59,7 +72,9 @@ def _sizes(text: str) -> list[int]:
     for word in text.split(","):
         size = _SIZE.fullmatch(word.strip())
         if size is None:
-            raise UsageError("this is no size", where="--memory", expected="24GiB, 24GB or 24, or a list 8,24", found=word)
+            raise UsageError(
+                "this is no size", where="--memory", expected="24GiB, 24GB or 24, or a list 8,24", found=word
+            )
         number, prefix, binary = size.groups()
         unit = 2**30 if prefix is None else (1024 if binary else 1000) ** _POWERS[prefix.upper()]
         found.append(int(float(number) * unit))
@@ -70,7 +85,9 @@ def _rates(text: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
-        raise UsageError("speeds are numbers", where="--speeds", expected="for example 3,1", found=text) from None
+        raise UsageError(
+            "speeds are numbers", where="--speeds", expected="for example 3,1", found=text
+        ) from None
 
 
 def _show(seen: Outlook) -> None:
@@ -81,13 +98,21 @@ def _show(seen: Outlook) -> None:
         echo(line)
     echo("")
     gathers = any(rank.memory.gathered for rank in found.ranks)
-    show_table([*_SHARES, *(head for head in _BYTES if gathers or head != "gathered")], [_row(rank, gathers) for rank in found.ranks])
+    show_table(
+        [*_SHARES, *(head for head in _BYTES if gathers or head != "gathered")],
+        [_row(rank, gathers) for rank in found.ranks],
+    )
     if found.transitions:
         from petune.log import human
 
         echo("")
         rows = [
-            (one.where, one.operations, str(one.times), *(human(size) if size else "-" for size in (one.forward, one.backward)))
+            (
+                one.where,
+                one.operations,
+                str(one.times),
+                *(human(size) if size else "-" for size in (one.forward, one.backward)),
+            )
             for one in found.transitions
         ]
         show_table(("sent by a rank", "forward / backward", "times", "forward", "backward"), rows)
@@ -134,7 +159,10 @@ def _closing(found: Forecast, fused: bool) -> Iterator[str]:
 
 
 def _advice(advice: Advice) -> Iterator[str]:
-    yield f"gain     a step computes {1 / advice.ratio:.2f} times as fast as with even shares; communication does not count in this"
+    yield (
+        f"gain     a step computes {1 / advice.ratio:.2f} times as fast as with even shares; communication"
+        " does not count in this"
+    )
     yield "write    " + _written(advice.parallel)
 
 
@@ -144,10 +172,20 @@ def _written(parallel: ParallelConfig) -> str:
 
     axes = []
     for name, axis in parallel.axes.items():
-        given = {entry.name: getattr(axis, entry.name) for entry in fields(axis) if getattr(axis, entry.name) != entry.default}
+        given = {
+            entry.name: getattr(axis, entry.name)
+            for entry in fields(axis)
+            if getattr(axis, entry.name) != entry.default
+        }
         axes.append(f"{name}: {{{', '.join(f'{key}: {_plain(value)}' for key, value in given.items())}}}")
     return f"parallel: {{{', '.join(axes)}}}"
 
 
 def _plain(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        str(list(value))
+        if isinstance(value, tuple)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

@@ -1,4 +1,5 @@
-"""The verb that takes one training step apart: work and time by module, memory by what holds it, the operations that take longest."""
+"""The verb that takes one training step apart: work and time by module, memory by what holds it, the
+operations that take longest."""
 
 from __future__ import annotations
 
@@ -28,14 +29,21 @@ class Format(StrEnum):
 
 def profile(
     words: Words = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Repetitions of the step that are timed.")] = 3,
-    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE.json", help="Write a Chrome trace of one step.")] = None,
-    depth: Annotated[int, typer.Option("--depth", min=0, metavar="D", help="Levels of the module tree to show.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, metavar="N", help="Repetitions of the step that are timed.")
+    ] = 3,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE.json", help="Write a Chrome trace of one step.")
+    ] = None,
+    depth: Annotated[
+        int, typer.Option("--depth", min=0, metavar="D", help="Levels of the module tree to show.")
+    ] = 3,
     format_: Annotated[Format, typer.Option("--format", help="Tables, or everything as JSON.")] = Format.text,
 ) -> None:
     """Profile a step: FLOP, time, memory by module and kind."""
     recipe = Given.of(words).recipe()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler tells stderr when it starts and stops
+    # else torch's profiler tells stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from petune import profiling
 
     found = profiling.profile(recipe, steps, trace)
@@ -53,7 +61,8 @@ def profile(
 
 
 def _show_json(found: Profile) -> None:
-    """The fields of petune.profiling.Profile and what follows from them; modules as one list, in the model's order."""
+    """The fields of petune.profiling.Profile and what follows from them; modules as one list, in the model's
+    order."""
     import json
     from dataclasses import asdict
 
@@ -76,11 +85,25 @@ def _plain(part: Part) -> dict[str, Any]:
 def _show(found: Profile, depth: int) -> None:
     from petune_cli.display import show_table
 
-    for line in (*found.facts, f"step     the first: {found.rows} rows, {found.tokens:,} tokens with padding, loss {found.loss:.4f}"):
+    for line in (
+        *found.facts,
+        f"step     the first: {found.rows} rows, {found.tokens:,} tokens with padding, loss {found.loss:.4f}",
+    ):
         echo(line)
     echo("")
     again = found.flop("recompute") > 0
-    heads = ("module", "kind", "parameters", "trained", "MACs", "forward FLOP", "backward FLOP", "recomputed", "forward", "backward")
+    heads = (
+        "module",
+        "kind",
+        "parameters",
+        "trained",
+        "MACs",
+        "forward FLOP",
+        "backward FLOP",
+        "recomputed",
+        "forward",
+        "backward",
+    )
     rows = [_cells(part, level) for model in found.models for part, level in _down_to(model, depth)]
     rows += [_cells(found.outside, 0), _sums(found)]
     show_table(*_without("recomputed", heads, rows) if not again else (heads, rows))
@@ -92,10 +115,14 @@ def _show(found: Profile, depth: int) -> None:
     echo("")
     show_table(("operations by self time", "calls", "time", "share"), [_timed(one) for one in found.groups])
     echo("")
-    show_table((f"the longest {SHOWN}", "calls", "time", "share"), [_timed(one) for one in found.operations[:SHOWN]])
+    show_table(
+        (f"the longest {SHOWN}", "calls", "time", "share"), [_timed(one) for one in found.operations[:SHOWN]]
+    )
 
 
-def _without(head: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _without(
+    head: str, heads: tuple[str, ...], rows: list[tuple[str, ...]]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A table less one column."""
     at = heads.index(head)
     return heads[:at] + heads[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
@@ -126,12 +153,24 @@ def _sums(found: Profile) -> tuple[str, ...]:
 
 def _closing(found: Profile) -> Iterator[str]:
     timed = found.timing
-    parts = {"batches": timed.batches, "forward and backward": timed.passes, "clipping and optimizer": timed.update}
-    listed = ", ".join(f"{name} {_seconds(spent)} ({spent / timed.step:.1%})" for name, spent in parts.items())
+    parts = {
+        "batches": timed.batches,
+        "forward and backward": timed.passes,
+        "clipping and optimizer": timed.update,
+    }
+    listed = ", ".join(
+        f"{name} {_seconds(spent)} ({spent / timed.step:.1%})" for name, spent in parts.items()
+    )
     executed = sum(found.flop(phase) for phase in ("forward", "backward", "recompute"))
     yield f"time     {_seconds(timed.step)} a step, the median of {timed.steps}: {listed}"
-    yield f"speed    {found.tokens / timed.step:,.0f} tokens/s, {_number(executed / timed.passes)}FLOP/s executed in forward and backward"
-    yield f"waits    {found.communication:.1%} of a step in collectives, others waited for included (measured){_bubble(found)}"
+    yield (
+        f"speed    {found.tokens / timed.step:,.0f} tokens/s, {_number(executed / timed.passes)}FLOP/s"
+        " executed in forward and backward"
+    )
+    yield (
+        f"waits    {found.communication:.1%} of a step in collectives, others waited for included"
+        f" (measured){_bubble(found)}"
+    )
 
 
 def _bubble(found: Profile) -> str:

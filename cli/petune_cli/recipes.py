@@ -22,7 +22,16 @@ def ls() -> None:
         offline = recipe.model.startswith(("demo:", "config:")) and recipe.data.path.startswith("demo:")
         missing = recipe.model == "demo:minilm" and minilm_folder() is None
         state = "with requirements/demo.txt" if missing else "yes" if offline else "no"
-        rows.append((file.stem, recipe.model, recipe.method_name, str(recipe.parallel), recipe.task or "by the data", state))
+        rows.append(
+            (
+                file.stem,
+                recipe.model,
+                recipe.method_name,
+                str(recipe.parallel),
+                recipe.task or "by the data",
+                state,
+            )
+        )
     show_table(("recipe", "model", "method", "parallel", "task", "offline"), rows)
     echo("train one with: petune train NAME    copy one with: petune cp NAME")
 
@@ -41,7 +50,9 @@ def cp(
     place = Path(dest).expanduser()
     place = place / source.name if place.is_dir() or dest.endswith("/") else place
     if place.exists():
-        raise UsageError("this file is there already", where=str(place), remedy="give another name: petune cp NAME DEST")
+        raise UsageError(
+            "this file is there already", where=str(place), remedy="give another name: petune cp NAME DEST"
+        )
     if not place.parent.is_dir():
         raise UsageError("there is no such folder", where=str(place.parent))
     shutil.copyfile(source, place)

@@ -11,16 +11,28 @@ from petune_cli.arguments import Given, Words
 
 def train(
     words: Words = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint that verifies.")] = False,
-    checkpoint: Annotated[str | None, typer.Option("--from", metavar="STEP", help="Go on from exactly this checkpoint folder.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder `out`.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint that verifies.")
+    ] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option("--from", metavar="STEP", help="Go on from exactly this checkpoint folder.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in the folder `out`.")
+    ] = False,
     allow_change: Annotated[
-        list[str] | None, typer.Option("--allow-change", metavar="KEY", help="A key that may differ when resuming; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--allow-change", metavar="KEY", help="A key that may differ when resuming; repeatable."
+        ),
     ] = None,
     restarts: Annotated[
         int,
         typer.Option(
-            "--restarts", min=0, metavar="N", help="Replace a process that dies and go on from the newest saved state, up to N times."
+            "--restarts",
+            min=0,
+            metavar="N",
+            help="Replace a process that dies and go on from the newest saved state, up to N times.",
         ),
     ] = 0,
 ) -> None:
@@ -29,7 +41,9 @@ def train(
     from petune.log import phase
 
     if overwrite and (resume or checkpoint):
-        raise UsageError("--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two")
+        raise UsageError(
+            "--overwrite starts anew and --resume goes on", where="command line", remedy="give one of the two"
+        )
     with phase("loading torch and transformers"):
         recipe = Given.of(words).recipe()
         from petune.run.train import train as run_training

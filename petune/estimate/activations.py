@@ -1,17 +1,22 @@
-"""How much of a forward pass is kept for the backward pass: an estimate in bytes, block by block, from the modules as a rank holds them.
+"""How much of a forward pass is kept for the backward pass: an estimate in bytes, block by block, from the
+modules as a rank holds them.
 
-Counted is what autograd saves in a block of Hugging Face's with SDPA, by the layers that are there (a = bytes of an activation; under bf16
-autocast 2, and norms still save 4). Per token that a region or the connection works on:
+Counted is what autograd saves in a block of Hugging Face's with SDPA, by the layers that are there (a = bytes
+of an activation; under bf16 autocast 2, and norms still save 4). Per token that a region or the connection
+works on:
 
-        a linear that trains, or has factors    its input: once for q, k and v together in float32, a copy for each in bf16
+        a linear that trains, or has factors    its input: once for q, k and v together in float32, a copy for
+                                                each in bf16
         low-rank factors, bottlenecks           their own inner features, a bottleneck also its input
         attention                               q, k, v and the output, a each
-        MLP                                     gated: gate, act(gate) and up; plain: what enters the activation; and what enters `down`
+        MLP                                     gated: gate, act(gate) and up; plain: what enters the
+                                                activation; and what enters `down`
         norm                                    its input, 4, and its result, 4, if its scale trains
         dropout                                 1 per feature of the mask
 
-Per pair of tokens and head: with dropout on the probabilities 4 + 2 a + 1, as they are computed openly; for T5 the bias in a, once for all
-rows, or 4 per row when the bias table trains, which no fused kernel knows. A frozen linear saves nothing. tests/parallel measure it.
+Per pair of tokens and head: with dropout on the probabilities 4 + 2 a + 1, as they are computed openly; for
+T5 the bias in a, once for all rows, or 4 per row when the bias table trains, which no fused kernel knows. A
+frozen linear saves nothing. tests/parallel measure it.
 """
 
 from __future__ import annotations
@@ -29,12 +34,14 @@ from petune.parallel.plan import Cut
 
 NORM = 4  # bytes of what a norm saves, whatever the activations are
 OPEN = 4  # bytes of a softmax that is computed openly
-STEPS: dict[type[nn.Module], int] = {NewGELUActivation: 3}  # activations of single operations: features they save besides their input
+# activations of single operations: features they save besides their input
+STEPS: dict[type[nn.Module], int] = {NewGELUActivation: 3}
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Tokens of a stack on one rank: the whole sequence, this rank's part of it, and what cross-attention reads; heads of the rank."""
+    """Tokens of a stack on one rank: the whole sequence, this rank's part of it, and what cross-attention
+    reads; heads of the rank."""
 
     whole: int
     own: int
@@ -57,8 +64,16 @@ class Saved:
         return rows * self.row + self.once
 
 
-def saved_by(block: nn.Module, rule: StackRule, cut: Cut | None, extent: Extent, itemsize: int, dropouts: tuple[float, float]) -> Saved:
-    """What a block that takes part in the backward pass saves; `dropouts` are the rates on probabilities and on hidden states.
+def saved_by(
+    block: nn.Module,
+    rule: StackRule,
+    cut: Cut | None,
+    extent: Extent,
+    itemsize: int,
+    dropouts: tuple[float, float],
+) -> Saved:
+    """What a block that takes part in the backward pass saves; `dropouts` are the rates on probabilities and
+    on hidden states.
 
     `block` is as the rank holds it: narrowed, tuned. `itemsize` is that of activations.
     """
@@ -73,7 +88,12 @@ def saved_by(block: nn.Module, rule: StackRule, cut: Cut | None, extent: Extent,
         if dropouts[1]:
             found += Saved(connection * _layer(block, region.leave).out_features)
         found += Saved(connection * _kept(_layer(block, region.leave)).after * itemsize)
-    inside = {id(part) for region in rule.regions if (enter := child_of(block, region.enter)) for part in enter[1].modules()}
+    inside = {
+        id(part)
+        for region in rule.regions
+        if (enter := child_of(block, region.enter))
+        for part in enter[1].modules()
+    }
     return found + Saved(connection * sum(_of_norm(norm) for norm in _norms(block) if id(norm) not in inside))
 
 
@@ -93,16 +113,23 @@ def _of_region(
     dropout: float,
 ) -> Saved:
     region = core.region
-    layers = {role: cast("nn.Linear", found[1]) for role, path in region.sites.items() if (found := child_of(block, path))}
+    layers = {
+        role: cast("nn.Linear", found[1])
+        for role, path in region.sites.items()
+        if (found := child_of(block, path))
+    }
     leave = _layer(block, region.leave)
-    keys = extent.across if region.cross else extent.own if _exchanged(cut, "ulysses", "ring") else extent.whole
+    keys = (
+        extent.across if region.cross else extent.own if _exchanged(cut, "ulysses", "ring") else extent.whole
+    )
     read = {role: keys if region.cross and role in ("k", "v") else tokens for role in layers}
     entering: dict[int, float] = {}
     total = 0.0
     for role, layer in layers.items():
         total += read[role] * _kept(layer).inner * itemsize
         if layer is not leave and (_kept(layer).input or _trains(layer)):
-            source = id(layer) if itemsize < NORM else read[role]  # in float32 layers that read the same save one tensor
+            # in float32 layers that read the same save one tensor
+            source = id(layer) if itemsize < NORM else read[role]
             entering[source] = read[role] * layer.in_features * itemsize
     total += sum(entering.values())
     if isinstance(core, Attention):
@@ -122,13 +149,17 @@ def _of_region(
     return Saved(total)
 
 
-def _pairs(block: nn.Module, region: Region, rule: StackRule, pairs: float, itemsize: int, dropout: float) -> Saved:
+def _pairs(
+    block: nn.Module, region: Region, rule: StackRule, pairs: float, itemsize: int, dropout: float
+) -> Saved:
     """What grows with the square of the sequence."""
     if dropout:
         return Saved(pairs * (OPEN + 2 * itemsize + 1))
     if rule.bias is None or region.cross:
         return Saved()
-    trains = all(_trains(layer) for layer in _module(block, region.enter).modules() if isinstance(layer, nn.Linear))
+    trains = all(
+        _trains(layer) for layer in _module(block, region.enter).modules() if isinstance(layer, nn.Linear)
+    )
     return Saved(row=pairs * OPEN) if trains else Saved(once=pairs * itemsize)
 
 
@@ -173,7 +204,8 @@ def _width(norm: nn.Module) -> int:
 
 
 def _of_norm(norm: nn.Module) -> float:
-    """Bytes per token. An RMS norm, made of single operations, saves its result too when its scale trains, in float32."""
+    """Bytes per token. An RMS norm, made of single operations, saves its result too when its scale trains, in
+    float32."""
     again = NORM if not isinstance(norm, nn.LayerNorm) and _trains(norm) else 0
     return _width(norm) * (NORM + again)
 

@@ -1,13 +1,15 @@
 """Shares for devices of unequal speed and memory, and what they should gain.
 
-The idea is Galaxy's (Ye et al. 2024, arXiv:2405.17245): each rank gets work in proportion to its measured speed, and what a rank has no
-memory for goes to the ranks that have some to spare. Here it is one greedy rule: units (key and value heads, MLP columns, blocks, rows) are
-handed out one by one to the rank that would be done first among those with memory left. As all units cost the same, no other division
-has an earlier last finisher.
+The idea is Galaxy's (Ye et al. 2024, arXiv:2405.17245): each rank gets work in proportion to its measured
+speed, and what a rank has no memory for goes to the ranks that have some to spare. Here it is one greedy
+rule: units (key and value heads, MLP columns, blocks, rows) are handed out one by one to the rank that would
+be done first among those with memory left. As all units cost the same, no other division has an earlier last
+finisher.
 
-Time is compute alone, in units of what a device of speed 1 needs for the whole: communication, and attention's cost of long sequences, are
-not in it. Ranks that share a block meet after each region, so a region takes as long as its slowest rank; replicas meet once a step; a
-pipeline of p stages with times t and m micro-batches takes (sum of t + (m - 1) max t) / m.
+Time is compute alone, in units of what a device of speed 1 needs for the whole: communication, and
+attention's cost of long sequences, are not in it. Ranks that share a block meet after each region, so a
+region takes as long as its slowest rank; replicas meet once a step; a pipeline of p stages with times t and m
+micro-batches takes (sum of t + (m - 1) max t) / m.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ FINEST = 100  # of a ratio made from speeds that are no whole numbers
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of the linears of all blocks, by kind of region: how much work each kind is, and how much memory."""
+    """Parameters of the linears of all blocks, by kind of region: how much work each kind is, and how much
+    memory."""
 
     attention: int
     mlp: int
@@ -43,10 +46,11 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks can hold, in bytes. memory: of each rank. fixed: what each rank needs whatever its share.
+    """What the ranks can hold, in bytes. memory: of each rank. fixed: what each rank needs whatever its
+    share.
 
-    parameter: what a parameter of a block costs where it lies (2 for a frozen one in bf16, 16 for one that trains in float32 with AdamW).
-    row: what a row of a forward pass costs in activations.
+    parameter: what a parameter of a block costs where it lies (2 for a frozen one in bf16, 16 for one that
+    trains in float32 with AdamW). row: what a row of a forward pass costs in activations.
     """
 
     memory: tuple[float, ...]
@@ -88,13 +92,20 @@ def plan_for(
     depth: Mapping[StackName, int],
     batch_size: int,
 ) -> ParallelConfig:
-    """`config`, which has one axis, with the lists of that axis filled for ranks of these speeds, and what the user gave of them dropped.
+    """`config`, which has one axis, with the lists of that axis filled for ranks of these speeds, and what
+    the user gave of them dropped.
 
-    Raises UsageError for more or fewer axes than one, MachineError when the model does not fit all ranks together.
+    Raises UsageError for more or fewer axes than one, MachineError when the model does not fit all ranks
+    together.
     """
     if len(config.axes) != 1:
         found = str(config)
-        raise UsageError("speeds are for a plan along one axis", where="parallel", expected="dp, a cut or pp alone", found=found)
+        raise UsageError(
+            "speeds are for a plan along one axis",
+            where="parallel",
+            expected="dp, a cut or pp alone",
+            found=found,
+        )
     if any(speed <= 0 or not math.isfinite(speed) for speed in speeds):
         raise UsageError("speeds are positive numbers", where="--speeds", found=", ".join(map(str, speeds)))
     ((name, axis),) = config.axes.items()
@@ -108,7 +119,14 @@ def plan_for(
     return replace(config, **filled)
 
 
-def _cut(name: str, axis: CutConfig, speeds: Sequence[float], room: Room | None, parameters: Parameters, shape: Shape) -> CutConfig:
+def _cut(
+    name: str,
+    axis: CutConfig,
+    speeds: Sequence[float],
+    room: Room | None,
+    parameters: Parameters,
+    shape: Shape,
+) -> CutConfig:
     """Heads first, as they are the coarser; columns then fill what memory heads have left."""
     found, group = layouts(name, axis), shape.heads // shape.kv_heads
     left = room.left() if room else [math.inf] * len(speeds)
@@ -119,7 +137,9 @@ def _cut(name: str, axis: CutConfig, speeds: Sequence[float], room: Room | None,
     columns: tuple[int, ...] = ()
     if found["attention"] == "heads":
         each = cost * parameters.attention / shape.kv_heads
-        groups = balance(shape.kv_heads, speeds, _counts([bytes_ - unit for bytes_ in left], each), "key and value head")
+        groups = balance(
+            shape.kv_heads, speeds, _counts([bytes_ - unit for bytes_ in left], each), "key and value head"
+        )
         left = [bytes_ - count * each for bytes_, count in zip(left, groups, strict=True)]
         heads = tuple(count * group for count in groups)
     if found["mlp"] == "heads":
@@ -129,8 +149,11 @@ def _cut(name: str, axis: CutConfig, speeds: Sequence[float], room: Room | None,
     return replace(axis, size=len(speeds), shares=(), heads=heads, columns=columns, sequence=sequence)
 
 
-def _stages(axis: PpConfig, speeds: Sequence[float], room: Room | None, parameters: Parameters, blocks: int) -> PpConfig:
-    """Blocks per stage; of several stages on a rank each is as fast as the rank and has its part of the memory."""
+def _stages(
+    axis: PpConfig, speeds: Sequence[float], room: Room | None, parameters: Parameters, blocks: int
+) -> PpConfig:
+    """Blocks per stage; of several stages on a rank each is as fast as the rank and has its part of the
+    memory."""
     per_rank = 1 if axis.schedule not in LOOPED else max(2, len(axis.stages) // len(speeds))
     cost = per_rank * room.parameter * parameters.total / blocks if room else 0.0
     most = _most(room, cost)
@@ -148,18 +171,27 @@ def _counts(left: Sequence[float], cost: float) -> list[float]:
 
 
 def balance(total: int, speeds: Sequence[float], most: Sequence[float] | None, what: str) -> tuple[int, ...]:
-    """`total` equal units over ranks of these speeds, at least one and at most `most` each, so that the last to finish finishes first.
+    """`total` equal units over ranks of these speeds, at least one and at most `most` each, so that the last
+    to finish finishes first.
 
-    Raises UsageError for fewer units than ranks, MachineError where a rank has no room for one, or all ranks together not for all.
+    Raises UsageError for fewer units than ranks, MachineError where a rank has no room for one, or all ranks
+    together not for all.
     """
     if total < len(speeds):
-        raise UsageError(f"every rank needs a {what}", expected=f"at most {total} ranks", found=str(len(speeds)))
+        raise UsageError(
+            f"every rank needs a {what}", expected=f"at most {total} ranks", found=str(len(speeds))
+        )
     limits = list(most) if most is not None else [math.inf] * len(speeds)
     if min(limits) < 1:
-        raise MachineError(f"rank {limits.index(min(limits))} has no memory for a single {what}", remedy="leave that device out")
+        raise MachineError(
+            f"rank {limits.index(min(limits))} has no memory for a single {what}",
+            remedy="leave that device out",
+        )
     if sum(limits) < total:
         raise MachineError(
-            f"the devices together have no memory for every {what}", expected=str(total), found=f"room for {sum(int(n) for n in limits)}"
+            f"the devices together have no memory for every {what}",
+            expected=str(total),
+            found=f"room for {sum(int(n) for n in limits)}",
         )
     counts = [1] * len(speeds)
     waiting = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
@@ -181,7 +213,11 @@ def ratio(speeds: Sequence[float]) -> tuple[int, ...]:
     parts = [Fraction(speed / min(speeds)).limit_denominator(10) for speed in speeds]
     scale = math.lcm(*(part.denominator for part in parts))
     found = _reduced([int(part * scale) for part in parts])
-    return found if max(found) <= FINEST else _reduced([max(1, round(FINEST * speed / max(speeds))) for speed in speeds])
+    return (
+        found
+        if max(found) <= FINEST
+        else _reduced([max(1, round(FINEST * speed / max(speeds))) for speed in speeds])
+    )
 
 
 def _reduced(values: Sequence[int]) -> tuple[int, ...]:
@@ -193,7 +229,8 @@ def _reduced(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def step_time(plan: ParallelPlan, speeds: Sequence[float], parameters: Parameters, batch_size: int) -> float:
-    """How long a step of a plan along one axis computes on ranks of these speeds; 1 is the whole on one device of speed 1."""
+    """How long a step of a plan along one axis computes on ranks of these speeds; 1 is the whole on one
+    device of speed 1."""
     if plan.pp > 1:
         return _pipeline_time(plan, speeds)
     if plan.cut is not None:

@@ -1,16 +1,19 @@
 """What a plan sends: the transitions between layouts, block by block, and how long a pipeline stands still.
 
-Sizes are bytes that one rank sends for a forward pass of one replica, by the volumes of ring algorithms on n ranks, f = (n - 1) / n:
-an all-reduce of M bytes sends 2 f M, an all-gather or a reduce-scatter of M in all f M, an all-to-all f M / n. Uneven shares are padded to
-the largest, so f M becomes (n - 1) times the largest share. M is T = rows * tokens * width * bytes for hidden states.
+Sizes are bytes that one rank sends for a forward pass of one replica, by the volumes of ring algorithms on n
+ranks, f = (n - 1) / n: an all-reduce of M bytes sends 2 f M, an all-gather or a reduce-scatter of M in all f
+M, an all-to-all f M / n. Uneven shares are padded to the largest, so f M becomes (n - 1) times the largest
+share. M is T = rows * tokens * width * bytes for hidden states.
 
         region      layout     connection   forward                     backward
         any         heads      whole        all-reduce                  all-reduce
         any         heads      sequence     all-gather, reduce-scatter  reduce-scatter, all-gather
-        attention   sequence   sequence     keys and values: all-gather; all-to-all twice; or a ring    the adjoint
+        attention   sequence   sequence     keys and values: all-gather; all-to-all twice; or a ring    the
+                    adjoint
         mlp         sequence   sequence     nothing                     nothing
 
-Where nothing trains below, nothing is sent backward: not below the lowest block that trains, and nowhere in a backbone beside a ladder.
+Where nothing trains below, nothing is sent backward: not below the lowest block that trains, and nowhere in a
+backbone beside a ladder.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from petune.parallel.plan import Cut, ParallelPlan
 
 @dataclass(frozen=True)
 class Transition:
-    """One exchange: where it happens and how many times per forward pass, and what is sent each time, forward and backward.
+    """One exchange: where it happens and how many times per forward pass, and what is sent each time, forward
+    and backward.
 
-    operations: as `all-gather / reduce-scatter`, forward / backward. Bytes are per rank that takes part; 0 where nothing is sent.
+    operations: as `all-gather / reduce-scatter`, forward / backward. Bytes are per rank that takes part; 0
+    where nothing is sent.
     """
 
     where: str
@@ -39,7 +44,8 @@ class Transition:
 
 @dataclass(frozen=True)
 class Load:
-    """The forward pass of one replica: rows, tokens of each stack, bytes of an activation, and whether gradients flow through blocks."""
+    """The forward pass of one replica: rows, tokens of each stack, bytes of an activation, and whether
+    gradients flow through blocks."""
 
     rows: int
     tokens: Mapping[StackName, int]
@@ -51,8 +57,11 @@ class Load:
         return self.rows * self.tokens[stack] * width * self.itemsize
 
 
-def transitions(plan: ParallelPlan, family: Family, shape: Shape, depth: Mapping[StackName, int], load: Load) -> tuple[Transition, ...]:
-    """Everything blocks and stages exchange in a forward pass and its backward pass, all micro-batches together.
+def transitions(
+    plan: ParallelPlan, family: Family, shape: Shape, depth: Mapping[StackName, int], load: Load
+) -> tuple[Transition, ...]:
+    """Everything blocks and stages exchange in a forward pass and its backward pass, all micro-batches
+    together.
 
     What replicas and shards exchange depends on what trains: see petune.estimate.forecast.
     """
@@ -60,17 +69,36 @@ def transitions(plan: ParallelPlan, family: Family, shape: Shape, depth: Mapping
     stacks = [stack for stack in family.stacks if depth.get(stack)]
     if plan.cut is not None:
         for stack in stacks:
-            found += _of_stack(plan.cut, plan.tp, family, stack, shape, depth, load, crossed=stack == "decoder" and "encoder" in stacks)
+            found += _of_stack(
+                plan.cut,
+                plan.tp,
+                family,
+                stack,
+                shape,
+                depth,
+                load,
+                crossed=stack == "decoder" and "encoder" in stacks,
+            )
             found += _around(plan, stack, load, shape)
         if plan.cut.vocabulary:
             size = _reduced(plan.tp, load.hidden(stacks[-1], shape.width))
-            found.append(Transition("vocabulary", "all-reduce / all-reduce", 1, size, _if(load.backward, size)))
+            found.append(
+                Transition("vocabulary", "all-reduce / all-reduce", 1, size, _if(load.backward, size))
+            )
     found += _between_stages(plan, family, shape, load)
     return tuple(one for one in found if one.forward or one.backward)
 
 
 def _of_stack(
-    cut: Cut, ranks: int, family: Family, stack: StackName, shape: Shape, depth: Mapping[StackName, int], load: Load, *, crossed: bool
+    cut: Cut,
+    ranks: int,
+    family: Family,
+    stack: StackName,
+    shape: Shape,
+    depth: Mapping[StackName, int],
+    load: Load,
+    *,
+    crossed: bool,
 ) -> Iterator[Transition]:
     hidden = load.hidden(stack, shape.width)
     gathered, summed = _gathered(cut.sequence or (1,) * ranks, hidden), _reduced(ranks, hidden)
@@ -81,7 +109,9 @@ def _of_stack(
         if cut.layout(region.kind) == "sequence":
             yield from _keys_and_values(cut, ranks, region, where, shape, depth[stack], stack, load)
         elif cut.connection == "whole":
-            yield Transition(where, "all-reduce / all-reduce", depth[stack], summed, _if(load.backward, summed))
+            yield Transition(
+                where, "all-reduce / all-reduce", depth[stack], summed, _if(load.backward, summed)
+            )
         else:
             for operations in ("all-gather / reduce-scatter", "reduce-scatter / all-gather"):
                 yield Transition(where, operations, depth[stack], gathered, _if(load.backward, gathered))
@@ -91,7 +121,8 @@ def _of_stack(
 
 
 def _around(plan: ParallelPlan, stack: StackName, load: Load, shape: Shape) -> Iterator[Transition]:
-    """Where a stack begins or comes from another stage each rank takes its tokens; where it ends or goes on they are put together."""
+    """Where a stack begins or comes from another stage each rank takes its tokens; where it ends or goes on
+    they are put together."""
     if plan.cut is None or plan.cut.connection == "whole":
         return
     times = sum(stack in stage.blocks for stage in plan.stages) or 1
@@ -105,7 +136,10 @@ def _keys_and_values(
 ) -> Iterator[Transition]:
     if region.kind != "attention" or region.cross:  # across, every rank has all encoder states
         return
-    queries, keys = load.hidden(stack, shape.heads * shape.head_dim), load.hidden(stack, shape.kv_heads * shape.head_dim)
+    queries, keys = (
+        load.hidden(stack, shape.heads * shape.head_dim),
+        load.hidden(stack, shape.kv_heads * shape.head_dim),
+    )
     if cut.exchange == "ulysses":
         size = (2 * queries + 2 * keys) * (ranks - 1) // ranks**2
         yield Transition(where, "all-to-all / all-to-all", times, size, _if(load.backward, size))
@@ -118,7 +152,8 @@ def _keys_and_values(
 
 
 def _between_stages(plan: ParallelPlan, family: Family, shape: Shape, load: Load) -> Iterator[Transition]:
-    """Hidden states from stage to stage; into a decoder's stages also the encoder's, and T5's position bias."""
+    """Hidden states from stage to stage; into a decoder's stages also the encoder's, and T5's position
+    bias."""
     for index, (before, after) in enumerate(zip(plan.stages, plan.stages[1:], strict=False)):
         on = [stack for stack in family.stacks if stack in before.blocks and stack in after.blocks]
         size = sum(load.hidden(stack, shape.width) for stack in on)
@@ -141,7 +176,8 @@ def _reduced(ranks: int, size: int) -> int:
 
 
 def _gathered(shares: Sequence[int], size: int) -> int:
-    """Bytes a rank sends to gather or reduce-scatter what is `size` in all, cut by `shares` and padded to the largest."""
+    """Bytes a rank sends to gather or reduce-scatter what is `size` in all, cut by `shares` and padded to the
+    largest."""
     return (len(shares) - 1) * size * max(shares) // sum(shares)
 
 
@@ -154,10 +190,12 @@ def summed_over(ranks: int, size: int) -> int:
 
 
 def bubble(plan: ParallelPlan, trained: float = 0.0) -> float:
-    """The part of a step in which a rank of a pipeline waits, if all stages are equal: (p - 1) / (v m + p - 1) with v stages on a rank.
+    """The part of a step in which a rank of a pipeline waits, if all stages are equal: (p - 1) / (v m + p -
+    1) with v stages on a rank.
 
-    For zero-bubble the passes for weights fill some of it (ZB-H1 of Qi et al. 2024, arXiv:2401.10241): with passes of one unit forward, one
-    for inputs and `trained` for weights, (p - 1)(2 - trained) instead of (p - 1)(2 + trained). A frozen base leaves nothing to fill with.
+    For zero-bubble the passes for weights fill some of it (ZB-H1 of Qi et al. 2024, arXiv:2401.10241): with
+    passes of one unit forward, one for inputs and `trained` for weights, (p - 1)(2 - trained) instead of (p -
+    1)(2 + trained). A frozen base leaves nothing to fill with.
     """
     if plan.pp == 1:
         return 0.0
@@ -168,10 +206,12 @@ def bubble(plan: ParallelPlan, trained: float = 0.0) -> float:
 
 
 def in_flight(plan: ParallelPlan, rank: int) -> float:
-    """Micro-batches whose activations rank `rank` of a pipeline holds at once for each of its stages, at the most.
+    """Micro-batches whose activations rank `rank` of a pipeline holds at once for each of its stages, at the
+    most.
 
-    gpipe: all. 1f1b: as many as stages are left. Interleaved and zero-bubble: what torch's schedules warm up with, shared by the rank's
-    stages; zero-bubble puts passes for weights off by as many as the rank's number.
+    gpipe: all. 1f1b: as many as stages are left. Interleaved and zero-bubble: what torch's schedules warm up
+    with, shared by the rank's stages; zero-bubble puts passes for weights off by as many as the rank's
+    number.
     """
     pieces = plan.microbatches
     if plan.schedule not in LOOPED:

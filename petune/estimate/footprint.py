@@ -1,8 +1,8 @@
 """What one rank of a plan holds in memory, from a tuned model on the meta device: no weights are needed.
 
-Weights, gradients and optimizer state follow from the tensors that are left once `cut`, `cut_vocabulary` and `cut_stages` have acted, as
-they do in a run; activations are the estimate of petune.estimate.activations. Not counted: single temporary tensors, and what the
-allocator wastes.
+Weights, gradients and optimizer state follow from the tensors that are left once `cut`, `cut_vocabulary` and
+`cut_stages` have acted, as they do in a run; activations are the estimate of petune.estimate.activations. Not
+counted: single temporary tensors, and what the allocator wastes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ MOMENTS = 2 * 4  # AdamW keeps two float32 numbers for each one that trains
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of all replicas: rows, tokens of each stack, bytes of an activation, dropout on probabilities and on hidden states,
-    whether activations are computed again, whether the output is over the vocabulary, whether blocks stream from host memory: None for no,
-    else whether their states are float32 whatever the weights are."""
+    """A forward pass of all replicas: rows, tokens of each stack, bytes of an activation, dropout on
+    probabilities and on hidden states, whether activations are computed again, whether the output is over the
+    vocabulary, whether blocks stream from host memory: None for no, else whether their states are float32
+    whatever the weights are."""
 
     rows: int
     tokens: Mapping[StackName, int]
@@ -45,7 +46,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank on its device. gathered: what FSDP puts together while a block runs; at_rest: what lies in host memory."""
+    """Bytes of one rank on its device. gathered: what FSDP puts together while a block runs; at_rest: what
+    lies in host memory."""
 
     frozen: int = 0
     tuned: int = 0
@@ -63,18 +65,22 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Held:
-    """A rank's part of a model: its modules (the stages of a pipeline, else one), and how their tensors lie across ranks."""
+    """A rank's part of a model: its modules (the stages of a pipeline, else one), and how their tensors lie
+    across ranks."""
 
     modules: tuple[nn.Module, ...]
     placed: Placed
 
     def tensors(self) -> list[Tensor]:
         """Every parameter and buffer, tied ones once."""
-        return list(_once(value for module in self.modules for value in (*module.parameters(), *module.buffers())))
+        return list(
+            _once(value for module in self.modules for value in (*module.parameters(), *module.buffers()))
+        )
 
 
 def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate) -> Held:
-    """The part of `model`, which stays as it is, that the rank `at` holds. Raises UsageError where a run would."""
+    """The part of `model`, which stays as it is, that the rank `at` holds. Raises UsageError where a run
+    would."""
     own = copy.deepcopy(model)
     if family is None:
         return Held((own,), Placed())
@@ -88,8 +94,11 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
     return Held(tuple(cut_stages(own, family, plan, at)) if plan.pp > 1 else (own,), placed)
 
 
-def footprint(held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: Pass) -> Footprint:
-    """What the rank `at` needs for a forward pass `work` of all replicas; `model` is the whole one, `held` the rank's part of it."""
+def footprint(
+    held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: Pass
+) -> Footprint:
+    """What the rank `at` needs for a forward pass `work` of all replicas; `model` is the whole one, `held`
+    the rank's part of it."""
     own = held.tensors()
     activations = _activations(held, model, family, plan, at, work) + _cast_weights(own, work.itemsize)
     if plan.sharding is not None:
@@ -107,7 +116,8 @@ def footprint(held: Held, model: nn.Module, family: Family | None, plan: Paralle
 
 
 def _streamed(held: Held, own: list[Tensor], activations: int, wide: bool) -> Footprint:
-    """The same where blocks rest in host memory, with their states and those of all else; STREAMED_BLOCKS of the largest are here."""
+    """The same where blocks rest in host memory, with their states and those of all else; STREAMED_BLOCKS of
+    the largest are here."""
     blocks = [list(_once(block.parameters())) for block in _blocks(held)]
     inside = {id(value) for block in blocks for value in block}
     outside = [value for value in own if id(value) not in inside]
@@ -133,12 +143,16 @@ def _states(values: Iterable[Tensor], wide: bool) -> int:
 
 
 def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan, activations: int) -> Footprint:
-    """The same over shards. While the model runs two blocks are whole, the one that runs and the next, or with `reshard` off all of them;
-    and everything outside the blocks."""
+    """The same over shards. While the model runs two blocks are whole, the one that runs and the next, or
+    with `reshard` off all of them; and everything outside the blocks."""
     sharding = plan.sharding
     assert sharding is not None
     shards = plan.dp // sharding.replicas
-    cuts = {id(value) for value in own if value.dim() and isinstance(value, nn.Parameter) and (value.requires_grad or sharding.frozen)}
+    cuts = {
+        id(value)
+        for value in own
+        if value.dim() and isinstance(value, nn.Parameter) and (value.requires_grad or sharding.frozen)
+    }
 
     def bytes_of(value: Tensor) -> int:
         return -(-value.nbytes // shards) if id(value) in cuts else value.nbytes
@@ -146,18 +160,27 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan, activations: int
     tuned = sum(bytes_of(value) for value in own if value.requires_grad)
     frozen = sum(map(bytes_of, own)) - tuned
     moments = sum(MOMENTS * bytes_of(value) // value.element_size() for value in own if value.requires_grad)
-    blocks = [sum(value.nbytes for value in _once(block.parameters()) if id(value) in cuts) for block in _blocks(held)]
+    blocks = [
+        sum(value.nbytes for value in _once(block.parameters()) if id(value) in cuts)
+        for block in _blocks(held)
+    ]
     inside = {id(value) for block in _blocks(held) for value in block.parameters()}
     outside = sum(value.nbytes for value in own if id(value) in cuts and id(value) not in inside)
     gathered = outside + (sum(sorted(blocks)[-2:]) if sharding.reshard else sum(blocks))
     if not sharding.offload:
         return Footprint(frozen, tuned, tuned, moments, activations, gathered)
-    whole = sum(value.nbytes for value in own if id(value) not in cuts)  # these have no shards that could rest elsewhere
-    return Footprint(frozen=whole, activations=activations, gathered=gathered, at_rest=frozen - whole + 2 * tuned + moments)
+    # these have no shards that could rest elsewhere
+    whole = sum(value.nbytes for value in own if id(value) not in cuts)
+    return Footprint(
+        frozen=whole, activations=activations, gathered=gathered, at_rest=frozen - whole + 2 * tuned + moments
+    )
 
 
-def _activations(held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: Pass) -> int:
-    """Bytes kept for the backward pass, for all micro-batches that are on their way at once; 0 for a model without a table."""
+def _activations(
+    held: Held, model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coordinate, work: Pass
+) -> int:
+    """Bytes kept for the backward pass, for all micro-batches that are on their way at once; 0 for a model
+    without a table."""
     if family is None:
         return 0
     piece = -(-apportion(work.rows, plan.shares)[at.dp] // plan.microbatches)
@@ -165,10 +188,17 @@ def _activations(held: Held, model: nn.Module, family: Family | None, plan: Para
     kept, largest = 0.0, 0.0
     for module in held.modules:
         for stack in (part for part in module.modules() if isinstance(part, Stack)):
-            blocks = [one.of(piece) for one in _of_stack(stack, cast("Any", model).config, family, plan, at, work, first)]
+            blocks = [
+                one.of(piece)
+                for one in _of_stack(stack, cast("Any", model).config, family, plan, at, work, first)
+            ]
             if work.recompute and blocks:
                 width = family.shape(cast("Any", model).config).width
-                kept += len(blocks) * inputs_of(width, plan.cut, _extent(stack.name, plan, at, work, 1), work.itemsize) * piece
+                kept += (
+                    len(blocks)
+                    * inputs_of(width, plan.cut, _extent(stack.name, plan, at, work, 1), work.itemsize)
+                    * piece
+                )
                 largest = max(largest, *blocks)
             else:
                 kept += sum(blocks)
@@ -181,7 +211,13 @@ def _activations(held: Held, model: nn.Module, family: Family | None, plan: Para
 
 
 def _of_stack(
-    stack: Stack, config: Any, family: Family, plan: ParallelPlan, at: Coordinate, work: Pass, first: tuple[int, int] | None
+    stack: Stack,
+    config: Any,
+    family: Family,
+    plan: ParallelPlan,
+    at: Coordinate,
+    work: Pass,
+    first: tuple[int, int] | None,
 ) -> Iterator[Saved]:
     """What each block that takes part in the backward pass saves, the ladder's levels included."""
     order = list(family.stacks).index(stack.name)
@@ -191,18 +227,32 @@ def _of_stack(
     beside = _beside(plan.cut)
     for index, block in stack.numbered:
         if first is not None and (order, index) >= first:
-            yield saved_by(block, stack.rule, plan.cut, _extent(stack.name, plan, at, work, own_heads), work.itemsize, work.dropouts)
+            yield saved_by(
+                block,
+                stack.rule,
+                plan.cut,
+                _extent(stack.name, plan, at, work, own_heads),
+                work.itemsize,
+                work.dropouts,
+            )
         if ladder is not None:
             extent = _extent(stack.name, plan, at, work, shape.heads)
             down = ladder.down[index + 1]
             tokens = extent.whole if beside is None else extent.own
             mixed = Saved(tokens * (down.in_features * work.itemsize + 2 * down.out_features * 4))
-            yield saved_by(ladder.blocks[index], stack.rule, beside, extent, work.itemsize, work.dropouts) + mixed
+            yield (
+                saved_by(ladder.blocks[index], stack.rule, beside, extent, work.itemsize, work.dropouts)
+                + mixed
+            )
 
 
 def _beside(cut: Cut | None) -> Cut | None:
     """How a ladder is cut: never by heads, and by sequence where the connection is."""
-    return None if cut is None or cut.connection == "whole" else replace(cut, attention="sequence", mlp="sequence")
+    return (
+        None
+        if cut is None or cut.connection == "whole"
+        else replace(cut, attention="sequence", mlp="sequence")
+    )
 
 
 def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: Pass, heads: int) -> Extent:
@@ -213,7 +263,8 @@ def _extent(stack: StackName, plan: ParallelPlan, at: Coordinate, work: Pass, he
 
 
 def first_trained(model: nn.Module, family: Family) -> tuple[int, int] | None:
-    """The place (stack, block) of the first block the backward pass goes through; None when it reaches none."""
+    """The place (stack, block) of the first block the backward pass goes through; None when it reaches
+    none."""
     embeddings = cast("Any", model).get_input_embeddings()
     if any(value.requires_grad for value in embeddings.parameters()):
         return (0, 0)
@@ -226,14 +277,25 @@ def first_trained(model: nn.Module, family: Family) -> tuple[int, int] | None:
 
 
 def _cast_weights(own: list[Tensor], itemsize: int) -> int:
-    """Autocast keeps a copy of every float32 matrix that trains, in its own dtype, until the forward pass is over."""
+    """Autocast keeps a copy of every float32 matrix that trains, in its own dtype, until the forward pass is
+    over."""
     if itemsize >= 4:
         return 0
-    return sum(value.numel() * itemsize for value in own if value.requires_grad and value.dim() == 2 and value.element_size() > itemsize)
+    return sum(
+        value.numel() * itemsize
+        for value in own
+        if value.requires_grad and value.dim() == 2 and value.element_size() > itemsize
+    )
 
 
 def _blocks(held: Held) -> list[nn.Module]:
-    return [block for module in held.modules for part in module.modules() if isinstance(part, Stack) for block in part.blocks]
+    return [
+        block
+        for module in held.modules
+        for part in module.modules()
+        if isinstance(part, Stack)
+        for block in part.blocks
+    ]
 
 
 def _once(values: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -1,4 +1,5 @@
-"""What a recipe would cost, before a weight is fetched: the plan, the memory of every rank, what is sent, how long ranks stand still.
+"""What a recipe would cost, before a weight is fetched: the plan, the memory of every rank, what is sent, how
+long ranks stand still.
 
 Only the model's config is read (and the data's first rows where the recipe leaves the task open). The model
 is built and tuned on the meta device and cut as a run would cut it, so weights, gradients and optimizer state
@@ -43,7 +44,8 @@ from petune.run.streaming import refuse_unstreamable, streams
 from petune.tasks import TASKS, check_fit, detect_format, infer_task
 from petune.tasks.configs import DEFAULT_MAX_LENGTH
 
-PROCESS = {"cpu": 2**28, "cuda": 2**30}  # bytes a process needs by itself: the interpreter with torch; CUDA's context and workspaces
+# bytes a process needs by itself: the interpreter with torch; CUDA's context and workspaces
+PROCESS = {"cpu": 2**28, "cuda": 2**30}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a forecast. blocks: by stack, [first, end) of each stretch. limit: bytes of its device, None where not known."""
+    """One rank of a forecast. blocks: by stack, [first, end) of each stretch. limit: bytes of its device,
+    None where not known."""
 
     rank: int
     at: Coordinate
@@ -87,8 +90,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan with its price. drawn: what it is the price of. knobs: what would lower the memory of the fullest rank, with the bytes saved,
-    best first."""
+    """A plan with its price. drawn: what it is the price of. knobs: what would lower the memory of the
+    fullest rank, with the bytes saved, best first."""
 
     drawn: Sketch
     facts: tuple[str, ...]
@@ -105,7 +108,11 @@ class Forecast:
             return
         remedy = "; ".join(f"{text} saves {human(saved)}" for text, saved in self.knobs) or None
         problems = [
-            Problem(f"rank {rank.rank} does not fit its device", expected=f"at most {human(cast('int', rank.limit))}", found=_found(rank))
+            Problem(
+                f"rank {rank.rank} does not fit its device",
+                expected=f"at most {human(cast('int', rank.limit))}",
+                found=_found(rank),
+            )
             for rank in full[:4]
         ]
         problems[-1] = replace(problems[-1], remedy=remedy)
@@ -124,14 +131,17 @@ def _found(rank: Rank) -> str:
         "gathered": memory.gathered,
         "the process": rank.process,
     }
-    return f"{human(rank.total)}: " + ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
+    return f"{human(rank.total)}: " + ", ".join(
+        f"{name} {human(size)}" for name, size in parts.items() if size
+    )
 
 
 # ---------------------------------------------------------------- a model without weights
 
 
 def sketch(recipe: Recipe) -> Sketch:
-    """The tuned model of a recipe on the meta device. Raises what `prepare` and `tune` raise for a recipe that cannot be."""
+    """The tuned model of a recipe on the meta device. Raises what `prepare` and `tune` raise for a recipe
+    that cannot be."""
     source = resolve_model(recipe.model, recipe.folder)
     config = read_config(source)
     kind, family = kind_of(config), FAMILIES.get(config.model_type)
@@ -155,7 +165,10 @@ def sketch(recipe: Recipe) -> Sketch:
         rows=recipe.batch_size,
         tokens=_tokens(recipe, config, family),
         itemsize=2 if bf16 else 4,
-        dropouts=_dropouts(config, open_probabilities=not cuda or any(name not in ("dp", "pp") for name in recipe.parallel.axes)),
+        dropouts=_dropouts(
+            config,
+            open_probabilities=not cuda or any(name not in ("dp", "pp") for name in recipe.parallel.axes),
+        ),
         recompute=recipe.gradient_checkpointing,
         vocabulary_head=task.over_vocabulary,
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
@@ -171,7 +184,8 @@ def _quantise(model: nn.Module, family: Family | None, base_dtype: BaseDtype) ->
 
 
 def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackName, int]:
-    """The most tokens of a row in each stack, as in encoding; a classifier's decoder reads what its encoder does."""
+    """The most tokens of a row in each stack, as in encoding; a classifier's decoder reads what its encoder
+    does."""
     data, positions = recipe.data, positions_of(config)
     limit = data.max_length or min(DEFAULT_MAX_LENGTH, positions or DEFAULT_MAX_LENGTH)
     target = min(data.max_target_length or limit, positions or limit)
@@ -180,7 +194,8 @@ def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackNam
 
 
 def _dropouts(config: Any, open_probabilities: bool) -> tuple[float, float]:
-    """The config's dropout on attention probabilities, where they are computed openly, and on hidden states."""
+    """The config's dropout on attention probabilities, where they are computed openly, and on hidden
+    states."""
     names = ("hidden_dropout_prob", "dropout", "dropout_rate")
     hidden = next((value for name in names if (value := getattr(config, name, None)) is not None), 0.0)
     return attention_dropout(config) if open_probabilities else 0.0, float(hidden)
@@ -190,23 +205,34 @@ def _dropouts(config: Any, open_probabilities: bool) -> tuple[float, float]:
 
 
 def forecast(
-    recipe: Recipe, world: int | None = None, memory: Sequence[int] | None = None, parallel: ParallelConfig | None = None
+    recipe: Recipe,
+    world: int | None = None,
+    memory: Sequence[int] | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> Forecast:
     """What training `recipe` would cost on `world` processes, or on as many as it asks for.
 
-    memory: bytes of every rank's device, or one number for all; None: those of this machine, as far as it has them. parallel: axes in
-    place of the recipe's. Raises UsageError for a plan that cannot be; one that does not fit is returned, see `Forecast.check`.
+    memory: bytes of every rank's device, or one number for all; None: those of this machine, as far as it has
+    them. parallel: axes in place of the recipe's. Raises UsageError for a plan that cannot be; one that does
+    not fit is returned, see `Forecast.check`.
     """
     return _forecast(sketch(recipe), parallel or recipe.parallel, world, memory)
 
 
-def _forecast(drawn: Sketch, parallel: ParallelConfig, world: int | None, memory: Sequence[int] | None) -> Forecast:
+def _forecast(
+    drawn: Sketch, parallel: ParallelConfig, world: int | None, memory: Sequence[int] | None
+) -> Forecast:
     available = max(2, torch.cuda.device_count()) if drawn.device == "cuda" else 2
     work = drawn.work
     plan = make_plan(parallel, drawn.family, drawn.config, world, work.rows, available, work.vocabulary_head)
     if work.streamed is not None and plan.world > 1:
         remedy = "set parallel=none, or memory.stream=none"
-        raise UsageError("memory.stream is for one process", where="memory.stream", found=describe_plan(plan), remedy=remedy)
+        raise UsageError(
+            "memory.stream is for one process",
+            where="memory.stream",
+            found=describe_plan(plan),
+            remedy=remedy,
+        )
     limits = _limits(plan.world, drawn.device, memory)
     held: dict[tuple[int, int], Held] = {}
     ranks = []
@@ -220,14 +246,27 @@ def _forecast(drawn: Sketch, parallel: ParallelConfig, world: int | None, memory
         f"model    {drawn.note}",
         f"method   {describe(drawn.model)}",
         f"plan     {describe_plan(plan)}",
-        f"pass     {work.rows} rows of up to {' and '.join(str(n) for n in dict.fromkeys(work.tokens.values()))} tokens, "
-        f"{'bf16' if work.itemsize == 2 else 'fp32'} on {drawn.device}",
+        (
+            f"pass     {work.rows} rows of up to"
+            f" {' and '.join(str(n) for n in dict.fromkeys(work.tokens.values()))} tokens,"
+            f" {'bf16' if work.itemsize == 2 else 'fp32'} on {drawn.device}"
+        ),
     )
     sent = _transitions(drawn, plan, held[0, 0])
-    return Forecast(drawn, facts, plan, tuple(ranks), sent, bubble(plan, trained / total), _knobs(drawn, plan, held, ranks))
+    return Forecast(
+        drawn,
+        facts,
+        plan,
+        tuple(ranks),
+        sent,
+        bubble(plan, trained / total),
+        _knobs(drawn, plan, held, ranks),
+    )
 
 
-def _rank(rank: int, at: Coordinate, held: Held, drawn: Sketch, plan: ParallelPlan, limit: int | None) -> Rank:
+def _rank(
+    rank: int, at: Coordinate, held: Held, drawn: Sketch, plan: ParallelPlan, limit: int | None
+) -> Rank:
     cut, last = plan.cut, list(drawn.work.tokens)[-1]
     whole = drawn.work.tokens[last]
     shape = drawn.family.shape(drawn.config) if drawn.family else None
@@ -251,7 +290,9 @@ def _blocks(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> str:
     stages = plan.stages[at.pp :: plan.pp] if plan.stages else ()
     spans = [(name, *span) for stage in stages for name, span in stage.blocks.items()]
     spans = spans or [(name, 0, count) for name, count in drawn.family.depth(drawn.config).items()]
-    return ", ".join(f"{name} {first}-{end - 1}" if end - first > 1 else f"{name} {first}" for name, first, end in spans)
+    return ", ".join(
+        f"{name} {first}-{end - 1}" if end - first > 1 else f"{name} {first}" for name, first, end in spans
+    )
 
 
 def _limits(world: int, device: str, memory: Sequence[int] | None) -> Sequence[int | None]:
@@ -259,7 +300,10 @@ def _limits(world: int, device: str, memory: Sequence[int] | None) -> Sequence[i
     if memory is not None:
         if len(memory) not in (1, world):
             raise UsageError(
-                "one memory for all ranks, or one for each", where="--memory", expected=f"1 or {world}", found=str(len(memory))
+                "one memory for all ranks, or one for each",
+                where="--memory",
+                expected=f"1 or {world}",
+                found=str(len(memory)),
             )
         return list(memory) * (world if len(memory) == 1 else 1)
     if device == "cpu":
@@ -277,7 +321,8 @@ def _physical_memory() -> int:
 
 
 def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transition, ...]:
-    """Between blocks and stages, for a replica's rows; then what replicas and the ranks of a cut sum once a step."""
+    """Between blocks and stages, for a replica's rows; then what replicas and the ranks of a cut sum once a
+    step."""
     found: list[Transition] = []
     family, work = drawn.family, drawn.work
     if family is not None:
@@ -288,47 +333,87 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
         if method_of(drawn.recipe.method).ladder:
             narrow = family.shape(family.narrow(drawn.config, cast("Any", drawn.recipe.method).reduction))
             found += _of_ladder(plan, family, narrow, depth, replace(load, itemsize=4, backward=True))
-    trained = {id(value): value.numel() * value.element_size() for value in held.tensors() if value.requires_grad}
-    names = {id(value): name for module in held.modules for name, value in module.named_parameters(remove_duplicate=False)}
+    trained = {
+        id(value): value.numel() * value.element_size() for value in held.tensors() if value.requires_grad
+    }
+    names = {
+        id(value): name
+        for module in held.modules
+        for name, value in module.named_parameters(remove_duplicate=False)
+    }
     partial = sum(size for key, size in trained.items() if names.get(key) in held.placed.partial)
-    found.append(Transition("gradients over the cut, once a step", "- / all-reduce", 1, 0, summed_over(plan.tp, partial)))
+    found.append(
+        Transition(
+            "gradients over the cut, once a step", "- / all-reduce", 1, 0, summed_over(plan.tp, partial)
+        )
+    )
     if plan.sharding is None:
         found.append(
-            Transition("gradients over replicas, once a step", "- / all-reduce", 1, 0, summed_over(plan.dp, sum(trained.values())))
+            Transition(
+                "gradients over replicas, once a step",
+                "- / all-reduce",
+                1,
+                0,
+                summed_over(plan.dp, sum(trained.values())),
+            )
         )
     else:
         found += _of_shards(plan, held, sum(trained.values()))
     return tuple(one for one in found if one.forward or one.backward)
 
 
-def _of_ladder(plan: ParallelPlan, family: Family, narrow: Shape, depth: Mapping[StackName, int], load: Load) -> list[Transition]:
-    """A ladder exchanges keys and values where the connection is cut by sequence, and goes from stage to stage beside the backbone."""
+def _of_ladder(
+    plan: ParallelPlan, family: Family, narrow: Shape, depth: Mapping[StackName, int], load: Load
+) -> list[Transition]:
+    """A ladder exchanges keys and values where the connection is cut by sequence, and goes from stage to
+    stage beside the backbone."""
     cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=False)
     beside = replace(plan, cut=cut if cut and cut.connection == "sequence" else None)
-    kept = [one for one in transitions(beside, family, narrow, depth, load) if "attention" in one.where or one.where.startswith("stage")]
+    kept = [
+        one
+        for one in transitions(beside, family, narrow, depth, load)
+        if "attention" in one.where or one.where.startswith("stage")
+    ]
     return [replace(one, where=f"ladder, {one.where}") for one in kept]
 
 
 def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]:
-    """FSDP2: every forward pass gathers, the backward pass again if blocks were freed, and sums gradients to their shards."""
+    """FSDP2: every forward pass gathers, the backward pass again if blocks were freed, and sums gradients to
+    their shards."""
     sharding = plan.sharding
     assert sharding is not None
     shards = plan.dp // sharding.replicas
-    whole = sum(value.numel() * value.element_size() for value in held.tensors() if value.requires_grad or sharding.frozen)
+    whole = sum(
+        value.numel() * value.element_size()
+        for value in held.tensors()
+        if value.requires_grad or sharding.frozen
+    )
     gathered = whole * (shards - 1) // shards
     found = [
-        Transition("shards of weights", "all-gather / all-gather", 1, gathered, gathered if sharding.reshard else 0),
+        Transition(
+            "shards of weights", "all-gather / all-gather", 1, gathered, gathered if sharding.reshard else 0
+        ),
         Transition("shards of gradients", "- / reduce-scatter", 1, 0, trained * (shards - 1) // shards),
     ]
     if sharding.replicas > 1:
-        found.append(Transition("gradients over copies", "- / all-reduce", 1, 0, summed_over(sharding.replicas, trained // shards)))
+        found.append(
+            Transition(
+                "gradients over copies",
+                "- / all-reduce",
+                1,
+                0,
+                summed_over(sharding.replicas, trained // shards),
+            )
+        )
     return found
 
 
 # ---------------------------------------------------------------- what would help
 
 
-def _knobs(drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Held], ranks: Sequence[Rank]) -> tuple[tuple[str, int], ...]:
+def _knobs(
+    drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Held], ranks: Sequence[Rank]
+) -> tuple[tuple[str, int], ...]:
     """Settings that would lower the memory of the fullest rank, with the bytes each saves by itself."""
     worst = max(ranks, key=lambda rank: rank.total - (rank.limit or 0))
     part, recipe = held[worst.at.pp, worst.at.tp], drawn.recipe
@@ -351,7 +436,9 @@ def _knobs(drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Hel
     if method_of(recipe.method).trains_base and not streams(recipe):
         trained = worst.memory.gradients + worst.memory.optimizer
         options["method=lora"] = int(0.95 * trained)
-    return tuple(sorted(((text, size) for text, size in options.items() if size > 0), key=lambda one: -one[1]))
+    return tuple(
+        sorted(((text, size) for text, size in options.items() if size > 0), key=lambda one: -one[1])
+    )
 
 
 # ---------------------------------------------------------------- unequal devices
@@ -359,8 +446,8 @@ def _knobs(drawn: Sketch, plan: ParallelPlan, held: Mapping[tuple[int, int], Hel
 
 @dataclass(frozen=True)
 class Advice:
-    """Shares for devices of unequal speed: the axes to write into the recipe, what they cost, and the predicted time of a step as a
-    fraction of the even plan's, in which communication does not count."""
+    """Shares for devices of unequal speed: the axes to write into the recipe, what they cost, and the
+    predicted time of a step as a fraction of the even plan's, in which communication does not count."""
 
     parallel: ParallelConfig
     forecast: Forecast
@@ -368,14 +455,19 @@ class Advice:
 
 
 def advise(recipe: Recipe, speeds: Sequence[float], memory: Sequence[int] | None = None) -> Advice:
-    """The recipe's one axis shared out over ranks of these speeds, as far as their memory goes; see petune.estimate.balance.
+    """The recipe's one axis shared out over ranks of these speeds, as far as their memory goes; see
+    petune.estimate.balance.
 
-    Shares by speed alone come first; where they do not fit, what they leave of each device is shared out again. Raises UsageError for a
-    plan along several axes or a model without a table. What cannot fit at all is returned by speed alone, see `Forecast.check`.
+    Shares by speed alone come first; where they do not fit, what they leave of each device is shared out
+    again. Raises UsageError for a plan along several axes or a model without a table. What cannot fit at all
+    is returned by speed alone, see `Forecast.check`.
     """
     drawn = sketch(recipe)
     if drawn.family is None:
-        raise UsageError(f"petune has no table for {drawn.config.model_type}, so its work cannot be shared out", where="model")
+        raise UsageError(
+            f"petune has no table for {drawn.config.model_type}, so its work cannot be shared out",
+            where="model",
+        )
     even = _evenly(recipe.parallel, len(speeds))
     before = _forecast(drawn, even, len(speeds), memory)
     family, rows = drawn.family, drawn.work.rows
@@ -383,7 +475,8 @@ def advise(recipe: Recipe, speeds: Sequence[float], memory: Sequence[int] | None
     chosen = plan_for(even, speeds, None, family, shape, depth, rows)
     after = _forecast(drawn, chosen, len(speeds), memory)
     if not all(rank.fits for rank in after.ranks):
-        with suppress(MachineError):  # too small together: the forecast by speed alone then says by how much, see Forecast.check
+        # too small together: the forecast by speed alone then says by how much, see Forecast.check
+        with suppress(MachineError):
             chosen = plan_for(even, speeds, _room(drawn, after), family, shape, depth, rows)
             after = _forecast(drawn, chosen, len(speeds), memory)
     parameters = parameters_of(family, shape, depth)
@@ -406,7 +499,8 @@ def _evenly(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
 
 
 def _room(drawn: Sketch, found: Forecast) -> Room | None:
-    """What the ranks can hold, from what they hold by speed alone; None where the memory of one is not known."""
+    """What the ranks can hold, from what they hold by speed alone; None where the memory of one is not
+    known."""
     family = drawn.family
     limits = [rank.limit for rank in found.ranks]
     if family is None or None in limits:
@@ -414,10 +508,17 @@ def _room(drawn: Sketch, found: Forecast) -> Room | None:
     known = tuple(float(cast("int", limit)) for limit in limits)
     if found.plan.dp > 1:  # every replica has all weights, and rows cost activations
         row = max(rank.memory.activations / rank.rows for rank in found.ranks)
-        return Room(known, tuple(float(rank.total - rank.memory.activations) for rank in found.ranks), 0.0, row)
+        return Room(
+            known, tuple(float(rank.total - rank.memory.activations) for rank in found.ranks), 0.0, row
+        )
     parameters = parameters_of(family, family.shape(drawn.config), family.depth(drawn.config))
-    inside = {id(value): value for rule in family.stacks.values() for value in _under(drawn.model, rule.blocks)}.values()
-    cost = sum(value.numel() * (value.element_size() + (12 if value.requires_grad else 0)) for value in inside) / parameters.total
+    inside = {
+        id(value): value for rule in family.stacks.values() for value in _under(drawn.model, rule.blocks)
+    }.values()
+    cost = (
+        sum(value.numel() * (value.element_size() + (12 if value.requires_grad else 0)) for value in inside)
+        / parameters.total
+    )
     held = []
     for rank in found.ranks:
         share = {"attention": 1.0, "mlp": 1.0}

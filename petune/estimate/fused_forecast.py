@@ -1,7 +1,8 @@
 """What fused blocks would keep and how long a step would take, on a device that need not be here.
 
-The forecast's model without weights goes through the fuse pass of a run, and the policy that a run asks is asked here, with a run's budget:
-what is foretold is what a run would choose. It is for batches of the greatest length; shorter ones get policies of their own.
+The forecast's model without weights goes through the fuse pass of a run, and the policy that a run asks is
+asked here, with a run's budget: what is foretold is what a run would choose. It is for batches of the
+greatest length; shorter ones get policies of their own.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ from petune.recipe import Recipe
 from petune.run.streaming import refuse_unfused, streams
 
 CARDS = {"H200": 139.8, "H100": 79.2, "A100-80": 79.2, "A100-40": 39.4}  # GiB of memory as CUDA counts it
-HOST = 2  # times a device's memory is taken to be free in its host, where neither the machine nor memory.host says
+# times a device's memory is taken to be free in its host, where neither the machine nor memory.host says
+HOST = 2
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """A forecast and what fused blocks make of it. policies: of its ranks, in order; none where blocks would not be fused."""
+    """A forecast and what fused blocks make of it. policies: of its ranks, in order; none where blocks would
+    not be fused."""
 
     forecast: Forecast
     policies: tuple[Policy, ...]
@@ -56,23 +59,36 @@ class Outlook:
 
 
 def on_device(recipe: Recipe, name: str, memory: Sequence[int] | None) -> tuple[Recipe, Sequence[int]]:
-    """The recipe on CUDA devices called `name`, and their memory in bytes: `memory` where it is given, else that of CARDS.
+    """The recipe on CUDA devices called `name`, and their memory in bytes: `memory` where it is given, else
+    that of CARDS.
 
     Raises UsageError for a recipe that is for the CPU, and for a device whose memory nobody says.
     """
     if recipe.device == "cpu":
         remedy = "set device=cuda, or leave --device out"
-        raise UsageError("the recipe is for the CPU, and this is a CUDA device", where="--device", found=name, remedy=remedy)
+        raise UsageError(
+            "the recipe is for the CPU, and this is a CUDA device",
+            where="--device",
+            found=name,
+            remedy=remedy,
+        )
     if memory is None:
         memory = [int(gib * GIB) for card, gib in CARDS.items() if card.lower() == name.lower()]
     if not memory:
         remedy = "say it: --memory 24GiB"
-        raise UsageError("the memory of this device is not known", where="--device", expected=", ".join(CARDS), found=name, remedy=remedy)
+        raise UsageError(
+            "the memory of this device is not known",
+            where="--device",
+            expected=", ".join(CARDS),
+            found=name,
+            remedy=remedy,
+        )
     return recipe.model_copy(update={"device": "cuda"}), memory
 
 
 def outlook(found: Forecast, device: str | None = None) -> Outlook:
-    """`found` with what fused blocks keep in the place of its estimate. device: the name of every rank's; None: this machine's.
+    """`found` with what fused blocks keep in the place of its estimate. device: the name of every rank's;
+    None: this machine's.
 
     Raises UsageError where a run would refuse the recipe's settings of kernels and memory.
     """
@@ -82,7 +98,9 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
         if reason is not None and found.drawn.recipe.kernels != "reference":
             return Outlook(found, (), (f"blocks   unfused: {reason}",))
     sizes = [(rank.rows, rank.limit, rank.at.tp) for rank in found.ranks]
-    chosen = {size: policy_for(found.drawn, found.plan, size[0], device, *size[1:]) for size in dict.fromkeys(sizes)}
+    chosen = {
+        size: policy_for(found.drawn, found.plan, size[0], device, *size[1:]) for size in dict.fromkeys(sizes)
+    }
     policies = []
     for size in sizes:
         policy = chosen[size]
@@ -100,7 +118,8 @@ def _agreed(policies: Sequence[Policy], together: int) -> list[Policy]:
     for at in range(0, len(policies), together):
         own = policies[at : at + together]
         every = [levels_of(policy) for policy in own]
-        found += [policy.agreed(lambda _: [min(column) for column in zip(*every, strict=True)]) for policy in own]  # noqa: B023
+        least = [min(column) for column in zip(*every, strict=True)]
+        found += [policy.agreed(lambda _, least=least: least) for policy in own]  # type: ignore[misc]
     return found
 
 
@@ -116,10 +135,14 @@ def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator
     different = list(dict.fromkeys(policies))
     for policy in different:
         if len(different) > 1:
-            yield f"ranks    {', '.join(str(rank.rank) for rank, own in zip(found.ranks, policies, strict=True) if own == policy)}"
+            ranks = [rank.rank for rank, own in zip(found.ranks, policies, strict=True) if own == policy]
+            yield f"ranks    {', '.join(map(str, ranks))}"
         yield from policy.lines()
     tokens = sum(rank.rows * rank.tokens for rank in found.ranks)
-    seconds, roofline = max(policy.seconds for policy in policies), max(policy.roofline for policy in policies)
+    seconds, roofline = (
+        max(policy.seconds for policy in policies),
+        max(policy.roofline for policy in policies),
+    )
     predicted = f"{tokens / seconds:,.0f} tokens/s predicted, {tokens / roofline:,.0f} at the roofline"
     yield f"speed    {predicted}; of the devices alone, for the longest rows"
 
@@ -127,12 +150,14 @@ def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator
 # ---------------------------------------------------------------- the policy of a rank
 
 
-def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None, memory: int | None, tp: int = 0) -> Policy | str:
-    """What a run of this plan chooses for `rows` rows of the greatest length on a device of `memory` bytes; or, in
-    words, why nothing.
+def policy_for(
+    drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None, memory: int | None, tp: int = 0
+) -> Policy | str:
+    """What a run of this plan chooses for `rows` rows of the greatest length on a device of `memory` bytes;
+    or, in words, why nothing.
 
-    device: a name that tells its rates; None where there is no CUDA device. tp: which part of blocks that are cut
-    the device has. Raises UsageError where a run would.
+    device: a name that tells its rates; None where there is no CUDA device. tp: which part of blocks that are
+    cut the device has. Raises UsageError where a run would.
     """
     fused = _fused(drawn, plan, tp)
     if isinstance(fused, str):
@@ -146,7 +171,8 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
     recipe, specs = drawn.recipe, _specs(fused)
     alike = [spec for spec in specs if len(spec.program.steps) == len(specs[-1].program.steps)]
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-    longest = max(drawn.work.tokens.values())  # of all stacks, with blocks as those of the last one, which are no smaller
+    # of all stacks, with blocks as those of the last one, which are no smaller
+    longest = max(drawn.work.tokens.values())
     itemsize = drawn.work.itemsize
     fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(_part(drawn, plan, tp))
     try:
@@ -169,8 +195,13 @@ def policy_for(drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None,
 
 def _without_device(recipe: Recipe) -> str:
     auto = "refused" if streams(recipe) else "unfused"
-    would = {"auto": auto, "reference": "fused, their memory not planned,", "triton": "refused"}[recipe.kernels]
-    return f"{would} on a CPU with kernels: {recipe.kernels}; --device H200 tells what a run on one would keep and how fast it would be"
+    would = {"auto": auto, "reference": "fused, their memory not planned,", "triton": "refused"}[
+        recipe.kernels
+    ]
+    return (
+        f"{would} on a CPU with kernels: {recipe.kernels}; --device H200 tells what a run on one would keep"
+        " and how fast it would be"
+    )
 
 
 def _budget(config: MemoryConfig, memory: int, fixed: int) -> int:
@@ -189,7 +220,10 @@ def _placed(error: UsageError, recipe: Recipe) -> UsageError:
     """The same, where the recipe has the key it is about."""
     keys = [one.where or "memory" for one in error.problems]
     return UsageError(
-        [replace(one, what=f"{key}: {one.what}", where=recipe.where(key)) for key, one in zip(keys, error.problems, strict=True)]
+        [
+            replace(one, what=f"{key}: {one.what}", where=recipe.where(key))
+            for key, one in zip(keys, error.problems, strict=True)
+        ]
     )
 
 
@@ -206,7 +240,8 @@ def _part(drawn: Sketch, plan: ParallelPlan, tp: int) -> nn.Module:
 
 
 def _fused(drawn: Sketch, plan: ParallelPlan, tp: int = 0) -> nn.Module | str:
-    """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name for what cannot be."""
+    """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name
+    for what cannot be."""
     recipe = drawn.recipe
     if recipe.kernels == "off" or recipe.compile:
         return "kernels: off" if recipe.kernels == "off" else "compile: true"

@@ -1,4 +1,5 @@
-"""A folder that appears whole, on disk, or not at all: written under another name, put under a manifest, flushed, and renamed."""
+"""A folder that appears whole, on disk, or not at all: written under another name, put under a manifest,
+flushed, and renamed."""
 
 from __future__ import annotations
 
@@ -13,27 +14,37 @@ from petune.files.lock import lives
 from petune.files.manifest import seal_folder
 from petune.files.safetensors import open_regular, sync_folder, writing
 
-# What a commit of NAME leaves beside it when it is killed, and write_file likewise: what was being written, and what it was to replace.
+# What a commit of NAME leaves beside it when it is killed, and write_file likewise: what was being written,
+# and what it was to replace.
 LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-([0-9]+)")
 
 
 def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, ours: Collection[str]) -> Path:
-    """Let `fill` write into a sibling of `folder`, flush it and give it the name by one rename; a failure leaves things as they were.
+    """Let `fill` write into a sibling of `folder`, flush it and give it the name by one rename; a failure
+    leaves things as they were.
 
-    With `overwrite` a folder that holds one of the files `ours` is replaced. What killed commits of this name left is removed first. Raises
-    UsageError for any other occupied place, FileError for a link, MachineError.
+    With `overwrite` a folder that holds one of the files `ours` is replaced. What killed commits of this name
+    left is removed first. Raises UsageError for any other occupied place, FileError for a link, MachineError.
     """
     folder = folder.absolute()
     if folder.is_symlink():
         remedy = f"name the folder behind it ({folder.resolve()}), or remove the link"
-        raise FileError("is a symbolic link: nothing is written or replaced through it", where=str(folder), remedy=remedy)
+        raise FileError(
+            "is a symbolic link: nothing is written or replaced through it", where=str(folder), remedy=remedy
+        )
     with writing(folder):
         sweep(folder.parent, (folder.name,))
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not overwrite:
-        raise UsageError("this folder is occupied", where=str(folder), remedy="give another, or overwrite it (--overwrite)")
+        raise UsageError(
+            "this folder is occupied", where=str(folder), remedy="give another, or overwrite it (--overwrite)"
+        )
     if occupied and not any((folder / name).is_file() for name in ours):
-        raise UsageError("this is not a model's or an adapter's folder: not overwritten", where=str(folder), remedy="give another")
+        raise UsageError(
+            "this is not a model's or an adapter's folder: not overwritten",
+            where=str(folder),
+            remedy="give another",
+        )
     work, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("tmp", "old"))
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,14 +68,20 @@ def commit_folder(folder: Path, fill: Callable[[Path], None], overwrite: bool, o
 
 
 def sweep(parent: Path, names: Collection[str], *, alone: bool = False) -> list[str]:
-    """Remove what killed commits of `names` left in `parent`; a folder that was about to be replaced gets its name back.
+    """Remove what killed commits of `names` left in `parent`; a folder that was about to be replaced gets its
+    name back.
 
-    What another living process is at is left alone, unless the caller knows that it is `alone`. Returns the names. Raises OSError.
+    What another living process is at is left alone, unless the caller knows that it is `alone`. Returns the
+    names. Raises OSError.
     """
     found = []
     for name in sorted(os.listdir(parent)) if parent.is_dir() else ():
         match = LEFTOVER.fullmatch(name)
-        if not match or match[1] not in names or not (alone or int(match[3]) == os.getpid() or not lives(int(match[3]))):
+        if (
+            not match
+            or match[1] not in names
+            or not (alone or int(match[3]) == os.getpid() or not lives(int(match[3])))
+        ):
             continue
         leftover, place = parent / name, parent / match[1]
         if match[2] == "old" and not os.path.lexists(place):
@@ -78,7 +95,8 @@ def sweep(parent: Path, names: Collection[str], *, alone: bool = False) -> list[
 
 
 def _flush(work: Path) -> None:
-    """Every file to the disk, readable as the umask allows (safetensors makes its files private), then the folders' names."""
+    """Every file to the disk, readable as the umask allows (safetensors makes its files private), then the
+    folders' names."""
     mode = work.stat().st_mode & 0o666
     for place, _, names in os.walk(work, topdown=False):
         for name in names:

@@ -1,7 +1,9 @@
-"""The SHA-256 of files, by threads that work while something else does; of large ones that are as they were, from memory; and of blocks.
+"""The SHA-256 of files, by threads that work while something else does; of large ones that are as they were,
+from memory; and of blocks.
 
-What was computed for a large file is kept in the user's cache folder with the file's size and times, so an unchanged one costs a stat. A
-disk that loses a bit changes no time: only reading everything afresh finds that, in every file from `REMEMBERED` bytes on.
+What was computed for a large file is kept in the user's cache folder with the file's size and times, so an
+unchanged one costs a stat. A disk that loses a bit changes no time: only reading everything afresh finds
+that, in every file from `REMEMBERED` bytes on.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ REMEMBERED = 32 << 20  # bytes; a smaller file is read each time, in some hundre
 BLOCK = 64 << 20  # bytes of a file under one leaf hash
 _MOST_THREADS = 16  # for one file: beyond, the disk is slower
 _PORTION = 8 << 20  # bytes read and hashed at once, without Python's lock
-_SETTLED_NS = 2 * 10**9  # a file that changed this shortly ago can change again without another time: not remembered
+# a file that changed this shortly ago can change again without another time: not remembered
+_SETTLED_NS = 2 * 10**9
 _MOST = 4096  # files in the cache
 
 _Seen = tuple[int, ...]  # what changes with a file: its size and times, and which file it is
@@ -37,12 +40,14 @@ def number_of_blocks(size: int) -> int:
 
 
 def leaf_hashes(file: FileIO) -> list[str]:
-    """The SHA-256 of every 64 MiB of an open file in hexadecimal, the last of what is left; by several threads."""
+    """The SHA-256 of every 64 MiB of an open file in hexadecimal, the last of what is left; by several
+    threads."""
     return _in_ranges(file, [(at, at + BLOCK) for at in range(0, os.fstat(file.fileno()).st_size, BLOCK)])
 
 
 def whole_and_leaf_hashes(file: FileIO) -> tuple[str, list[str]]:
-    """The SHA-256 of an open file, and `leaf_hashes` of it. A file of one block is read once, a larger one twice, at the same time."""
+    """The SHA-256 of an open file, and `leaf_hashes` of it. A file of one block is read once, a larger one
+    twice, at the same time."""
     size = os.fstat(file.fileno()).st_size
     if size <= BLOCK:
         whole = _hash_range(file, 0, size)
@@ -59,7 +64,8 @@ def _in_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def _hash_range(file: FileIO, begin: int, end: int) -> str:
-    """Of the bytes from `begin` to before `end`, or to the end of a file that is shorter; the place the file is read at stays."""
+    """Of the bytes from `begin` to before `end`, or to the end of a file that is shorter; the place the file
+    is read at stays."""
     digest, portion = hashlib.sha256(), memoryview(bytearray(min(_PORTION, end - begin)))
     while begin < end and (count := os.preadv(file.fileno(), [portion[: end - begin]], begin)):
         digest.update(portion[:count])
@@ -68,10 +74,11 @@ def _hash_range(file: FileIO, begin: int, end: int) -> str:
 
 
 class FileHashes:
-    """Hashes `files` (name: path) from the moment it is made, on half the machine's cores; leaving the block ends what still runs.
+    """Hashes `files` (name: path) from the moment it is made, on half the machine's cores; leaving the block
+    ends what still runs.
 
-    A file that has several names is read once. Unless `afresh`, a large file that has not changed since its hash was computed, in
-    this process or an earlier one of the same user, is not read.
+    A file that has several names is read once. Unless `afresh`, a large file that has not changed since its
+    hash was computed, in this process or an earlier one of the same user, is not read.
     """
 
     def __init__(self, files: Mapping[str, Path], *, afresh: bool = True) -> None:
@@ -85,23 +92,29 @@ class FileHashes:
                 seen = _look(path.stat())
             if seen not in started:
                 known = None if afresh else _cache.find(path, seen)
-                started[seen] = self._threads.submit(self._hash, path, seen) if known is None else _done(known)
+                started[seen] = (
+                    self._threads.submit(self._hash, path, seen) if known is None else _done(known)
+                )
             self._hashes[name], self._sizes[name] = started[seen], seen[2]
 
     def __enter__(self) -> FileHashes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._leave.set()
         self._threads.shutdown(cancel_futures=True)
         _cache.write()
 
     def result(self) -> dict[str, str]:
-        """The hashes in hexadecimal by name, waited for. Raises FileError for a file that went, or changed since this was made."""
+        """The hashes in hexadecimal by name, waited for. Raises FileError for a file that went, or changed
+        since this was made."""
         return {name: future.result() for name, future in self._hashes.items()}
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """{name: {"size": bytes, "sha256": hexadecimal}}, as manifests hold it. Waits and raises as `result`."""
+        """{name: {"size": bytes, "sha256": hexadecimal}}, as manifests hold it. Waits and raises as
+        `result`."""
         return {name: {"size": self._sizes[name], "sha256": value} for name, value in self.result().items()}
 
     def _hash(self, path: Path, seen: _Seen) -> str:
@@ -111,20 +124,31 @@ class FileHashes:
                 digest.update(portion[:count])
             now = _look(os.fstat(file.fileno()))
         if now != seen:
-            raise FileError("has changed while it was hashed", where=str(path), remedy="let no other program write it, then try again")
+            raise FileError(
+                "has changed while it was hashed",
+                where=str(path),
+                remedy="let no other program write it, then try again",
+            )
         if not self._leave.is_set():
             _cache.add(path, seen, digest.hexdigest())
         return digest.hexdigest()
 
 
-def differing(files: Mapping[str, Path], expected: Mapping[str, str], *, afresh: bool = False) -> dict[str, str]:
-    """{name: hash found} of the `files` whose SHA-256 is not the one `expected` of that name. Raises FileError for a missing file.
+def differing(
+    files: Mapping[str, Path], expected: Mapping[str, str], *, afresh: bool = False
+) -> dict[str, str]:
+    """{name: hash found} of the `files` whose SHA-256 is not the one `expected` of that name. Raises
+    FileError for a missing file.
 
     A remembered hash is never what a file is refused for: it is read again first.
     """
     with FileHashes(files, afresh=afresh) as hashes:
         found = {name: value for name, value in hashes.result().items() if value != expected[name]}
-    return found if afresh or not found else differing({name: files[name] for name in found}, expected, afresh=True)
+    return (
+        found
+        if afresh or not found
+        else differing({name: files[name] for name in found}, expected, afresh=True)
+    )
 
 
 def _look(seen: os.stat_result) -> _Seen:
@@ -138,7 +162,8 @@ def _done(value: str) -> Future[str]:
 
 
 class _Cache:
-    """The hashes of large files by path, in memory and, where the user's cache folder can be written, in one file there."""
+    """The hashes of large files by path, in memory and, where the user's cache folder can be written, in one
+    file there."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -185,7 +210,9 @@ class _Cache:
 
 
 def _cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "petune", "file_hashes.json")
+    return Path(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "petune", "file_hashes.json"
+    )
 
 
 _cache = _Cache()

@@ -1,6 +1,8 @@
-"""What a JSON file of petune's or of peft's must hold, as tables: a field, its kind, its range, and whether it may be left out.
+"""What a JSON file of petune's or of peft's must hold, as tables: a field, its kind, its range, and whether
+it may be left out.
 
-A table is checked before a value is used, so a file that somebody edited or damaged is an error that names file and field.
+A table is checked before a value is used, so a file that somebody edited or damaged is an error that names
+file and field.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Number:
         """As Kind says."""
         good = type(value) in (int, float) and self.least <= value <= self.most  # NaN is in no range
         if not good:
-            bounds = "" if (self.least, self.most) == (-1e300, 1e300) else f" from {self.least:g} to {self.most:g}"
+            bounds = (
+                "" if (self.least, self.most) == (-1e300, 1e300) else f" from {self.least:g} to {self.most:g}"
+            )
             yield "", f"a finite number{bounds}", value
 
 
@@ -109,7 +113,9 @@ class ListOf:
             yield "", "a list", value
             return
         for at, item in enumerate(value):
-            yield from ((f"[{at}]{path}", expected, found) for path, expected, found in self.kind.faults(item))
+            yield from (
+                (f"[{at}]{path}", expected, found) for path, expected, found in self.kind.faults(item)
+            )
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ class Row:
 
 @dataclass(frozen=True)
 class MapOf:
-    """An object whose values are of one kind, at least `least` of them, whatever their names; or `numbered` from 0."""
+    """An object whose values are of one kind, at least `least` of them, whatever their names; or `numbered`
+    from 0."""
 
     kind: Kind
     least: int = 0
@@ -146,7 +153,9 @@ class MapOf:
         if self.numbered and value.keys() != {str(at) for at in range(len(value))}:
             yield "", f"the names 0 to {len(value) - 1}", value
         for name, item in value.items():
-            yield from ((f".{name}{path}", expected, found) for path, expected, found in self.kind.faults(item))
+            yield from (
+                (f".{name}{path}", expected, found) for path, expected, found in self.kind.faults(item)
+            )
 
 
 @dataclass(frozen=True)
@@ -161,18 +170,24 @@ class OneOf:
     def faults(self, value: Any) -> Iterator[tuple[str, str, Any]]:
         """As Kind says."""
         found = [
-            [] if kind is None and value is None else [("", "null", value)] if kind is None else [*kind.faults(value)]
+            []
+            if kind is None and value is None
+            else [("", "null", value)]
+            if kind is None
+            else [*kind.faults(value)]
             for kind in self.kinds
         ]
         if all(found):
-            deepest = max(found, key=lambda faults: len(faults[0][0]))  # the kind that fits furthest into the value
+            # the kind that fits furthest into the value
+            deepest = max(found, key=lambda faults: len(faults[0][0]))
             expected = " or ".join(faults[0][1] for faults in found)
             yield from deepest if deepest[0][0] else [("", expected, value)]
 
 
 @dataclass(frozen=True)
 class Fields:
-    """An object with these fields, each of its own kind; those in `optional` may be absent. Others are a fault unless `others`."""
+    """An object with these fields, each of its own kind; those in `optional` may be absent. Others are a
+    fault unless `others`."""
 
     fields: Mapping[str, Kind]
     optional: Mapping[str, Kind] = field(default_factory=dict)
@@ -189,7 +204,9 @@ class Fields:
         for name, item in value.items():
             kind = self.fields.get(name) or self.optional.get(name)
             if kind is not None:
-                yield from ((f".{name}{path}", expected, found) for path, expected, found in kind.faults(item))
+                yield from (
+                    (f".{name}{path}", expected, found) for path, expected, found in kind.faults(item)
+                )
             elif not self.others:
                 yield f".{name}", "no such field", item
 
@@ -200,7 +217,8 @@ class _Absent:
 
 
 def check_fields(value: Any, fields: Mapping[str, Kind] | Kind, file: Path, under: str = "") -> None:
-    """Raise FileError naming the first ten fields of the JSON `value` of `file` that do not fit the table; `under`: where it stands."""
+    """Raise FileError naming the first ten fields of the JSON `value` of `file` that do not fit the table;
+    `under`: where it stands."""
     kind = Fields(fields) if isinstance(fields, Mapping) else fields
     problems = []
     for path, expected, found in kind.faults(value):
@@ -213,7 +231,8 @@ def check_fields(value: Any, fields: Mapping[str, Kind] | Kind, file: Path, unde
 
 
 def check_version(value: Mapping[str, Any], key: str, newest: int, file: Path, oldest: int = 1) -> int:
-    """The version under `key`. Raises FileError for one that is missing, unknown, or of a newer petune, which is said."""
+    """The version under `key`. Raises FileError for one that is missing, unknown, or of a newer petune, which
+    is said."""
     found = value.get(key)
     if type(found) is int and oldest <= found <= newest:
         return found
@@ -222,17 +241,27 @@ def check_version(value: Mapping[str, Any], key: str, newest: int, file: Path, o
         what, remedy = "was written by a newer petune: another version", "use that petune, or a newer one"
     else:
         what, remedy = "another version", _REMEDY
-    raise FileError(what, where=f"{file}  {key}", expected=known, found=reprlib.repr(found) if key in value else "nothing", remedy=remedy)
+    raise FileError(
+        what,
+        where=f"{file}  {key}",
+        expected=known,
+        found=reprlib.repr(found) if key in value else "nothing",
+        remedy=remedy,
+    )
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """`value` with the SHA-256 of itself as "seal", which finds accidents and edits by hand; it is not a signature."""
+    """`value` with the SHA-256 of itself as "seal", which finds accidents and edits by hand; it is not a
+    signature."""
     return {**value, "seal": _seal(value)}
 
 
 def check_seal(value: Mapping[str, Any], file: Path) -> None:
-    """Raise FileError for a `value` that was changed since it was sealed; one without a seal is of an older petune."""
-    if "seal" in value and value["seal"] != _seal({name: item for name, item in value.items() if name != "seal"}):
+    """Raise FileError for a `value` that was changed since it was sealed; one without a seal is of an older
+    petune."""
+    if "seal" in value and value["seal"] != _seal(
+        {name: item for name, item in value.items() if name != "seal"}
+    ):
         raise FileError("has been changed: its own SHA-256 does not fit", where=str(file), remedy=_REMEDY)
 
 

@@ -19,8 +19,9 @@ from petune.log import warn
 class RunLock:
     """One run at a time in a folder: `with RunLock(folder): ...`. The file names process and host.
 
-    The kernel holds the lock (flock) and drops it when the process ends, however it ends, so a killed run's lock is simply taken over.
-    On a file system without flock, a lock is respected if its process lives on this host or is of another host. Raises MachineError.
+    The kernel holds the lock (flock) and drops it when the process ends, however it ends, so a killed run's
+    lock is simply taken over. On a file system without flock, a lock is respected if its process lives on
+    this host or is of another host. Raises MachineError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +31,9 @@ class RunLock:
     def __enter__(self) -> RunLock:
         with writing(self.path):
             while self._fd is None:
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+                fd = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+                )
                 try:
                     self._claim(fd)
                 except BaseException:
@@ -56,7 +59,8 @@ class RunLock:
         return False
 
     def _claim(self, fd: int) -> None:
-        """Keep `fd` if it is locked now; leave `_fd` None when the file was removed meanwhile by the run that ended."""
+        """Keep `fd` if it is locked now; leave `_fd` None when the file was removed meanwhile by the run that
+        ended."""
         owner = os.pread(fd, 400, 0).decode(errors="replace").strip()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,12 +83,19 @@ class RunLock:
 
     def _refuse(self, owner: str) -> None:
         remedy = f"wait for it, end it, or give another `out`; if it cannot be running, delete {self.path}"
-        raise MachineError(f"another run is using this folder: {owner or 'unknown process'}", where=str(self.path.parent), remedy=remedy)
+        raise MachineError(
+            f"another run is using this folder: {owner or 'unknown process'}",
+            where=str(self.path.parent),
+            remedy=remedy,
+        )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._fd is not None:
             try:
-                self.path.unlink(missing_ok=True)  # while it is still locked: nobody can have taken this very file
+                # while it is still locked: nobody can have taken this very file
+                self.path.unlink(missing_ok=True)
             except OSError as refused:
                 warn(f"{self.path} could not be removed: {refused}")
             os.close(self._fd)
@@ -96,7 +107,8 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """A forked child (a data worker) shares the parent's lock until it closes its copy: a killed run must not be held up by an orphan."""
+    """A forked child (a data worker) shares the parent's lock until it closes its copy: a killed run must not
+    be held up by an orphan."""
     for lock in list(_held):
         if lock._fd is not None:
             os.close(lock._fd)

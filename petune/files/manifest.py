@@ -1,7 +1,8 @@
-"""The manifest of a folder that petune wrote: size and SHA-256 of every file in it, in one small JSON file that other readers ignore.
+"""The manifest of a folder that petune wrote: size and SHA-256 of every file in it, in one small JSON file
+that other readers ignore.
 
-It stands beside tuned weights, exported and merged models alike. A file of the user's own is not refused: one that is no documentation is
-named, since nobody can tell whether it is as it was meant.
+It stands beside tuned weights, exported and merged models alike. A file of the user's own is not refused: one
+that is no documentation is named, since nobody can tell whether it is as it was meant.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ RECORD = "petune.json"  # of a tuning; petune writes none without a manifest sin
 VERSION = 1
 MOST = 10  # problems that are named
 _DOCUMENTATION = (".md", ".rst", ".pdf", ".png", ".svg", ".jpg")
-_FIELDS: Mapping[str, Kind] = {"version": Whole(1), "files": MapOf(Fields({"size": Whole(0), "sha256": Digest()}), least=1)}
+_FIELDS: Mapping[str, Kind] = {
+    "version": Whole(1),
+    "files": MapOf(Fields({"size": Whole(0), "sha256": Digest()}), least=1),
+}
 
 
 def seal_folder(folder: Path) -> None:
@@ -32,10 +36,12 @@ def seal_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Compare every file of `folder` with its manifest; a folder without one and without a petune.json is not petune's, and passes.
+    """Compare every file of `folder` with its manifest; a folder without one and without a petune.json is not
+    petune's, and passes.
 
-    Raises FileError naming the first ten files that are missing, of another size or changed, and for a manifest that is damaged, newer, or
-    missing beside a petune.json. Hashes of large files that have not changed are remembered, so that this costs a stat.
+    Raises FileError naming the first ten files that are missing, of another size or changed, and for a
+    manifest that is damaged, newer, or missing beside a petune.json. Hashes of large files that have not
+    changed are remembered, so that this costs a stat.
     """
     file = folder / MANIFEST
     if not file.is_file():
@@ -44,7 +50,9 @@ def check_folder(folder: Path) -> None:
             raise FileError(what, where=str(file), remedy="use a complete copy of the folder")
         return
     listed = _read(file)
-    problems = [problem for name, entry in listed.items() if (problem := _misfit(folder / name, int(entry["size"])))]
+    problems = [
+        problem for name, entry in listed.items() if (problem := _misfit(folder / name, int(entry["size"])))
+    ]
     if not problems:  # sizes tell already: hashing would not say more
         expected = {name: str(entry["sha256"]) for name, entry in listed.items()}
         found = differing({name: folder / name for name in listed}, expected)
@@ -59,7 +67,9 @@ def check_folder(folder: Path) -> None:
         warn(f"{folder}: not in its manifest, so under no hash: {', '.join(strangers[:MOST])!r}")
 
 
-_REMEDY = f"use another copy; if you changed it yourself, remove {MANIFEST}, and petune.json where there is one"
+_REMEDY = (
+    f"use another copy; if you changed it yourself, remove {MANIFEST}, and petune.json where there is one"
+)
 
 
 def _read(file: Path) -> Mapping[str, Mapping[str, Any]]:
@@ -68,7 +78,12 @@ def _read(file: Path) -> Mapping[str, Mapping[str, Any]]:
     check_fields(found, _FIELDS, file)
     for name in found["files"]:
         if fault := name_fault(name):
-            raise FileError(f"a file's name {fault}", where=f"{file}  files", found=repr(name)[:200], remedy="use another copy")
+            raise FileError(
+                f"a file's name {fault}",
+                where=f"{file}  files",
+                found=repr(name)[:200],
+                remedy="use another copy",
+            )
     return dict(found["files"])
 
 
@@ -91,7 +106,11 @@ def _misfit(file: Path, size: int) -> Problem | None:
 
 def _files_in(folder: Path) -> list[str]:
     """Every file below `folder` but its manifest, as relative paths."""
-    found = [Path(place, name).relative_to(folder).as_posix() for place, _, names in os.walk(folder) for name in names]
+    found = [
+        Path(place, name).relative_to(folder).as_posix()
+        for place, _, names in os.walk(folder)
+        for name in names
+    ]
     return sorted(name for name in found if name != MANIFEST)
 
 

@@ -1,8 +1,10 @@
-"""Regular expressions that come from a file: matched against names of modules in bounded work, whatever they say.
+"""Regular expressions that come from a file: matched against names of modules in bounded work, whatever they
+say.
 
-Python's own matcher tries ways one after the other and may need exponentially many. It is used where a pattern cannot have many ways; any
-other pattern becomes a small program that is never at one place of the text twice, as in the BitState matcher of RE2: the same answer in
-at most instructions times characters steps. What has no such program (a reference to a group) is refused.
+Python's own matcher tries ways one after the other and may need exponentially many. It is used where a
+pattern cannot have many ways; any other pattern becomes a small program that is never at one place of the
+text twice, as in the BitState matcher of RE2: the same answer in at most instructions times characters steps.
+What has no such program (a reference to a group) is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Refused(ValueError):
 
 
 class Pattern:
-    """A compiled pattern. Every method raises `kind`, the error of the file it stands in, where matching takes too many steps."""
+    """A compiled pattern. Every method raises `kind`, the error of the file it stands in, where matching
+    takes too many steps."""
 
     def __init__(self, text: str, kind: type[PetuneError], where: str | None) -> None:
         self.text, self.kind, self.where = text, kind, where
@@ -72,17 +75,21 @@ class Pattern:
             self.program = self.program or _Program(parser.parse(self.text))
             return self.program.run(name, whole)
         except (Refused, RecursionError) as error:
-            raise self._error(f"{error if isinstance(error, Refused) else TOO_DEEP}, at {name[:USUAL]!r}") from None
+            raise self._error(
+                f"{error if isinstance(error, Refused) else TOO_DEEP}, at {name[:USUAL]!r}"
+            ) from None
 
 
 @lru_cache(maxsize=4096)
 def compile_pattern(text: str, kind: type[PetuneError], where: str | None = None) -> Pattern:
-    """The pattern `text` of a recipe (`kind` UsageError) or of somebody's file (FileError). Raises `kind` where it is none, or too much."""
+    """The pattern `text` of a recipe (`kind` UsageError) or of somebody's file (FileError). Raises `kind`
+    where it is none, or too much."""
     return Pattern(text, kind, where)
 
 
 def _ways(tree: Any) -> int:
-    """At most how many ways Python's matcher can take through a text of USUAL characters; more than MOST_WAYS for a great many.
+    """At most how many ways Python's matcher can take through a text of USUAL characters; more than MOST_WAYS
+    for a great many.
 
     Raises Refused for flags: to ignore case, Python expands every range of characters.
     """
@@ -98,7 +105,9 @@ def _ways(tree: Any) -> int:
             most, inner = min(int(most), USUAL), _ways(body)
             fewest, widest = body.getwidth()
             many = inner > 1 or fewest != widest or fewest == 0
-            ways *= MOST_WAYS + 1 if many and most > 1 else inner + 1 if most == 1 else max(1, most - least + 1)
+            ways *= (
+                MOST_WAYS + 1 if many and most > 1 else inner + 1 if most == 1 else max(1, most - least + 1)
+            )
         elif kind in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
             if kind == "SUBPATTERN" and (what[1] or what[2]):
                 raise Refused(FLAGS)
@@ -110,7 +119,8 @@ def _ways(tree: Any) -> int:
 
 
 class _Program:
-    """Instructions of a pattern: one character, one of two ways, a jump, the end of a group, a place, a look around, and the end."""
+    """Instructions of a pattern: one character, one of two ways, a jump, the end of a group, a place, a look
+    around, and the end."""
 
     def __init__(self, tree: Any) -> None:
         self.groups = tree.state.groups
@@ -192,16 +202,20 @@ class _Program:
         self.code[look] = ("look", (wanted, back), len(self.code))
 
     def run(self, text: str, whole: bool) -> Groups | None:
-        """The groups of a match at the beginning of `text`; None without one. Raises Refused after MOST_STEPS."""
+        """The groups of a match at the beginning of `text`; None without one. Raises Refused after
+        MOST_STEPS."""
         self.left, self.seen = MOST_STEPS, dict[tuple[int, int], bool]()
         marks = self._run(text, 0, 0, whole)
         if marks is None:
             return None
         pairs = [(marks[2 * number], marks[2 * number + 1]) for number in range(1, self.groups)]
-        return tuple(text[begin:end] if begin is not None and end is not None else None for begin, end in pairs)
+        return tuple(
+            text[begin:end] if begin is not None and end is not None else None for begin, end in pairs
+        )
 
     def _run(self, text: str, start: int, at: int, whole: bool) -> tuple[int | None, ...] | None:
-        """Where each group begins and ends in the first match of the instructions from `start` on at `at`; None without one."""
+        """Where each group begins and ends in the first match of the instructions from `start` on at `at`;
+        None without one."""
         visited: set[tuple[int, int]] = set()
         waiting: list[tuple[int, int, tuple[int | None, ...]]] = [(start, at, (None,) * (2 * self.groups))]
         while waiting:
@@ -265,5 +279,7 @@ def _is_at(kind: str, text: str, at: int) -> bool:
         return at == 0
     if "END" in kind:
         return at == len(text) or (kind == "AT_END" and text[at:] == "\n")
-    before, here = (bool(sign) and _CATEGORIES["WORD"](sign) for sign in (text[max(0, at - 1) : at], text[at : at + 1]))
+    before, here = (
+        bool(sign) and _CATEGORIES["WORD"](sign) for sign in (text[max(0, at - 1) : at], text[at : at + 1])
+    )
     return (before is not here) is ("NON" not in kind)

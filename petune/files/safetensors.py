@@ -1,4 +1,5 @@
-"""Strict files: safetensors and JSON, read as if a stranger had written them, written so that a reader never sees half of one.
+"""Strict files: safetensors and JSON, read as if a stranger had written them, written so that a reader never
+sees half of one.
 
 The header is checked before a tensor is allocated, and data is read, never mapped: a file that shrinks
 meanwhile is an error, no SIGBUS. The writer is our own because errno, mode and memory matter to a save; the
@@ -52,14 +53,23 @@ WEIGHTS = (
     torch.bfloat16,
 )  # one may be read from another; 8 bits mean nothing without a scale
 
-# A header is parsed into Python objects some twenty times its size: 4 MiB hold about 40,000 tensors and bound what a hostile one can cost.
+# A header is parsed into Python objects some twenty times its size: 4 MiB hold about 40,000 tensors and bound
+# what a hostile one can cost.
 MAX_HEADER = 4 << 20
 MAX_JSON = 16 << 20
 
 _CONVERT = "petune reads no pickle; ask its author for safetensors, or convert it where you trust it"
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
-    (b"version https://git-lfs", "a git-LFS pointer, not the file itself", "run `git lfs pull` in its repository"),
-    (b"<", "an HTML or XML page, as a failed download leaves", "download it again; the page may ask for a login"),
+    (
+        b"version https://git-lfs",
+        "a git-LFS pointer, not the file itself",
+        "run `git lfs pull` in its repository",
+    ),
+    (
+        b"<",
+        "an HTML or XML page, as a failed download leaves",
+        "download it again; the page may ask for a login",
+    ),
     (b"PK\x03\x04", "a zip archive, as torch.save writes", _CONVERT),
     (b"\x80\x02", "a pickle", _CONVERT),
     (b"\x80\x03", "a pickle", _CONVERT),
@@ -115,27 +125,38 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what the system refuses while reading into FileError (absent, a link, a bad sector) or MachineError (all else)."""
+    """Turn what the system refuses while reading into FileError (absent, a link, a bad sector) or
+    MachineError (all else)."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise FileError("does not exist", where=str(path), remedy="check the path") from error
         if error.errno == errno.ELOOP:
-            raise FileError("is a symbolic link", where=str(path), expected="a regular file", remedy="copy the file itself here") from error
+            raise FileError(
+                "is a symbolic link",
+                where=str(path),
+                expected="a regular file",
+                remedy="copy the file itself here",
+            ) from error
         if error.errno == errno.EIO:
-            raise FileError("cannot be read back (EIO): the disk has lost it", where=str(path), remedy="use another copy") from error
+            raise FileError(
+                "cannot be read back (EIO): the disk has lost it", where=str(path), remedy="use another copy"
+            ) from error
         raise _machine_error("read", path, error) from error
 
 
 def _machine_error(doing: str, path: Path, error: OSError) -> MachineError:
     name = errno.errorcode.get(error.errno or 0, str(error.errno))
     where = str(error.filename or path)
-    return MachineError(f"cannot {doing}: {error.strerror} ({name})", where=where, remedy=_REMEDIES.get(error.errno or 0))
+    return MachineError(
+        f"cannot {doing}: {error.strerror} ({name})", where=where, remedy=_REMEDIES.get(error.errno or 0)
+    )
 
 
 def open_regular(path: Path, *, links: bool = False) -> FileIO:
-    """Open a regular file for reading, unbuffered; a FIFO or device never blocks, a symbolic link is refused unless `links`.
+    """Open a regular file for reading, unbuffered; a FIFO or device never blocks, a symbolic link is refused
+    unless `links`.
 
     Raises FileError when there is no such file or it is something else, MachineError when the system refuses.
     """
@@ -143,14 +164,19 @@ def open_regular(path: Path, *, links: bool = False) -> FileIO:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise FileError("is not a regular file", where=str(path), remedy="give the file itself, not a folder, pipe or device")
+            raise FileError(
+                "is not a regular file",
+                where=str(path),
+                remedy="give the file itself, not a folder, pipe or device",
+            )
         return FileIO(fd, "rb")
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview], *, sync: bool = False) -> None:
     """Write a file under a temporary name beside `path` and rename it there; mode 0644 as the umask allows.
 
-    `sync` flushes the file and its folder to disk; inside `checkpoint.commit` that is done once for all. Raises MachineError.
+    `sync` flushes the file and its folder to disk; inside `checkpoint.commit` that is done once for all.
+    Raises MachineError.
     """
     work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with writing(path):
@@ -176,7 +202,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], *, sync: bool =
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to disk; file systems that cannot (EINVAL) are taken at their word. Raises OSError."""
+    """Flush a folder's names to disk; file systems that cannot (EINVAL) are taken at their word. Raises
+    OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -191,9 +218,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """Parse UTF-8 JSON; a key given twice, NaN, Infinity and nesting without end raise FileError (where:line:column)."""
+    """Parse UTF-8 JSON; a key given twice, NaN, Infinity and nesting without end raise FileError
+    (where:line:column)."""
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_distinct,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
     except json.JSONDecodeError as error:
         raise FileError(f"not JSON: {error.msg}", where=f"{where}:{error.lineno}:{error.colno}") from error
     except RecursionError as error:
@@ -224,7 +257,12 @@ def read_bytes(path: Path, *, links: bool = False) -> bytes:
     with open_regular(path, links=links) as file, reading(path):
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON:
-            raise FileError("is too large to be what it is named", where=str(path), expected=f"at most {MAX_JSON}", found=f"{size} bytes")
+            raise FileError(
+                "is too large to be what it is named",
+                where=str(path),
+                expected=f"at most {MAX_JSON}",
+                found=f"{size} bytes",
+            )
         return _read(file, path, size)
 
 
@@ -240,7 +278,8 @@ def read_json(path: Path, *, links: bool = False) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Write an object as indented JSON; floats come back bit-identical. Raises ValueError for NaN or Infinity, MachineError."""
+    """Write an object as indented JSON; floats come back bit-identical. Raises ValueError for NaN or
+    Infinity, MachineError."""
     write_file(path, [json.dumps(value, indent=1, allow_nan=False).encode() + b"\n"], sync=sync)
 
 
@@ -248,51 +287,77 @@ def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = False) -> N
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, finite: bool = True, sync: bool = False
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    finite: bool = True,
+    sync: bool = False,
 ) -> None:
-    """Write named tensors as one safetensors file; equal tensors give equal bytes. Holds one tensor in memory beside the given ones.
+    """Write named tensors as one safetensors file; equal tensors give equal bytes. Holds one tensor in memory
+    beside the given ones.
 
-    Raises TrainingFault for a non-finite value (unless `finite` is False), ValueError for what safetensors cannot name, MachineError.
+    Raises TrainingFault for a non-finite value (unless `finite` is False), ValueError for what safetensors
+    cannot name, MachineError.
     """
     if not tensors:
         raise ValueError(f"{path}: no tensors to write")
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # widest first: every offset is aligned
+    # widest first: every offset is aligned
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name, tensor in ordered:
         if fault := _name_fault(name):
             raise ValueError(f"{path}: tensor {name!r} {fault}")
         if tensor.dtype not in _NAMES:
-            raise ValueError(f"{path}: tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold")
+            raise ValueError(
+                f"{path}: tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold"
+            )
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise ValueError(f"{path}: {len(tensors)} tensors need a header of {len(text)} bytes; split them over several files")
+        raise ValueError(
+            f"{path}: {len(tensors)} tensors need a header of {len(text)} bytes; split them over several"
+            " files"
+        )
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield struct.pack("<Q", len(text)) + text
         for name, tensor in ordered:
             here = tensor.detach().cpu().contiguous()
             if finite and not is_finite(here):
-                raise TrainingFault("holds a NaN or an infinity: not written", where=f"{path}  {name}", remedy="see the last steps' losses")
+                raise TrainingFault(
+                    "holds a NaN or an infinity: not written",
+                    where=f"{path}  {name}",
+                    remedy="see the last steps' losses",
+                )
             yield _bytes(here)
 
     write_file(path, chunks(), sync=sync)
 
 
 def read_header(path: Path, *, links: bool = False) -> Header:
-    """Names, dtypes, shapes and metadata of a tensor file, none of its data. Raises FileError or MachineError."""
+    """Names, dtypes, shapes and metadata of a tensor file, none of its data. Raises FileError or
+    MachineError."""
     with open_regular(path, links=links) as file, reading(path):
         return _header(file, path)
 
 
-def read_tensors(path: Path, *, finite: bool = True, links: bool = False, under: str = "") -> dict[str, Tensor]:
-    """Every tensor of a safetensors file whose name begins with `under`, on the CPU, each in memory of its own.
+def read_tensors(
+    path: Path, *, finite: bool = True, links: bool = False, under: str = ""
+) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file whose name begins with `under`, on the CPU, each in memory of its
+    own.
 
-    Refused with FileError: what safetensors refuses and, beyond that, names given twice, no tensors, names that could escape a folder,
-    a symbolic link (unless `links`: a hub cache is made of them) and a NaN or infinity (unless `finite` is False).
+    Refused with FileError: what safetensors refuses and, beyond that, names given twice, no tensors, names
+    that could escape a folder, a symbolic link (unless `links`: a hub cache is made of them) and a NaN or
+    infinity (unless `finite` is False).
     """
     tensors: dict[str, Tensor] = {}
     with open_regular(path, links=links) as file, reading(path):
@@ -305,21 +370,37 @@ def read_tensors(path: Path, *, finite: bool = True, links: bool = False, under:
             tensors[name] = tensor = _empty(entry, f"{path}  {name}")
             _fill(_bytes(tensor), file, path)
             if entry.dtype is torch.bool and tensor.view(torch.uint8).gt(1).any():
-                raise FileError("a truth value is neither 0 nor 1", where=f"{path}  {name}", remedy="the file is damaged: use another copy")
+                raise FileError(
+                    "a truth value is neither 0 nor 1",
+                    where=f"{path}  {name}",
+                    remedy="the file is damaged: use another copy",
+                )
             if finite and not is_finite(tensor):
-                raise FileError("holds a NaN or an infinity", where=f"{path}  {name}", remedy="its training had failed: use an earlier one")
+                raise FileError(
+                    "holds a NaN or an infinity",
+                    where=f"{path}  {name}",
+                    remedy="its training had failed: use an earlier one",
+                )
     return tensors
 
 
 def check_dtypes(found: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], where: str) -> list[str]:
-    """Names of the tensors `found` in the file `where` that are rounded when they are read into the dtypes `wanted`.
+    """Names of the tensors `found` in the file `where` that are rounded when they are read into the dtypes
+    `wanted`.
 
-    Raises FileError naming the first ten that cannot be read: integers, truth values, complex and 8-bit numbers in the place of weights.
+    Raises FileError naming the first ten that cannot be read: integers, truth values, complex and 8-bit
+    numbers in the place of weights.
     """
-    pairs = {name: (value.dtype, wanted[name]) for name, value in found.items() if value.dtype != wanted[name]}
-    remedy = "use the file as its training saved it: a quantised or converted one lacks what is needed to read it"
+    pairs = {
+        name: (value.dtype, wanted[name]) for name, value in found.items() if value.dtype != wanted[name]
+    }
+    remedy = (
+        "use the file as its training saved it: a quantised or converted one lacks what is needed to read it"
+    )
     problems = [
-        Problem(f"holds {_said(mine)}, not weights", f"{where}  {name}", expected=_said(theirs), remedy=remedy)
+        Problem(
+            f"holds {_said(mine)}, not weights", f"{where}  {name}", expected=_said(theirs), remedy=remedy
+        )
         for name, (mine, theirs) in pairs.items()
         if mine not in WEIGHTS or theirs not in WEIGHTS
     ]
@@ -339,9 +420,16 @@ def _header(file: FileIO, path: Path) -> Header:
     if first[8:9] != b"{" or length > size - 8:
         _refuse_foreign(first, path)
         expected, found = f"a header of {length} bytes", f"{size} bytes in all"
-        raise FileError("not a safetensors file, or cut short", where=str(path), expected=expected, found=found)
+        raise FileError(
+            "not a safetensors file, or cut short", where=str(path), expected=expected, found=found
+        )
     if length > MAX_HEADER:
-        raise FileError("the header is too long", where=str(path), expected=f"at most {MAX_HEADER} bytes", found=f"{length}")
+        raise FileError(
+            "the header is too long",
+            where=str(path),
+            expected=f"at most {MAX_HEADER} bytes",
+            found=f"{length}",
+        )
     file.seek(8)
     found = parse_json(_read(file, path, length), f"{path} (header)")
     if not isinstance(found, dict):
@@ -350,7 +438,11 @@ def _header(file: FileIO, path: Path) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FileError("the header's metadata is not text by name", where=str(path))
     if not found:
-        raise FileError("holds no tensors", where=str(path), remedy="the save that wrote it had nothing to save: check what was trained")
+        raise FileError(
+            "holds no tensors",
+            where=str(path),
+            remedy="the save that wrote it had nothing to save: check what was trained",
+        )
     entries = {name: _entry(name, fields, path) for name, fields in found.items()}
     _check_cover(entries, size - 8 - length, path)
     return Header(entries, metadata, 8 + length)
@@ -372,7 +464,11 @@ def _entry(name: str, fields: object, path: Path) -> Entry:
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse("data_offsets is not [begin, end]", found=reprlib.repr(offsets))
     if (needed := math.prod(shape) * DTYPES[dtype].itemsize) != offsets[1] - offsets[0]:
-        refuse("shape and data differ in size", expected=f"{dtype} {shape}: {needed} bytes", found=f"{offsets[1] - offsets[0]} bytes")
+        refuse(
+            "shape and data differ in size",
+            expected=f"{dtype} {shape}: {needed} bytes",
+            found=f"{offsets[1] - offsets[0]} bytes",
+        )
     return Entry(DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
 
 
@@ -381,16 +477,28 @@ def _naturals(value: object) -> bool:
 
 
 def _check_cover(entries: Mapping[str, Entry], size: int, path: Path) -> None:
-    """Tensors lie one after the other from the first data byte to the last: no overlap, no hole, nothing behind."""
+    """Tensors lie one after the other from the first data byte to the last: no overlap, no hole, nothing
+    behind."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:
             where = f"{path}  {name}"
-            raise FileError("the data overlaps or has a hole", where=where, expected=f"begin {at}", found=f"begin {entry.begin}")
+            raise FileError(
+                "the data overlaps or has a hole",
+                where=where,
+                expected=f"begin {at}",
+                found=f"begin {entry.begin}",
+            )
         at = entry.end
     if at != size:
         what = "cut short" if at > size else "bytes behind the last tensor"
-        raise FileError(what, where=str(path), expected=f"{at} bytes of data", found=f"{size}", remedy="copy or download it again")
+        raise FileError(
+            what,
+            where=str(path),
+            expected=f"{at} bytes of data",
+            found=f"{size}",
+            remedy="copy or download it again",
+        )
 
 
 def _name_fault(name: str) -> str | None:
@@ -406,20 +514,31 @@ def _name_fault(name: str) -> str | None:
 def _empty(entry: Entry, where: str) -> Tensor:
     try:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    except (RuntimeError, OverflowError) as error:  # the sizes agree with the file, so this is a file too large for this machine
-        raise MachineError("does not fit in memory", where=where, expected=f"{entry.end - entry.begin} bytes") from error
+    except (
+        RuntimeError,
+        OverflowError,
+    ) as error:  # the sizes agree with the file, so this is a file too large for this machine
+        raise MachineError(
+            "does not fit in memory", where=where, expected=f"{entry.end - entry.begin} bytes"
+        ) from error
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's own memory."""
-    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy())) if tensor.numel() else memoryview(b"")
+    return (
+        memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+        if tensor.numel()
+        else memoryview(b"")
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether `tensor` holds neither a NaN nor an infinity, read once at the speed of memory, without a mask."""
+    """Whether `tensor` holds neither a NaN nor an infinity, read once at the speed of memory, without a
+    mask."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # NaN wins both; no mask is allocated
+    # NaN wins both; no mask is allocated
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
@@ -433,7 +552,11 @@ def _fill(rest: memoryview, file: FileIO, path: Path) -> None:
     while rest:
         count = file.readinto(rest)
         if not count:
-            raise FileError("became shorter while it was read", where=str(path), remedy="let no other program write it, then try again")
+            raise FileError(
+                "became shorter while it was read",
+                where=str(path),
+                remedy="let no other program write it, then try again",
+            )
         rest = rest[count:]
 
 

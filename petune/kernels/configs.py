@@ -21,36 +21,57 @@ STREAMS: tuple[str, ...] = get_args(Stream)
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What each block keeps for its backward pass, and where. `auto` chooses per block what fits with the least recomputation.
+    """What each block keeps for its backward pass, and where. `auto` chooses per block what fits with the
+    least recomputation.
 
-    keep, from the most memory to the least: all (only norms and activations are recomputed); projections (gate and up are recomputed
-    too); attention (its output and log-sum-exp, and the block's input); input (of the block, nothing else). offload: what of the input and
-    the attention output rests in pinned host memory meanwhile. stream: where not none, weights, gradients and AdamW states of the blocks
-    rest in host memory; bf16: weights and states in bfloat16, rounded stochastically, 6 bytes a parameter; fp32: states and, of bfloat16
-    weights, masters in float32, 14 bytes a parameter.
+    keep, from the most memory to the least: all (only norms and activations are recomputed); projections
+    (gate and up are recomputed too); attention (its output and log-sum-exp, and the block's input); input (of
+    the block, nothing else). offload: what of the input and the attention output rests in pinned host memory
+    meanwhile. stream: where not none, weights, gradients and AdamW states of the blocks rest in host memory;
+    bf16: weights and states in bfloat16, rounded stochastically, 6 bytes a parameter; fp32: states and, of
+    bfloat16 weights, masters in float32, 14 bytes a parameter.
     """
 
     keep: Keep = field(default="auto", metadata={"doc": f"per block: {', '.join(KEEPS)}", "choices": KEEPS})
     offload: Offload = field(
-        default="auto", metadata={"doc": "to pinned host memory: auto, none, input, attention (and input)", "choices": OFFLOADS}
+        default="auto",
+        metadata={
+            "doc": "to pinned host memory: auto, none, input, attention (and input)",
+            "choices": OFFLOADS,
+        },
     )
-    tile: int | None = field(default=None, metadata={"doc": "tokens per tile of the MLP; null: chosen", "ge": 128})
-    budget: float | None = field(default=None, metadata={"doc": "GiB of device memory to stay within; null: what is free", "gt": 0})
+    tile: int | None = field(
+        default=None, metadata={"doc": "tokens per tile of the MLP; null: chosen", "ge": 128}
+    )
+    budget: float | None = field(
+        default=None, metadata={"doc": "GiB of device memory to stay within; null: what is free", "gt": 0}
+    )
     host: float | None = field(
-        default=None, metadata={"doc": "GiB of pinned host memory to use at most; null: 80 % of what is free", "gt": 0}
+        default=None,
+        metadata={"doc": "GiB of pinned host memory to use at most; null: 80 % of what is free", "gt": 0},
     )
     stream: Stream = field(
-        default="none", metadata={"doc": "full, one device: weights and states of blocks on the host: none, bf16, fp32", "choices": STREAMS}
+        default="none",
+        metadata={
+            "doc": "full, one device: weights and states of blocks on the host: none, bf16, fp32",
+            "choices": STREAMS,
+        },
     )
 
 
 def make_memory(setting: MemoryConfig | Mapping[str, Any] | str) -> MemoryConfig:
-    """The config that "auto", a keep by name or a mapping of fields means. Raises UsageError for what it cannot be."""
+    """The config that "auto", a keep by name or a mapping of fields means. Raises UsageError for what it
+    cannot be."""
     if isinstance(setting, MemoryConfig):
         return setting
     values: Mapping[str, Any] = {"keep": setting} if isinstance(setting, str) else setting
     if not isinstance(values, Mapping):
-        raise UsageError("memory is not a setting", where="memory", expected="auto, a keep by name or a mapping", found=repr(setting))
+        raise UsageError(
+            "memory is not a setting",
+            where="memory",
+            expected="auto, a keep by name or a mapping",
+            found=repr(setting),
+        )
     known = {entry.name: entry.metadata for entry in fields(MemoryConfig)}
     for name, value in values.items():
         if name not in known:
@@ -65,11 +86,17 @@ def _check(where: str, value: Any, rule: Mapping[str, Any]) -> None:
     """Raise UsageError for a value that a field with this metadata cannot have."""
     if "choices" in rule:
         if value not in rule["choices"]:
-            raise UsageError(f"{where} {value!r} is unknown", where=where, expected=", ".join(rule["choices"]))
+            raise UsageError(
+                f"{where} {value!r} is unknown", where=where, expected=", ".join(rule["choices"])
+            )
         return
     number = isinstance(value, int if "ge" in rule else int | float) and not isinstance(value, bool)
-    if value is not None and not (number and value >= rule.get("ge", value) and ("gt" not in rule or value > rule["gt"])):
-        expected = f"a whole number of at least {rule['ge']}" if "ge" in rule else f"a number above {rule['gt']}"
+    if value is not None and not (
+        number and value >= rule.get("ge", value) and ("gt" not in rule or value > rule["gt"])
+    ):
+        expected = (
+            f"a whole number of at least {rule['ge']}" if "ge" in rule else f"a number above {rule['gt']}"
+        )
         raise UsageError(f"{where} cannot be {value!r}", where=where, expected=f"{expected}, or None")
 
 

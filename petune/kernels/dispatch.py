@@ -1,7 +1,7 @@
 """Which form of the operations runs: chosen once per device and dtype, with the reason said in the log.
 
-Blocks call them directly: torch's dispatcher would cost more than a small model's kernel. petune.kernels.torch_ops registers each with
-torch.library, for torch.compile and for use alone.
+Blocks call them directly: torch's dispatcher would cost more than a small model's kernel.
+petune.kernels.torch_ops registers each with torch.library, for torch.compile and for use alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def reference_ops() -> Ops:
 @lru_cache
 def triton_ops() -> Ops:
     """Triton's kernels. Raises ImportError where Triton is not there."""
-    files: dict[str, ModuleType] = {file: import_module(f"petune.kernels.triton.{file}") for file in set(_FILES.values())}
+    files: dict[str, ModuleType] = {
+        file: import_module(f"petune.kernels.triton.{file}") for file in set(_FILES.values())
+    }
     return Ops("triton", **{name: getattr(files[_FILES[name]], name) for name in NAMES})
 
 
@@ -96,7 +98,9 @@ def select(name: KernelsName, device: torch.device, dtype: torch.dtype) -> Ops |
     Raises UsageError for an unknown name, and for "triton" where it is impossible.
     """
     if name not in get_args(KernelsName):
-        raise UsageError(f"kernels {name!r} is unknown", where="kernels", expected=", ".join(get_args(KernelsName)))
+        raise UsageError(
+            f"kernels {name!r} is unknown", where="kernels", expected=", ".join(get_args(KernelsName))
+        )
     if name == "off":
         return None
     if name == "reference":
@@ -105,5 +109,10 @@ def select(name: KernelsName, device: torch.device, dtype: torch.dtype) -> Ops |
     if reason is None:
         return triton_ops()
     if name == "triton":
-        raise UsageError("kernels: triton, but they cannot run here", where="kernels", found=reason, remedy="use kernels: auto")
+        raise UsageError(
+            "kernels: triton, but they cannot run here",
+            where="kernels",
+            found=reason,
+            remedy="use kernels: auto",
+        )
     return None

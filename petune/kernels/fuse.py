@@ -1,7 +1,8 @@
-"""The fuse pass: blocks of families that have a table of norms become fused blocks, the head makes its loss without logits.
+"""The fuse pass: blocks of families that have a table of norms become fused blocks, the head makes its loss
+without logits.
 
-It acts last, on whole blocks of one device; of blocks that a parallel plan has cut or shards it fuses single modules. What cannot be fused
-stays as it is and the reason is said; nothing is patched.
+It acts last, on whole blocks of one device; of blocks that a parallel plan has cut or shards it fuses single
+modules. What cannot be fused stays as it is and the reason is said; nothing is patched.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from petune.models.tuned_linear import LowRank, linear_of
 
 @dataclass(frozen=True)
 class Fused:
-    """What `fuse` has done: whether there are fused blocks, how many single modules were exchanged besides, and why it is not more."""
+    """What `fuse` has done: whether there are fused blocks, how many single modules were exchanged besides,
+    and why it is not more."""
 
     blocks: bool
     sites: int
@@ -68,26 +70,35 @@ def fuse(
     base_dtype: BaseDtype | None = None,
     device: torch.device | None = None,
 ) -> Fused:
-    """Fuse what can be fused on the device the model computes on: blocks, else single modules, and the loss head. Idempotent.
+    """Fuse what can be fused on the device the model computes on: blocks, else single modules, and the loss
+    head. Idempotent.
 
-    memory: what blocks keep for the backward pass; None: chosen. base_dtype: "fp8" quantises frozen weights of the blocks (not exact).
-    device: where it will compute; None: where it is. Raises UsageError where what is asked for cannot be: kernels "triton" without a device
-    for it, either by name where nothing can be fused, base_dtype without fused blocks, memory.stream without all of them.
+    memory: what blocks keep for the backward pass; None: chosen. base_dtype: "fp8" quantises frozen weights
+    of the blocks (not exact). device: where it will compute; None: where it is. Raises UsageError where what
+    is asked for cannot be: kernels "triton" without a device for it, either by name where nothing can be
+    fused, base_dtype without fused blocks, memory.stream without all of them.
     """
     first, memory = next(model.parameters()), memory or MemoryConfig()
     device = device or first.device
     ops = select(kernels, device, _dtype(model, first.dtype))
     if ops is None:
-        done = Fused(False, 0, ("kernels: off" if kernels == "off" else cast("str", refusal(device, first.dtype)),))
+        done = Fused(
+            False, 0, ("kernels: off" if kernels == "off" else cast("str", refusal(device, first.dtype)),)
+        )
     else:
         blocks, reasons = _fuse_blocks(model, family, Plan(ops, memory, base_dtype, device))
         sites = fuse_sites(model, ops) if base_dtype is None or blocks else 0
         heads = fuse_head(model, ops) if blocks or base_dtype is None else False
         done = Fused(blocks, sites + heads, reasons)
     if memory.stream != "none" and (done.reasons or not done.blocks):
-        what, remedy = f"not all blocks of this {type(model).__name__} can be fused, as streamed ones must be", "set memory.stream: none"
+        what, remedy = (
+            f"not all blocks of this {type(model).__name__} can be fused, as streamed ones must be",
+            "set memory.stream: none",
+        )
         remedy += ", or kernels: reference, which is slow, where only Triton is missing" * (ops is None)
-        raise UsageError(what, where="memory.stream", expected="fused blocks", found="; ".join(done.reasons), remedy=remedy)
+        raise UsageError(
+            what, where="memory.stream", expected="fused blocks", found="; ".join(done.reasons), remedy=remedy
+        )
     return _complain(model, device, kernels, base_dtype, done)
 
 
@@ -99,12 +110,17 @@ def fuse_modules(
     memory: MemoryConfig | None = None,
     base_dtype: BaseDtype | None = None,
 ) -> Fused:
-    """Fuse tuned linears, norms and activations of `models`, but no blocks, and `reason` says why: a parallel plan cuts them, say.
+    """Fuse tuned linears, norms and activations of `models`, but no blocks, and `reason` says why: a parallel
+    plan cuts them, say.
 
-    models: the parts of one model that a process holds; device: where they will compute. Idempotent. Raises UsageError for kernels asked
-    for by name that cannot run, or where nothing can be fused, and for settings of fused blocks: memory and base_dtype.
+    models: the parts of one model that a process holds; device: where they will compute. Idempotent. Raises
+    UsageError for kernels asked for by name that cannot run, or where nothing can be fused, and for settings
+    of fused blocks: memory and base_dtype.
     """
-    for setting, asked in {"base_dtype": base_dtype, "memory": None if memory == MemoryConfig() else memory}.items():
+    for setting, asked in {
+        "base_dtype": base_dtype,
+        "memory": None if memory == MemoryConfig() else memory,
+    }.items():
         if asked is not None:
             raise _no_block(models[0], setting, reason)
     first = next(models[0].parameters())
@@ -123,7 +139,11 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
     stacks = own_stacks(model, family)
     for path, stack in stacks_in(model).items():
         stack.for_fusing = stack.for_fusing or path not in owned
-    reasons = [f"{stack.name}: {reason}" for stack in stacks.values() if (reason := _fuse_stack(model, stack, family, plan)) is not None]
+    reasons = [
+        f"{stack.name}: {reason}"
+        for stack in stacks.values()
+        if (reason := _fuse_stack(model, stack, family, plan)) is not None
+    ]
     _leave_padding_out(model, family, stacks)
     disown_stacks(model, lambda stack: stack.for_fusing and not isinstance(stack.blocks[0], FusedBlock))
     if len(reasons) < len(stacks) and not before:
@@ -143,11 +163,20 @@ def _owner(model: nn.Module) -> nn.Module:
 
 
 def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | None) -> None:
-    """Raise UsageError for names that mean nothing and for kernels that cannot run where the model is, before anything is changed."""
+    """Raise UsageError for names that mean nothing and for kernels that cannot run where the model is, before
+    anything is changed."""
     if base_dtype not in (None, *get_args(BaseDtype)):
-        raise UsageError(f"base_dtype {base_dtype!r} is unknown", where="base_dtype", expected=", ".join(get_args(BaseDtype)))
+        raise UsageError(
+            f"base_dtype {base_dtype!r} is unknown",
+            where="base_dtype",
+            expected=", ".join(get_args(BaseDtype)),
+        )
     first = next(model.parameters(), None)
-    select(kernels, torch.device("cpu") if first is None else first.device, torch.float32 if first is None else _dtype(model, first.dtype))
+    select(
+        kernels,
+        torch.device("cpu") if first is None else first.device,
+        torch.float32 if first is None else _dtype(model, first.dtype),
+    )
 
 
 def _no_block(model: nn.Module, setting: str, why: str) -> UsageError:
@@ -156,22 +185,36 @@ def _no_block(model: nn.Module, setting: str, why: str) -> UsageError:
     return UsageError(what, where=setting, found=why, remedy="leave the setting out")
 
 
-def _complain(model: nn.Module, device: torch.device, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused) -> Fused:
-    """`done`; raise UsageError if more was asked for by name, else say what is missing, but for a CPU, where nobody expects it."""
+def _complain(
+    model: nn.Module, device: torch.device, kernels: KernelsName, base_dtype: BaseDtype | None, done: Fused
+) -> Fused:
+    """`done`; raise UsageError if more was asked for by name, else say what is missing, but for a CPU, where
+    nobody expects it."""
     why = "; ".join(done.reasons)
     if base_dtype is not None and not done.blocks:
         raise _no_block(model, "base_dtype", why)
     if kernels in ("triton", "reference") and not (done.blocks or done.sites):
-        raise UsageError(f"nothing of this {type(model).__name__} can be fused", where="kernels", found=why, remedy="use kernels: auto")
+        raise UsageError(
+            f"nothing of this {type(model).__name__} can be fused",
+            where="kernels",
+            found=why,
+            remedy="use kernels: auto",
+        )
     if why and kernels != "off" and (done.sites or device.type != "cpu" or kernels != "auto"):
         within = f", with {done.sites} of their modules fused" if done.sites else ""
-        say(f"kernels: not all is fused: {why}" if done.blocks else f"kernels: the model's own blocks run{within}: {why}")
+        say(
+            f"kernels: not all is fused: {why}"
+            if done.blocks
+            else f"kernels: the model's own blocks run{within}: {why}"
+        )
     return done
 
 
 def _dtype(model: nn.Module, otherwise: torch.dtype) -> torch.dtype:
     """What the blocks compute in: the dtype of the first linear."""
-    return next((module.weight.dtype for module in model.modules() if isinstance(module, nn.Linear)), otherwise)
+    return next(
+        (module.weight.dtype for module in model.modules() if isinstance(module, nn.Linear)), otherwise
+    )
 
 
 def _refusals(model: nn.Module, family: Family | None) -> list[str]:
@@ -209,20 +252,27 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         ]
         spec.inside = [(name, module) for name, module in block.named_modules() if module is not block]
         layers = {id(layer) for group in spec.layers for layer in group}
-        spec.homes = [(parent, name, child) for parent in block.modules() for name, child in parent.named_children() if id(child) in layers]
+        spec.homes = [
+            (parent, name, child)
+            for parent in block.modules()
+            for name, child in parent.named_children()
+            if id(child) in layers
+        ]
         block.__dict__["spec"] = spec
         block.__class__ = fused_class(cast("Any", type(block)))
         _hooks_of(model).append(block.register_state_dict_post_hook(dense))
     if stack.ladder is None:  # whose levels are nobody else's to compute again
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
-    if plan.ops.name == "triton" and plan.memory.stream == "none" and not specs[0].boundaries:  # a graph has fixed addresses, and no peers
+    # a graph has fixed addresses, and no peers
+    if plan.ops.name == "triton" and plan.memory.stream == "none" and not specs[0].boundaries:
         stack.whole = Graphs()
     return None
 
 
 def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackName, Stack]) -> None:
-    """Compute on real tokens alone in the fused stacks, unless something in one must see where padding was."""
+    """Compute on real tokens alone in the fused stacks, unless something in one must see where padding
+    was."""
     found: FindSegments | None = None
     for name, stack in stacks.items():
         done = any(isinstance(edges, Unpadded) for edges in stack.edges)
@@ -239,13 +289,18 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
 
 
 def _quantise(specs: Sequence[Spec], plan: Plan) -> None:
-    """Put quantised weights in the place of those of the linears, one by one. Raises UsageError, before the first, where one cannot be."""
+    """Put quantised weights in the place of those of the linears, one by one. Raises UsageError, before the
+    first, where one cannot be."""
     if plan.base_dtype is None:
         return
     layers: list[Any] = [layer for spec in specs for group in spec.layers for layer in group]
     for weight in (layer.weight for layer in layers):
         if weight.requires_grad:
-            raise UsageError("base_dtype: fp8 needs weights that do not train", where="base_dtype", remedy="use method: lora")
+            raise UsageError(
+                "base_dtype: fp8 needs weights that do not train",
+                where="base_dtype",
+                remedy="use method: lora",
+            )
         refuse_fp8(weight.device, weight.dtype, (weight.shape[0], weight.shape[1]))
     made: dict[nn.Parameter, nn.Parameter] = {}
     for layer in layers:
@@ -253,7 +308,8 @@ def _quantise(specs: Sequence[Spec], plan: Plan) -> None:
 
 
 def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> Bank | None:
-    """One tensor for the frozen weights of linears, with room for their factors b; None where that is of no use or they train or differ.
+    """One tensor for the frozen weights of linears, with room for their factors b; None where that is of no
+    use or they train or differ.
 
     alone: of a single linear, a rank that the activation adds needs no room.
     """
@@ -291,8 +347,13 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _out_of(bank: Bank | None, layers: Sequence[nn.Module]) -> None:
-    """Copy what still lies in the bank out of it: such a view keeps the whole bank alive, and is saved and pickled with it."""
-    homes = {whole.untyped_storage().data_ptr() for whole in (() if bank is None else (*bank.tensors, bank.bias)) if whole is not None}
+    """Copy what still lies in the bank out of it: such a view keeps the whole bank alive, and is saved and
+    pickled with it."""
+    homes = {
+        whole.untyped_storage().data_ptr()
+        for whole in (() if bank is None else (*bank.tensors, bank.bias))
+        if whole is not None
+    }
     for value in (value for layer in layers for value in layer._parameters.values() if value is not None):
         first = bytes_in(value)[0]
         storage = first.untyped_storage()

@@ -27,11 +27,11 @@ def rms_offset(module: nn.Module) -> float | None:
 
 
 def computes(module: nn.Module, kind: Literal["rms", "layer"], offset: float = 0.0) -> bool:
-    """Whether a module's own forward is `reference.rms_norm` or `reference.layer_norm` with its epsilon and its
-    weight + offset: tried in float32, on the CPU, with weights of the probe's own.
+    """Whether a module's own forward is `reference.rms_norm` or `reference.layer_norm` with its epsilon and
+    its weight + offset: tried in float32, on the CPU, with weights of the probe's own.
 
-    One of the rows is so small that half of what its square is added to is the epsilon; another is far from centred.
-    How a norm rounds in a narrower dtype is not asked.
+    One of the rows is so small that half of what its square is added to is the epsilon; another is far from
+    centred. How a norm rounds in a narrower dtype is not asked.
     """
     eps, forward = eps_of(module), cast("Callable[..., Tensor]", type(module).forward)
     if eps is None or not _is_scale(module, kind == "layer") or len(signature(forward).parameters) != 2:

@@ -1,13 +1,16 @@
-"""The operations of petune.kernels in plain torch: what each of them means, and what runs where there is no faster form.
+"""The operations of petune.kernels in plain torch: what each of them means, and what runs where there is no
+faster form.
 
-Every operation has the same signature here and in petune/kernels/triton/. They take and give plain tensors and know no autograd: a forward
-returns what its backward wants, and petune.kernels.block.module, .head and .library string them into autograd nodes. Matrices are [rows,
-columns] with the last dim dense; rows may be strided. Arithmetic is float32 (float64 for float64 tensors), and a result is rounded once, to
-the dtype of the input.
+Every operation has the same signature here and in petune/kernels/triton/. They take and give plain tensors
+and know no autograd: a forward returns what its backward wants, and petune.kernels.block.module, .head and
+.library string them into autograd nodes. Matrices are [rows, columns] with the last dim dense; rows may be
+strided. Arithmetic is float32 (float64 for float64 tensors), and a result is rounded once, to the dtype of
+the input.
 
-A low-rank update is `low = (s, b)` with s [rows, r] and b [columns, r], both in the matrix's dtype: it stands for `+ s b^T`. LoRA's forward
-is then x W^T + s b^T with s = x a^T, where a carries the scale. Rounded once: product and update meet in float32, as an update smaller than
-half a unit in the last place of x W^T would be lost if that were rounded first.
+A low-rank update is `low = (s, b)` with s [rows, r] and b [columns, r], both in the matrix's dtype: it stands
+for `+ s b^T`. LoRA's forward is then x W^T + s b^T with s = x a^T, where a carries the scale. Rounded once:
+product and update meet in float32, as an update smaller than half a unit in the last place of x W^T would be
+lost if that were rounded first.
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(total / rms(total) * weight, 1 / rms, total), where total = residual + x, rounded, or x itself.
 
-    x, residual [m, n]; weight [n], any float dtype; the second result is float32 [m] (float64 for float64). out: where the first result is
-    written, [m, n] with any row stride. Zhang and Sennrich 2019 (arXiv:1910.07467): rms(v) = sqrt(mean(v^2) + eps).
+    x, residual [m, n]; weight [n], any float dtype; the second result is float32 [m] (float64 for float64).
+    out: where the first result is written, [m, n] with any row stride. Zhang and Sennrich 2019
+    (arXiv:1910.07467): rms(v) = sqrt(mean(v^2) + eps).
     """
     total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
     values = wide(total)
@@ -56,9 +60,15 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    weight_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of total, gradient of weight in float32 or None). `dresidual` [m, n] is what reaches total by another way and is added."""
+    """(gradient of total, gradient of weight in float32 or None). `dresidual` [m, n] is what reaches total by
+    another way and is added."""
     normed, grad = wide(total) * rstd[:, None], wide(dy)
     scaled = grad * wide(weight)
     dtotal = rstd[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
@@ -68,9 +78,15 @@ def rms_norm_backward(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """((total - mean) / std * weight + bias, mean, 1 / std, total); total and out as for `rms_norm` (Ba et al. 2016, arXiv:1607.06450)."""
+    """((total - mean) / std * weight + bias, mean, 1 / std, total); total and out as for `rms_norm` (Ba et
+    al. 2016, arXiv:1607.06450)."""
     total = x if residual is None else (wide(residual) + wide(x)).to(x.dtype)
     values = wide(total)
     mean = values.mean(-1)
@@ -91,10 +107,16 @@ def layer_norm_backward(
     """(gradient of total, of weight, of bias); the last two in float32, or None without `weight_grad`."""
     normed, grad = (wide(total) - mean[:, None]) * rstd[:, None], wide(dy)
     scaled = grad * wide(weight)
-    dtotal = rstd[:, None] * (scaled - scaled.mean(-1, keepdim=True) - normed * (scaled * normed).mean(-1, keepdim=True))
+    dtotal = rstd[:, None] * (
+        scaled - scaled.mean(-1, keepdim=True) - normed * (scaled * normed).mean(-1, keepdim=True)
+    )
     if dresidual is not None:
         dtotal = dtotal + wide(dresidual)
-    return dtotal.to(dy.dtype), (grad * normed).sum(0) if weight_grad else None, grad.sum(0) if weight_grad else None
+    return (
+        dtotal.to(dy.dtype),
+        (grad * normed).sum(0) if weight_grad else None,
+        grad.sum(0) if weight_grad else None,
+    )
 
 
 # ------------------------------------------------------------------ rotary positions
@@ -103,9 +125,9 @@ def layer_norm_backward(
 def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """Turn the first `heads` heads of `qkv` by their positions, in place; returns it.
 
-    qkv [m, n] with n a multiple of the head's width d: query and key heads first, values after them. cos, sin [p, d], p dividing m: row i
-    has position i % p, and both halves of a row are alike. Su et al. 2021 (arXiv:2104.09864) in Hugging Face's layout: the halves of a
-    head are the parts of its complex numbers.
+    qkv [m, n] with n a multiple of the head's width d: query and key heads first, values after them. cos, sin
+    [p, d], p dividing m: row i has position i % p, and both halves of a row are alike. Su et al. 2021
+    (arXiv:2104.09864) in Hugging Face's layout: the halves of a head are the parts of its complex numbers.
     """
     turned = qkv.unflatten(1, (-1, cos.shape[-1]))[:, :heads]
     turned.copy_(_turned(wide(turned), cos, sin))
@@ -113,35 +135,59 @@ def rope_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, d], any strides but a dense last dim."""
+    """The gradient of `qkv` before it was turned, [m, n] dense. dq, dk, dv [m, heads of each, d], any strides
+    but a dense last dim."""
     turned = [_turned(wide(part), cos, -sin) for part in (dq, dk)]
     return torch.cat([*turned, wide(dv)], 1).to(dq.dtype).flatten(1)
 
 
-def norm_rope(raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """RMSNorm of every head of queries and keys, then rotary positions: q | k | v [m, n] dense, beside the original.
+def norm_rope(
+    raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> Tensor:
+    """RMSNorm of every head of queries and keys, then rotary positions: q | k | v [m, n] dense, beside the
+    original.
 
-    raw [m, n], rows may be strided: `heads` query heads as wide as cos and sin, `kv_heads` key heads, then values,
-    which stay as they are. weights [d] of q's norm and of k's, any float dtype. A normed head is rounded to the dtype
-    of `raw` before it is turned, as between `rms_norm` and `rope_` (Qwen3, Gemma 3).
+    raw [m, n], rows may be strided: `heads` query heads as wide as cos and sin, `kv_heads` key heads, then
+    values, which stay as they are. weights [d] of q's norm and of k's, any float dtype. A normed head is
+    rounded to the dtype of `raw` before it is turned, as between `rms_norm` and `rope_` (Qwen3, Gemma 3).
     """
     *parts, values = _parts(raw, cos, heads, kv_heads)
-    normed = [rms_norm(part.flatten(0, 1), weight, eps)[0].view(part.shape) for part, weight in zip(parts, weights, strict=True)]
-    return torch.cat([*(_turned(wide(part), cos, sin) for part in normed), wide(values)], 1).to(raw.dtype).flatten(1)
+    normed = [
+        rms_norm(part.flatten(0, 1), weight, eps)[0].view(part.shape)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    return (
+        torch.cat([*(_turned(wide(part), cos, sin) for part in normed), wide(values)], 1)
+        .to(raw.dtype)
+        .flatten(1)
+    )
 
 
 def norm_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, weight_grad: bool = False
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    raw: Tensor,
+    weights: Pair,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    weight_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of raw [m, n] dense, of q's weight, of k's); the last two in float32, or None without `weight_grad`.
+    """(gradient of raw [m, n] dense, of q's weight, of k's); the last two in float32, or None without
+    `weight_grad`.
 
     dq, dk, dv as for `rope_backward`. Statistics are made again from `raw`; nothing is rounded on the way.
     """
     found, sums = [], []
-    for grad, part, weight in zip((dq, dk), _parts(raw, cos, dq.shape[1], dk.shape[1]), weights, strict=False):
+    for grad, part, weight in zip(
+        (dq, dk), _parts(raw, cos, dq.shape[1], dk.shape[1]), weights, strict=False
+    ):
         rows = part.flatten(0, 1)
         turned = _turned(wide(grad), cos, -sin).flatten(0, 1)
-        drows, dweight = rms_norm_backward(turned, rows, weight, rms_norm(rows, weight, eps)[1], None, weight_grad)
+        drows, dweight = rms_norm_backward(
+            turned, rows, weight, rms_norm(rows, weight, eps)[1], None, weight_grad
+        )
         found.append(drows.view(part.shape))
         sums.append(dweight)
     return torch.cat([*found, wide(dv)], 1).to(dq.dtype).flatten(1), sums[0], sums[1]
@@ -177,10 +223,11 @@ def activate(
 ) -> tuple[Tensor, Tensor | None]:
     """(h, s): the activation between two linears, and the down projection's low-rank input.
 
-    gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m, f] and h = act(u). `low` is
-    added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the dtype of u, from h as rounded; None without `a`. paired, of
-    gated ones: b is block-diagonal, the first half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how: the
-    dropout of h that `a` alone reads.
+    gated: u [m, 2 f] is gate | up and h = act(gate) * up [m, f] (Shazeer 2020, arXiv:2002.05202); else u [m,
+    f] and h = act(u). `low` is added to u first; u itself is not changed. a [r, f]: s = h a^T [m, r] in the
+    dtype of u, from h as rounded; None without `a`. paired, of gated ones: b is block-diagonal, the first
+    half of low's ranks is gate's and the second up's. out: as for `rms_norm`. how: the dropout of h that `a`
+    alone reads.
     """
     values = wide(u) if low is None else wide(u) + wide(low[0]) @ wide(low[1]).T
     if gated:
@@ -203,10 +250,11 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(du, db, da): gradients of u, of low's b and of `a`.
 
-    dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a, of which `how` drops what it dropped
-    of h. du is shaped like u, its dtype. db [columns of u, r of low] = du^T s and da [r of below, f] = ds^T h, float32; None where `low` or
-    `below` is. Without its b, `low` is not added to u, which has it already. paired as for `activate`: db has the blocks alone then, one
-    below the other, [columns of u, r of low / 2].
+    dh [m, f] is the gradient of h but for the low-rank part: below = (ds [m, r], a [r, f]) adds ds a, of
+    which `how` drops what it dropped of h. du is shaped like u, its dtype. db [columns of u, r of low] = du^T
+    s and da [r of below, f] = ds^T h, float32; None where `low` or `below` is. Without its b, `low` is not
+    added to u, which has it already. paired as for `activate`: db has the blocks alone then, one below the
+    other, [columns of u, r of low / 2].
     """
     values = wide(u) if low is None or low[1] is None else wide(u) + wide(low[0]) @ wide(low[1]).T
     grad = wide(dh) if below is None else wide(dh) + drop(wide(below[0]) @ wide(below[1]), how)
@@ -224,7 +272,9 @@ def activate_backward(
 def _blocks(du: Tensor, s: Tensor, paired: bool) -> Tensor:
     if not paired:
         return wide(du).T @ wide(s)
-    return torch.cat([wide(one).T @ wide(own) for one, own in zip(du.chunk(2, -1), s.chunk(2, -1), strict=True)])
+    return torch.cat(
+        [wide(one).T @ wide(own) for one, own in zip(du.chunk(2, -1), s.chunk(2, -1), strict=True)]
+    )
 
 
 def _act(x: Tensor, act: Act) -> Tensor:
@@ -255,7 +305,8 @@ def _slope(x: Tensor, act: Act) -> Tensor:
 
 
 def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
-    """x + y + low, rounded once to the dtype of `low`; x, y [m, n] in any float dtype, x with any row stride or None."""
+    """x + y + low, rounded once to the dtype of `low`; x, y [m, n] in any float dtype, x with any row stride
+    or None."""
     total = wide(y) + wide(low[0]) @ wide(low[1]).T
     return (total if x is None else total + wide(x)).to(low[0].dtype)
 
@@ -270,14 +321,21 @@ def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tens
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    scale: float | Tensor,
+    softcap: float = 0.0,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become `scale` times their own gradient.
+    """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become `scale` times
+    their own gradient.
 
-    labels [n] int64 within the vocabulary, or negative: such a row counts nothing, and its loss, log and gradient are 0. A label beyond the
-    vocabulary is an error here and a loss of NaN in a kernel. With a softcap the scores are softcap * tanh(logits / softcap) (Gemma 2).
-    smoothing spreads that share of the target over all classes alike (Szegedy et al. 2016); z_loss adds z_loss * log^2 (Chowdhery et al.
-    2022, PaLM). `scale`, a number or a scalar tensor, multiplies the gradient alone.
+    labels [n] int64 within the vocabulary, or negative: such a row counts nothing, and its loss, log and
+    gradient are 0. A label beyond the vocabulary is an error here and a loss of NaN in a kernel. With a
+    softcap the scores are softcap * tanh(logits / softcap) (Gemma 2). smoothing spreads that share of the
+    target over all classes alike (Szegedy et al. 2016); z_loss adds z_loss * log^2 (Chowdhery et al. 2022,
+    PaLM). `scale`, a number or a scalar tensor, multiplies the gradient alone.
     """
     scores = wide(logits)
     ignored, target = labels < 0, labels.clamp(min=0)[:, None]
@@ -305,30 +363,41 @@ quantise = fp8.quantise
 
 
 def drop(x: Tensor, how: Drop | None) -> Tensor:
-    """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p: `petune.rng.dropout.drop` of what x stands for.
+    """x [m, n] with the elements that `how` drops set to zero and the others over 1 - p:
+    `petune.rng.dropout.drop` of what x stands for.
 
-    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself for p = 0 and without
-    a draw.
+    how.numbers [m], how.feature the number of the first column. The gradient of x is drop(dy, how). x itself
+    for p = 0 and without a draw.
     """
     return x if how is None or not how.p else dropped(x, how)
 
 
 def dropped_low(x: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
-    """s [m, sum of ranks] = drop_i(x) a_i^T side by side: the low-rank inputs of updates that each drop elements of x [m, k] of their own.
+    """s [m, sum of ranks] = drop_i(x) a_i^T side by side: the low-rank inputs of updates that each drop
+    elements of x [m, k] of their own.
 
-    a [sum of ranks, k]: the factors a_i of `ranks` rows, one below the other; hows: how each drops, None for not at all.
+    a [sum of ranks, k]: the factors a_i of `ranks` rows, one below the other; hows: how each drops, None for
+    not at all.
     """
-    return torch.cat([drop(wide(x), how) @ wide(own).T for own, how in zip(a.split(list(ranks)), hows, strict=True)], 1).to(x.dtype)
+    return torch.cat(
+        [drop(wide(x), how) @ wide(own).T for own, how in zip(a.split(list(ranks)), hows, strict=True)], 1
+    ).to(x.dtype)
 
 
-def dropped_low_backward(ds: Tensor, x: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float]) -> Tensor:
-    """The gradients scale_i * ds_i^T drop_i(x) of the factors a_i of `dropped_low`, [sum of ranks, k] in float32; ds [m, sum of ranks]."""
+def dropped_low_backward(
+    ds: Tensor, x: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float]
+) -> Tensor:
+    """The gradients scale_i * ds_i^T drop_i(x) of the factors a_i of `dropped_low`, [sum of ranks, k] in
+    float32; ds [m, sum of ranks]."""
     pieces = zip(ds.split(list(ranks), 1), hows, scales, strict=True)
     return torch.cat([scale * (wide(own).T @ drop(wide(x), how)) for own, how, scale in pieces])
 
 
-def add_dropped_low_(dx: Tensor, ds: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
-    """dx [m, k] + the sum of drop_i(ds_i a_i), rounded once, in place of dx, which is returned; ds, a, ranks and hows as above."""
+def add_dropped_low_(
+    dx: Tensor, ds: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]
+) -> Tensor:
+    """dx [m, k] + the sum of drop_i(ds_i a_i), rounded once, in place of dx, which is returned; ds, a, ranks
+    and hows as above."""
     total = wide(dx)
     for own, factor, how in zip(ds.split(list(ranks), 1), a.split(list(ranks)), hows, strict=True):
         total = total + drop(wide(own) @ wide(factor), how)

@@ -1,11 +1,14 @@
-"""Fused forms of single modules, for blocks that have no fused form: families without a table of norms, blocks cut by a plan, other models.
+"""Fused forms of single modules, for blocks that have no fused form: families without a table of norms,
+blocks cut by a plan, other models.
 
-A tuned linear becomes one autograd node, which keeps its input as it came and one matrix [rows, r], where the layer's own forward keeps
-its input twice or three times; an RMS norm becomes one that keeps its input and a number per row; transformers' tanh-approximated GELU,
-ten operations there, becomes torch's own. LayerNorm and exact GELU are one kernel each in torch already.
+A tuned linear becomes one autograd node, which keeps its input as it came and one matrix [rows, r], where the
+layer's own forward keeps its input twice or three times; an RMS norm becomes one that keeps its input and a
+number per row; transformers' tanh-approximated GELU, ten operations there, becomes torch's own. LayerNorm and
+exact GELU are one kernel each in torch already.
 
-The class of a module is exchanged for a subclass of it, as that of a fused block is: names, state and hooks stay, so what a parallel plan
-has cut and hooked works on. A call that a node cannot do goes to the module's own forward.
+The class of a module is exchanged for a subclass of it, as that of a fused block is: names, state and hooks
+stay, so what a parallel plan has cut and hooked works on. A call that a node cannot do goes to the module's
+own forward.
 """
 
 from __future__ import annotations
@@ -36,14 +39,24 @@ from petune.rng.dropout import Drop, draw, places
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, ops: Ops, how: Drop | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        ops: Ops,
+        how: Drop | None,
     ) -> Tensor:
         dtype = _dtype(x, weight)
         with _without_autocast(x):
             low_a, low_b = torch.mul(a, scale, out=a.new_empty(a.shape, dtype=dtype)), _cast(b, dtype)
             rows = _cast(_matrix(x), dtype)
             s = (rows if how is None else ops.drop(rows, how)) @ low_a.T
-            y: Tensor = ops.linear_low(rows, _cast(weight, dtype), None if bias is None else _cast(bias, dtype), (s, low_b))
+            y: Tensor = ops.linear_low(
+                rows, _cast(weight, dtype), None if bias is None else _cast(bias, dtype), (s, low_b)
+            )
         numbers, *ctx.draw = how or (None,)
         ctx.scale, ctx.ops = scale, ops
         ctx.save_for_backward(x, weight, bias, a, b, low_a, low_b, s, numbers)
@@ -59,7 +72,10 @@ class _LoraLinear(torch.autograd.Function):
             dx, *found = torch_ops.lora_gradients(
                 _matrix(dy), rows, s, _cast(weight, s.dtype), low, ctx.scale, ctx.needs_input_grad, dropped
             )
-        grads = [None if grad is None else _cast(grad, one.dtype) for grad, one in zip(found, (weight, bias, a, b), strict=True)]
+        grads = [
+            None if grad is None else _cast(grad, one.dtype)
+            for grad, one in zip(found, (weight, bias, a, b), strict=True)
+        ]
         return None if dx is None else _cast(dx, x.dtype).view(x.shape), *grads, None, None, None
 
 
@@ -75,7 +91,9 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = ctx.ops.rms_norm_backward(_matrix(dy), _matrix(x), weight, rstd, None, ctx.needs_input_grad[1])
+        dx, dweight = ctx.ops.rms_norm_backward(
+            _matrix(dy), _matrix(x), weight, rstd, None, ctx.needs_input_grad[1]
+        )
         return dx.view(x.shape), None if dweight is None else dweight.to(weight.dtype), None, None
 
 
@@ -105,8 +123,9 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> Tensor:
     """x W^T + bias + scale (dropped(x) A^T) B^T, [..., k] -> [..., n], as one node.
 
-    x, W and bias of one dtype, or under autocast, which then says the dtype of computation and result; the factors of any. how: the dropout
-    of x, whose rows are its places; torch.compile, which sees the op `petune::lora_linear`, cannot have it.
+    x, W and bias of one dtype, or under autocast, which then says the dtype of computation and result; the
+    factors of any. how: the dropout of x, whose rows are its places; torch.compile, which sees the op
+    `petune::lora_linear`, cannot have it.
     """
     if not torch.compiler.is_compiling():
         y: Tensor = _LoraLinear.apply(x, *part.tensors, part.scale, ops, how)  # type: ignore[no-untyped-call]
@@ -116,7 +135,8 @@ def lora_linear(x: Tensor, part: LowRank, ops: Ops, how: Drop | None = None) -> 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
-    """x / rms(x) * weight over the last dim, [..., n] -> [..., n], as one node; weight [n] of the dtype of x or wider."""
+    """x / rms(x) * weight over the last dim, [..., n] -> [..., n], as one node; weight [n] of the dtype of x
+    or wider."""
     if not torch.compiler.is_compiling():
         y: Tensor = _RmsNorm.apply(x, weight, eps, ops)  # type: ignore[no-untyped-call]
         return y
@@ -139,7 +159,11 @@ class FusedLora(FusedSite):
         """The layer's own argument and result."""
         part = cast("LowRank", cast("TunedLinear", self).low_rank())
         p = part.dropout if self.training else 0.0
-        if part.a is None or _dtype(x, part.weight) is None or (p and (torch.compiler.is_compiling() or x.dim() not in (2, 3))):
+        if (
+            part.a is None
+            or _dtype(x, part.weight) is None
+            or (p and (torch.compiler.is_compiling() or x.dim() not in (2, 3)))
+        ):
             return cast("Tensor", super().forward(x))
         return lora_linear(x, part, self.ops, _draw(x, p) if p else None)
 
@@ -185,14 +209,26 @@ class FusedGelu(FusedSite):
 
 
 def fuse_sites(model: nn.Module, ops: Ops) -> int:
-    """Fuse tuned linears, RMS norms and tanh GELUs that are in no fused block; returns how many. Idempotent, undone by `unfuse_sites`."""
-    inside = {id(module) for block in model.modules() if isinstance(block, FusedBlock) for module in block.modules()}
+    """Fuse tuned linears, RMS norms and tanh GELUs that are in no fused block; returns how many. Idempotent,
+    undone by `unfuse_sites`."""
+    inside = {
+        id(module) for block in model.modules() if isinstance(block, FusedBlock) for module in block.modules()
+    }
     modules = [module for module in model.modules() if id(module) not in inside]
-    found: list[tuple[Any, Any]] = [(module, form) for module in modules if (form := _form(module)) is not None]
+    found: list[tuple[Any, Any]] = [
+        (module, form) for module in modules if (form := _form(module)) is not None
+    ]
     for module, form in found:
         module.__class__ = _fused_class(form, module.__class__, ops)
-    if strangers := {type(module).__name__ for module in modules if isinstance(module, TunedLinear) and low_rank_of(module) is None}:
-        say(f"kernels: not fused, as they have no fused form (`low_rank` gives none): {', '.join(sorted(strangers))}")
+    if strangers := {
+        type(module).__name__
+        for module in modules
+        if isinstance(module, TunedLinear) and low_rank_of(module) is None
+    }:
+        say(
+            "kernels: not fused, as they have no fused form (`low_rank` gives none):"
+            f" {', '.join(sorted(strangers))}"
+        )
     return len(found)
 
 
@@ -207,7 +243,11 @@ def _form(module: nn.Module) -> type[FusedSite] | None:
     """What `module` can become."""
     if isinstance(module, FusedSite):
         return None
-    if isinstance(module, TunedLinear) and low_rank_of(module) is not None and not isinstance(module.weight, QuantisedWeight):
+    if (
+        isinstance(module, TunedLinear)
+        and low_rank_of(module) is not None
+        and not isinstance(module.weight, QuantisedWeight)
+    ):
         return FusedLora
     if type(module) is NewGELUActivation:
         return FusedGelu

@@ -1,12 +1,14 @@
-"""Operations as ops of torch.library under `petune::`, which torch.compile and export see as single nodes: what fused
-single modules (petune.kernels.single_modules) are made of.
+"""Operations as ops of torch.library under `petune::`, which torch.compile and export see as single nodes:
+what fused single modules (petune.kernels.single_modules) are made of.
 
-`lora_linear` and `rms_norm` mean what petune.kernels.reference says, with plain arguments: what would be None is a tensor without elements,
-and no input is changed or given back. They run as Triton's kernels where those can, else as the reference, in the dtype of their inputs;
-autocast changes `lora_linear` alone. Gradients are written by hand and cannot be differentiated again.
+`lora_linear` and `rms_norm` mean what petune.kernels.reference says, with plain arguments: what would be None
+is a tensor without elements, and no input is changed or given back. They run as Triton's kernels where those
+can, else as the reference, in the dtype of their inputs; autocast changes `lora_linear` alone. Gradients are
+written by hand and cannot be differentiated again.
 """
 
-# What functions say they return is the schema of an op; None becomes a tensor on its way out, and what Ops gives is Any.
+# What functions say they return is the schema of an op; None becomes a tensor on its way out, and what Ops
+# gives is Any.
 # mypy: disable-error-code="no-any-return, return-value"
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ Gradients = tuple[Tensor | None, ...]  # one for each argument of an op
 def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Register a function under its name; `shapes` gives uninitialised results for the same arguments.
 
-    It computes without autocast; a last dim that is not dense is made so, and None among the results an empty tensor.
+    It computes without autocast; a last dim that is not dense is made so, and None among the results an empty
+    tensor.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast(args[0].device.type, enabled=False):
-                found = function(*map(_dense, args), **{name: _dense(value) for name, value in kwargs.items()})
+                found = function(
+                    *map(_dense, args), **{name: _dense(value) for name, value in kwargs.items()}
+                )
             return _apart(args[0], found) if isinstance(found, tuple) else found
 
         op = custom_op(f"petune::{function.__name__}", run, mutates_args=())
@@ -50,7 +55,8 @@ def _op(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _apart(x: Tensor, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Results as an op may give them: None as an empty tensor, and no two in one storage, as small ones of a kernel are."""
+    """Results as an op may give them: None as an empty tensor, and no two in one storage, as small ones of a
+    kernel are."""
     seen: set[int] = set()
     own = []
     for one in found:
@@ -62,10 +68,16 @@ def _apart(x: Tensor, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 def _dense(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) and value.dim() > 0 and value.stride(-1) != 1 else value
+    return (
+        value.contiguous()
+        if isinstance(value, Tensor) and value.dim() > 0 and value.stride(-1) != 1
+        else value
+    )
 
 
-def _gradient(op: Any, keep: Callable[[Any, Sequence[Any], Any], None]) -> Callable[[Callable[..., Gradients]], None]:
+def _gradient(
+    op: Any, keep: Callable[[Any, Sequence[Any], Any], None]
+) -> Callable[[Callable[..., Gradients]], None]:
     """Register a function as the gradient of `op`; `keep(ctx, inputs, output)` saves what it needs."""
 
     def register(backward: Callable[..., Gradients]) -> None:
@@ -109,7 +121,9 @@ def _sum(dy: Tensor, wanted: bool) -> Tensor:
 
 
 @_op(lambda x, weight, eps, residual=None: (_same(x), _wide(x, x.shape[0]), _total(x, residual)))
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(y, 1 / rms, total); total is empty without a residual. 1 / rms has no gradient."""
     y, rstd, total = _ops(x).rms_norm(x, weight, eps, residual)
     return y, rstd, None if residual is None else total
@@ -117,7 +131,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @_op(lambda dy, total, weight, rstd, dresidual=None, weight_grad=False: (_same(dy), _sum(dy, weight_grad)))
 def rms_norm_backward(
-    dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    weight_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of total, of weight)."""
     return _ops(dy).rms_norm_backward(dy, total, weight, rstd, dresidual, weight_grad)
@@ -153,8 +172,8 @@ def _(ctx: Any, dy: Tensor | None, _: None, dtotal: Tensor | None) -> Gradients:
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """x W^T + bias + scale (x A^T) B^T, [m, n].
 
-    x [m, k], weight [n, k] and bias [n] have one dtype, that of the computation, to which autocast casts them; A [r, k] and B [n, r] may
-    have another. The backward pass computes x A^T again.
+    x [m, k], weight [n, k] and bias [n] have one dtype, that of the computation, to which autocast casts
+    them; A [r, k] and B [n, r] may have another. The backward pass computes x A^T again.
     """
     s = x @ (a * scale).to(x.dtype).T
     return _ops(x).linear_low(x, weight, bias, (s, b.to(x.dtype)))
@@ -170,9 +189,11 @@ def lora_gradients(
     needs: Sequence[bool],
     dropped: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight, bias, A and B that `needs` asks for, all but the first summed in float32 (float64 for float64).
+    """The gradients of x, weight, bias, A and B that `needs` asks for, all but the first summed in float32
+    (float64 for float64).
 
-    dy [m, n], x [m, k], weight [n, k] and low = (scale A, B) in the dtype of the computation; s [m, r] = dropped(x) (scale A)^T.
+    dy [m, n], x [m, k], weight [n, k] and low = (scale A, B) in the dtype of the computation; s [m, r] =
+    dropped(x) (scale A)^T.
     """
     a, b = low
     ds = dy @ b
@@ -188,14 +209,23 @@ def lora_gradients(
     )
 
 
-def _lora_shapes(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, needs: Any) -> Any:
+def _lora_shapes(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, needs: Any
+) -> Any:
     tensors = zip((x, weight, bias, a, b), needs, strict=True)
     return tuple(dy.new_empty(0) if one is None or not needed else _same(one) for one, needed in tensors)
 
 
 @_op(_lora_shapes)
 def lora_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, needs: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, bias, A and B that `needs` asks for, each in its tensor's dtype."""
     low = (a * scale).to(x.dtype), b.to(x.dtype)
@@ -218,7 +248,9 @@ def _(ctx: Any, dy: Tensor) -> Gradients:
 def _under_autocast(device: str) -> Callable[..., Tensor]:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
-        eligible = [one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in (x, weight, bias)]
+        eligible = [
+            one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in (x, weight, bias)
+        ]
         with torch.autocast(device, enabled=False):
             y: Tensor = lora_linear(*eligible, *rest)
         return y
@@ -226,7 +258,8 @@ def _under_autocast(device: str) -> Callable[..., Tensor]:
     return run
 
 
-# register_autocast would want one dtype for ever, and cast the factors too, whose gradients would be rounded with them.
+# register_autocast would want one dtype for ever, and cast the factors too, whose gradients would be rounded
+# with them.
 _library = Library("petune", "FRAGMENT")
 for _device in ("CPU", "CUDA"):
     _library.impl("lora_linear", _under_autocast(_device.lower()), f"Autocast{_device}")

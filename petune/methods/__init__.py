@@ -1,6 +1,8 @@
-"""Methods of tuning. A method is a config and a function that rewrites a model in place; `configs.METHODS` lists them.
+"""Methods of tuning. A method is a config and a function that rewrites a model in place; `configs.METHODS`
+lists them.
 
-Names are fetched when first used, so that reading `methods.configs`, as checking a recipe does, loads no torch.
+Names are fetched when first used, so that reading `methods.configs`, as checking a recipe does, loads no
+torch.
 """
 
 from __future__ import annotations

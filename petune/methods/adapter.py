@@ -1,10 +1,13 @@
-"""Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): a small residual network after every attention and every MLP.
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): a small residual network after every attention
+and every MLP.
 
-        y = W x + b;    out = y + up(act(down(y)))          down [bottleneck, hidden] ~ N(0, 0.02),   up [hidden, bottleneck] = 0
+        y = W x + b;    out = y + up(act(down(y)))          down [bottleneck, hidden] ~ N(0, 0.02),   up
+                        [hidden, bottleneck] = 0
 
-It stands at the linear a sub-layer leaves by, before the sub-layer's own residual and norm, cross-attention included. `up` starts at
-zero, so a wrapped model computes exactly what the base did. The model's own dropout after that linear therefore acts on the adapter's
-output too. An adapter is not linear in x: it cannot be merged.
+It stands at the linear a sub-layer leaves by, before the sub-layer's own residual and norm, cross-attention
+included. `up` starts at zero, so a wrapped model computes exactly what the base did. The model's own dropout
+after that linear therefore acts on the adapter's output too. An adapter is not linear in x: it cannot be
+merged.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F
 
 
 class AdapterLinear(TunedLinear, nn.Linear):
-    """nn.Linear followed by a bottleneck adapter. x [..., in] -> [..., out], dtype of the base layer's output."""
+    """nn.Linear followed by a bottleneck adapter. x [..., in] -> [..., out], dtype of the base layer's
+    output."""
 
     base = nn.Linear
     additions = ("adapter_down", "adapter_up", "linear_part", "activation", "dropout")
@@ -38,12 +42,16 @@ class AdapterLinear(TunedLinear, nn.Linear):
     def tuned(self) -> dict[str, nn.Parameter]:
         """Both linears of the bottleneck, with their biases."""
         return {
-            f"{part}.{name}": value for part in ("adapter_down", "adapter_up") for name, value in getattr(self, part).named_parameters()
+            f"{part}.{name}": value
+            for part in ("adapter_down", "adapter_up")
+            for name, value in getattr(self, part).named_parameters()
         }
 
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """The base layer is cut; the bottleneck is not linear and acts after the sum."""
-        base: dict[str, Split] = {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
+        base: dict[str, Split] = (
+            {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
+        )
         return base | dict.fromkeys(self.tuned(), cast("Split", "after"))
 
     def after_sum(self) -> nn.Module:
@@ -66,7 +74,9 @@ class AdapterLinear(TunedLinear, nn.Linear):
 
     def delta(self) -> Tensor:
         """Raises UsageError: the bottleneck has a non-linearity."""
-        raise UsageError("an adapter cannot be merged", remedy="keep the base model and load the adapter with petune.load")
+        raise UsageError(
+            "an adapter cannot be merged", remedy="keep the base model and load the adapter with petune.load"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The base map, then the bottleneck with its own residual."""
@@ -77,8 +87,11 @@ class AdapterLinear(TunedLinear, nn.Linear):
         return cast("Tensor", y + self.adapter_up(F.dropout(inner, self.dropout, self.training))).to(y.dtype)
 
 
-def apply(model: nn.Module, family: Family | None, config: AdapterConfig, also_train: tuple[str, ...]) -> None:
-    """Put an adapter after the way out of every region. Raises UsageError for a reduction wider than the hidden width."""
+def apply(
+    model: nn.Module, family: Family | None, config: AdapterConfig, also_train: tuple[str, ...]
+) -> None:
+    """Put an adapter after the way out of every region. Raises UsageError for a reduction wider than the
+    hidden width."""
     assert family is not None
     for site in find_sites(model, family):
         if site.leaves:
@@ -86,12 +99,17 @@ def apply(model: nn.Module, family: Family | None, config: AdapterConfig, also_t
 
 
 def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
-    """The adapter form of `layer`, sharing its parameters and hooks; `name` is for the message if it cannot be tuned."""
+    """The adapter form of `layer`, sharing its parameters and hooks; `name` is for the message if it cannot
+    be tuned."""
     if type(layer) is not nn.Linear:
         raise UsageError(f"adapter tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
     width = layer.out_features
     if config.reduction > width:
-        raise UsageError(f"adapter.reduction {config.reduction} leaves no bottleneck", where=name, expected=f"at most {width}")
+        raise UsageError(
+            f"adapter.reduction {config.reduction} leaves no bottleneck",
+            where=name,
+            expected=f"at most {width}",
+        )
     tuned = AdapterLinear.of(layer)
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
     tuned.adapter_down = nn.Linear(width, width // config.reduction, dtype=dtype, device=layer.weight.device)

@@ -1,6 +1,8 @@
-"""The methods: what each lets you set, and what it says of itself. Torch-free, so that a recipe is checked without loading torch.
+"""The methods: what each lets you set, and what it says of itself. Torch-free, so that a recipe is checked
+without loading torch.
 
-The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `choices`, `doc`); recipes and `wrap` read the same line.
+The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `choices`, `doc`); recipes and
+`wrap` read the same line.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ class LoraConfig(MethodConfig):
     alpha: float | None = field(default=None, metadata={"gt": 0, "doc": "scale numerator; default 2 r"})
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of A"})
     targets: str | tuple[str, ...] = field(
-        default="auto", metadata={"doc": "auto, all-linear, a list of roles (q, k, v, o, gate, up, down) or name suffixes, or one regex"}
+        default="auto",
+        metadata={
+            "doc": (
+                "auto, all-linear, a list of roles (q, k, v, o, gate, up, down) or name suffixes, or one"
+                " regex"
+            )
+        },
     )
     exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
@@ -42,46 +50,62 @@ class LoraConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class DoraConfig(LoraConfig):
-    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + (alpha / r) B A, m a trained length of each row."""
+    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + (alpha / r) B A, m a trained
+    length of each row."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig(MethodConfig):
-    """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention and MLP."""
+    """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention
+    and MLP."""
 
     reduction: int = field(default=16, metadata={"ge": 1, "doc": "hidden width over bottleneck width"})
-    activation: str = field(default="silu", metadata={"choices": ("silu", "relu", "gelu"), "doc": "non-linearity of the bottleneck"})
+    activation: str = field(
+        default="silu",
+        metadata={"choices": ("silu", "relu", "gelu"), "doc": "non-linearity of the bottleneck"},
+    )
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout inside the bottleneck"})
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
 
 @dataclass(frozen=True)
 class SideConfig(MethodConfig):
-    """Ladder side-tuning (Sung et al. 2022, arXiv:2206.06522): a narrow network beside a backbone that needs no backward pass."""
+    """Ladder side-tuning (Sung et al. 2022, arXiv:2206.06522): a narrow network beside a backbone that needs
+    no backward pass."""
 
     reduction: int = field(default=8, metadata={"ge": 1, "doc": "backbone width over side width"})
     end: str = field(
-        default="residual", metadata={"choices": ("residual", "paper"), "doc": "residual: h + up(s), identity at init; paper: up(norm(s))"}
+        default="residual",
+        metadata={
+            "choices": ("residual", "paper"),
+            "doc": "residual: h + up(s), identity at init; paper: up(norm(s))",
+        },
     )
     temperature: float = field(default=0.1, metadata={"gt": 0, "doc": "temperature of the sigmoid gates"})
-    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on what enters the side network"})
+    dropout: float = field(
+        default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on what enters the side network"}
+    )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
 
-FileLayout = Literal["peft", "transformers", "petune"]  # the files of a tuned folder: whose library reads them besides petune
+# the files of a tuned folder: whose library reads them besides petune
+FileLayout = Literal["peft", "transformers", "petune"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way of tuning, as the rest of petune sees it: what differs between methods is asked here, not by the method's name."""
+    """A way of tuning, as the rest of petune sees it: what differs between methods is asked here, not by the
+    method's name."""
 
     config: type[MethodConfig]
     module: str  # defines apply(model, family, config, also_train), which rewrites a model in place
-    usual_lr: float  # for large pretrained models; small ones want more, so the shipped recipes set lr themselves
+    # for large pretrained models; small ones want more, so the shipped recipes set lr themselves
+    usual_lr: float
     files: FileLayout = "petune"
     needs_family: bool = False  # it finds its places by the family's table alone
     trains_base: bool = False  # every parameter trains, and nothing is left of the base
-    mergeable: bool = False  # it ends in a plain model: what is tuned lies in the base's weights, or can be summed into them
+    # it ends in a plain model: what is tuned lies in the base's weights, or can be summed into them
+    mergeable: bool = False
     fusable: bool = False  # blocks can be fused under it, with their weights frozen
     row_cut: bool = True  # its layers can be cut by their inputs across ranks
     ladder: bool = False  # a network of its own climbs beside the blocks
@@ -93,7 +117,9 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "full": Method(FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True),
+    "full": Method(
+        FullConfig, "petune.methods.full", 2e-5, files="transformers", trains_base=True, mergeable=True
+    ),
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
@@ -114,20 +140,29 @@ def method_of(config: MethodConfig) -> Method:
 def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
     """The config of `method` with `settings`; lists become tuples.
 
-    Raises UsageError for an unknown method or setting and for every value out of its range, all in one message.
+    Raises UsageError for an unknown method or setting and for every value out of its range, all in one
+    message.
     """
     if method not in METHODS:
-        raise UsageError(f"no method named {method!r}", expected=", ".join(METHODS), remedy=_did_you_mean(method, METHODS))
+        raise UsageError(
+            f"no method named {method!r}", expected=", ".join(METHODS), remedy=_did_you_mean(method, METHODS)
+        )
     known = {entry.name: entry for entry in fields(METHODS[method].config)}
     problems = [
-        Problem(f"{name} is not a setting of {method}", expected=", ".join(known) or "no settings", remedy=_did_you_mean(name, known))
+        Problem(
+            f"{name} is not a setting of {method}",
+            expected=", ".join(known) or "no settings",
+            remedy=_did_you_mean(name, known),
+        )
         for name in settings
         if name not in known
     ]
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     for name, value in values.items():
         if name in known:
-            problems += [Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, known[name])]
+            problems += [
+                Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, known[name])
+            ]
     if problems:
         raise UsageError(problems)
     return cast("MethodConfig", cast("Any", METHODS[method].config)(**values))
@@ -137,8 +172,14 @@ def _violations(value: Any, entry: Any) -> list[str]:
     """Why `value` cannot be the setting `entry`; empty when it can."""
     kinds = str(entry.type)
     if isinstance(value, bool) or value is None:
-        return [] if value is None and "None" in kinds else ["is not a number" if "int" in kinds or "float" in kinds else "is not text"]
-    number = isinstance(value, int) or (isinstance(value, float) and "float" in kinds and math.isfinite(value))
+        return (
+            []
+            if value is None and "None" in kinds
+            else ["is not a number" if "int" in kinds or "float" in kinds else "is not text"]
+        )
+    number = isinstance(value, int) or (
+        isinstance(value, float) and "float" in kinds and math.isfinite(value)
+    )
     names = isinstance(value, tuple) and "tuple" in kinds and all(isinstance(item, str) for item in value)
     text = (isinstance(value, str) and "str" in kinds.split(" | ")) or names
     if ("int" in kinds or "float" in kinds) and not number:

@@ -1,10 +1,13 @@
-"""DoRA (Liu et al. 2024, arXiv:2402.09353): LoRA turns the rows of a weight, and a trained vector gives them their length.
+"""DoRA (Liu et al. 2024, arXiv:2402.09353): LoRA turns the rows of a weight, and a trained vector gives them
+their length.
 
-        V = W + (alpha / r) B A;    y = (m / ||V||) * (V x) + b          m [out] = ||W|| at the start, norms of rows [in]
+        V = W + (alpha / r) B A;    y = (m / ||V||) * (V x) + b          m [out] = ||W|| at the start, norms
+                                    of rows [in]
 
-The norm is a constant to autograd, as in the paper's section 4.3, and the bias is not scaled. With dropout, x' = dropout(x), as peft
-has it: y = W x + b + (m / ||V|| - 1) W x' + (m / ||V||) (alpha / r) B A x'. At the start B A = 0 and m = ||V||, so a wrapped model
-computes exactly what the base did. A norm is of a whole row, so a cut by rows, which leaves no rank a whole row, is refused by name.
+The norm is a constant to autograd, as in the paper's section 4.3, and the bias is not scaled. With dropout,
+x' = dropout(x), as peft has it: y = W x + b + (m / ||V|| - 1) W x' + (m / ||V||) (alpha / r) B A x'. At the
+start B A = 0 and m = ||V||, so a wrapped model computes exactly what the base did. A norm is of a whole row,
+so a cut by rows, which leaves no rank a whole row, is refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from petune.models.tuned_linear import KeptFeatures
 
 
 class DoraLinear(lora.LoraLayer, nn.Linear):
-    """nn.Linear with a DoRA update. x [..., in] -> [..., out], dtype of the base layer's output. It has no fused form."""
+    """nn.Linear with a DoRA update. x [..., in] -> [..., out], dtype of the base layer's output. It has no
+    fused form."""
 
     base = nn.Linear
     additions = (*lora.LoraLayer.additions, "lora_magnitude_vector")
@@ -49,10 +53,14 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         return super().tuned() | {"lora_magnitude_vector": self.lora_magnitude_vector}
 
     def splits(self, cut: CutKind) -> dict[str, Split]:
-        """By columns m follows the outputs. Raises UsageError by rows, where no rank sees the whole of a row."""
+        """By columns m follows the outputs. Raises UsageError by rows, where no rank sees the whole of a
+        row."""
         if cut == "row":
             remedy = "use dp, sp or pp, name other targets (q, k, v, gate, up), or use lora"
-            raise UsageError("dora cannot cut a linear by its inputs: it needs the norms of whole rows of the weight", remedy=remedy)
+            raise UsageError(
+                "dora cannot cut a linear by its inputs: it needs the norms of whole rows of the weight",
+                remedy=remedy,
+            )
         return super().splits(cut) | {"lora_magnitude_vector": 0}
 
     def kept_features(self) -> KeptFeatures:

@@ -1,9 +1,11 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen linear map plus a trained one of rank r beside it.
 
-        y = W x + b + (alpha / r) * B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out, r] = 0
+        y = W x + b + (alpha / r) * B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out,
+                                                            r] = 0
 
-At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the base's dtype; the input is
-cast to them and the sum back to the base's output dtype. For an embedding the roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1).
+At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the
+base's dtype; the input is cast to them and the sum back to the base's output dtype. For an embedding the
+roles swap: A [r, vocab] = 0, B [dim, r] ~ N(0, 1).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class LoraLayer(TunedLinear):
     def around(cls, layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> Self:
         """The tuned form of `layer`, sharing its parameters, hooks and every other attribute.
 
-        `saved` are the tensors of a saved tuning, by name; without them the factors are drawn as the module says.
+        `saved` are the tensors of a saved tuning, by name; without them the factors are drawn as the module
+        says.
         """
         tuned, weight = cls.of(layer), cast("Tensor", layer.weight)
         for name, value in (saved or cls._draw(layer, config.r)).items():
@@ -118,7 +121,8 @@ class LoraLinear(LoraLayer, nn.Linear):
 
 
 def _own(layer: nn.Module, name: str) -> Any:
-    """A parameter past nn.Module's own look-up, which takes ten times as long; fused blocks ask for all of them in every pass."""
+    """A parameter past nn.Module's own look-up, which takes ten times as long; fused blocks ask for all of
+    them in every pass."""
     found = layer._parameters.get(name)
     return getattr(layer, name) if found is None else found
 
@@ -141,7 +145,8 @@ class LoraConv1D(LoraLayer, Conv1D):  # type: ignore[misc]  # transformers says 
 
 
 class LoraEmbedding(LoraLayer, nn.Embedding):
-    """nn.Embedding with a LoRA update: ids [...] -> [..., dim]. There is no dropout, as the input is an index."""
+    """nn.Embedding with a LoRA update: ids [...] -> [..., dim]. There is no dropout, as the input is an
+    index."""
 
     base = nn.Embedding
 
@@ -161,15 +166,26 @@ Layers = Mapping[type[nn.Module], type[LoraLayer]]  # the form of each class of 
 LAYERS: Layers = {nn.Linear: LoraLinear, Conv1D: LoraConv1D, nn.Embedding: LoraEmbedding}
 
 
-def apply(model: nn.Module, family: Family | None, config: LoraConfig, also_train: tuple[str, ...], forms: Layers = LAYERS) -> None:
-    """Replace every target layer by its tuned form. Raises UsageError when a target is not a layer that has one in `forms`."""
+def apply(
+    model: nn.Module,
+    family: Family | None,
+    config: LoraConfig,
+    also_train: tuple[str, ...],
+    forms: Layers = LAYERS,
+) -> None:
+    """Replace every target layer by its tuned form. Raises UsageError when a target is not a layer that has
+    one in `forms`."""
     method = name_of(config)
     layers = select_layers(model, family, config.targets, config.exclude, also_train)
     wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in forms}
     if wrong:
         name = next(iter(wrong))
         known = ", ".join(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in forms)
-        raise UsageError(f"{method} tunes {known}, not {wrong[name]}", where=name, remedy="narrow `targets` or name it in `exclude`")
+        raise UsageError(
+            f"{method} tunes {known}, not {wrong[name]}",
+            where=name,
+            remedy="narrow `targets` or name it in `exclude`",
+        )
     if not layers:
         raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
     _refuse_unreached(model, layers)
@@ -178,17 +194,30 @@ def apply(model: nn.Module, family: Family | None, config: LoraConfig, also_trai
 
 
 def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise UsageError for layers whose forward never runs, where an update would train nothing: torch's own encoder layer reads the
-    weights of its linears itself in eval mode, and encoder-decoder models look tokens up in tied twins of `shared`."""
+    """Raise UsageError for layers whose forward never runs, where an update would train nothing: torch's own
+    encoder layer reads the weights of its linears itself in eval mode, and encoder-decoder models look tokens
+    up in tied twins of `shared`."""
     tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         if isinstance(owner, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-            raise UsageError(f"{type(owner).__name__} reads this weight without calling the layer", where=name, remedy=f"exclude: [{leaf}]")
-        twins = [twin for twin, table in tables.items() if twin != name and table.weight is layer.weight] if name in tables else []
+            raise UsageError(
+                f"{type(owner).__name__} reads this weight without calling the layer",
+                where=name,
+                remedy=f"exclude: [{leaf}]",
+            )
+        twins = (
+            [twin for twin, table in tables.items() if twin != name and table.weight is layer.weight]
+            if name in tables
+            else []
+        )
         if twins and leaf == "shared":
-            raise UsageError("this embedding is never called, only its tied twins are", where=name, remedy=f"target {', '.join(twins)}")
+            raise UsageError(
+                "this embedding is never called, only its tied twins are",
+                where=name,
+                remedy=f"target {', '.join(twins)}",
+            )
 
 
 def tune(layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> LoraLayer:

@@ -1,7 +1,9 @@
-"""Folding a LoRA update into the weights it tunes: for good (`merge`) or for the length of a block (`merged_weights`).
+"""Folding a LoRA update into the weights it tunes: for good (`merge`) or for the length of a block
+(`merged_weights`).
 
-A merged weight is a new tensor on its own layer, never an edit of the old one: an embedding tied to the output head is untied instead of
-dragging the other end along, and leaving `merged_weights` puts the very same tensors back.
+A merged weight is a new tensor on its own layer, never an edit of the old one: an embedding tied to the
+output head is untied instead of dragging the other end along, and leaving `merged_weights` puts the very same
+tensors back.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def merge(model: Model) -> Model:
-    """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, changed in place.
+    """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, changed
+    in place.
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> plain = petune.merge(petune.load(base, "tuned"))
         >>> plain.save_pretrained("merged")
 
-    Its parameters all require gradients again, as those of a freshly loaded model do. A quantised base becomes dense, with the values
-    that it was trained with. Raises UsageError for adapter and side.
+    Its parameters all require gradients again, as those of a freshly loaded model do. A quantised base
+    becomes dense, with the values that it was trained with. Raises UsageError for adapter and side.
     """
     _refuse_unmergeable(model)
     warn_of_quantised(model)
@@ -45,7 +48,9 @@ def merge(model: Model) -> Model:
     attention.leave(model)
     for name, layer in list(tuned_layers(model)):
         if layer.merged:
-            raise UsageError("this model is inside merged_weights()", where=name, remedy="leave the block first")
+            raise UsageError(
+                "this model is inside merged_weights()", where=name, remedy="leave the block first"
+            )
         _untie(model, layer)
         plain = layer.plain()
         plain.weight = nn.Parameter(layer.merged_weight())
@@ -62,11 +67,18 @@ def warn_of_quantised(model: nn.Module) -> None:
     """Say of a quantised base, which is about to be merged, what becomes of it."""
     if (found := next(quantised_in(model), None)) is not None:
         kind, dtype = found[2].form.name, str(found[2].dtype).removeprefix("torch.")
-        values = f"this base is held in {kind}: its weights become {dtype} again with the values they have in {kind}"
-        warn(f"{values}; to merge into the weights as they were, save the tuning, load the base and petune.load it there")
+        values = (
+            f"this base is held in {kind}: its weights become {dtype} again with the values they have in"
+            f" {kind}"
+        )
+        warn(
+            f"{values}; to merge into the weights as they were, save the tuning, load the base and"
+            " petune.load it there"
+        )
 
 
-_merged: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a merged model itself has nothing left to know it by
+# a merged model itself has nothing left to know it by
+_merged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def was_merged(model: nn.Module) -> bool:
@@ -76,18 +88,21 @@ def was_merged(model: nn.Module) -> bool:
 
 @contextmanager
 def merged_weights(model: Model) -> Iterator[Model]:
-    """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on exceptions too.
+    """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on
+    exceptions too.
 
         >>> with petune.merged_weights(model), torch.no_grad():
         ...     logits = model(input_ids=torch.tensor([[9, 10, 11]])).logits
 
-    Training inside raises UsageError at the first forward in train mode, and nothing requires gradients. Raises UsageError for adapter
-    and side, and when already inside.
+    Training inside raises UsageError at the first forward in train mode, and nothing requires gradients.
+    Raises UsageError for adapter and side, and when already inside.
     """
     _refuse_unmergeable(model)
     layers = [layer for _, layer in tuned_layers(model)]
     if any(layer.merged for layer in layers):
-        raise UsageError("this model's weights are merged already", remedy="leave the outer merged_weights() first")
+        raise UsageError(
+            "this model's weights are merged already", remedy="leave the outer merged_weights() first"
+        )
     originals = [layer.weight for layer in layers]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     guard = model.register_forward_pre_hook(_refuse_training)
@@ -108,7 +123,10 @@ def merged_weights(model: Model) -> Iterator[Model]:
 
 def _refuse_training(model: nn.Module, args: Any) -> None:
     if model.training and torch.is_grad_enabled():
-        raise UsageError("this model's weights are merged, so training it would change nothing", remedy="leave merged_weights() first")
+        raise UsageError(
+            "this model's weights are merged, so training it would change nothing",
+            remedy="leave merged_weights() first",
+        )
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
@@ -116,14 +134,20 @@ def _refuse_unmergeable(model: nn.Module) -> None:
     method = method_of(record.config)
     if not method.mergeable:
         raise UsageError(
-            f"{record.method} cannot be merged into the weights", remedy="keep the base model and use petune.load(base, folder)"
+            f"{record.method} cannot be merged into the weights",
+            remedy="keep the base model and use petune.load(base, folder)",
         )
     assert method.trains_base or any(True for _ in tuned_layers(model))
 
 
 def _untie(model: nn.Module, layer: TunedLinear) -> None:
-    """Give every layer that shares this one's weight a copy of its own, and tell the config, or saving would write one for all."""
-    sharing = [module for module in model.modules() if module is not layer and getattr(module, "weight", None) is layer.weight]
+    """Give every layer that shares this one's weight a copy of its own, and tell the config, or saving would
+    write one for all."""
+    sharing = [
+        module
+        for module in model.modules()
+        if module is not layer and getattr(module, "weight", None) is layer.weight
+    ]
     for module in sharing:
         module.weight = nn.Parameter(layer.weight.detach().clone())
     config: Any = getattr(model, "config", None)

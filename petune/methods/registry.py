@@ -32,23 +32,34 @@ def wrap(
     base_dtype: BaseDtype | None = None,
     **settings: Any,
 ) -> Model:
-    """Tune `model` with `method`: rewrite its layers in place, mark what trains, fuse what can be, and log one line with the counts.
+    """Tune `model` with `method`: rewrite its layers in place, mark what trains, fuse what can be, and log
+    one line with the counts.
 
         >>> model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.wrap(model, "lora", r=8, dropout=0.1)
-        >>> optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad), lr=2e-4)
+        >>> optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad),
+        lr=2e-4)
 
-    `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from torch's global generator
-    and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and loss head where Triton can run, on the device the model is
-    on now; "reference" and "triton" insist, "off" leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "fp8" for
-    frozen weights of fused blocks, which is not exact. Raises UsageError for an unknown method or setting, a value out of range, a target
-    that matches nothing, a model that is wrapped or merged already, a family the method does not know, or what cannot be fused.
+    `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from
+    torch's global generator and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and
+    loss head where Triton can run, on the device the model is on now; "reference" and "triton" insist, "off"
+    leaves the model's own. memory: "auto", or MemoryConfig's fields. base_dtype: "fp8" for frozen weights of
+    fused blocks, which is not exact. Raises UsageError for an unknown method or setting, a value out of
+    range, a target that matches nothing, a model that is wrapped or merged already, a family the method does
+    not know, or what cannot be fused.
     """
     config = make_config(method, settings)
     settings_of_memory = make_memory(memory)
     if settings_of_memory.stream != "none":
-        remedy = "leave it out, and make a petune.kernels.memory.offloaded_adamw.StreamedAdamW of the wrapped model"
-        raise UsageError("memory.stream is a setting of recipes: here the optimizer is yours", where="memory.stream", remedy=remedy)
+        remedy = (
+            "leave it out, and make a petune.kernels.memory.offloaded_adamw.StreamedAdamW of the wrapped"
+            " model"
+        )
+        raise UsageError(
+            "memory.stream is a setting of recipes: here the optimizer is yours",
+            where="memory.stream",
+            remedy=remedy,
+        )
     check_kernels(model, kernels, base_dtype)
     tune(model, config)
     say(describe(model))
@@ -67,18 +78,30 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
     if method.needs_family and family is None:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         remedy = "use " + " or ".join(other for other, one in METHODS.items() if not one.needs_family)
-        raise UsageError(f"{name} needs a model family petune knows, not {kind}", expected=", ".join(FAMILIES), remedy=remedy)
+        raise UsageError(
+            f"{name} needs a model family petune knows, not {kind}",
+            expected=", ".join(FAMILIES),
+            remedy=remedy,
+        )
     also_train = () if method.trains_base else head_modules(model, family, cast("Any", config).also_train)
     method.apply(model, family, config, also_train)
     remember(model, Tuning(name, config, family.name if family else None, also_train))
 
 
 def refuse_tuned(model: nn.Module) -> None:
-    """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or that has nothing to tune."""
+    """Raise UsageError for a model that is wrapped, that holds parts of a wrapped one, that was merged, or
+    that has nothing to tune."""
     if is_wrapped(model):
-        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+        raise UsageError(
+            f"this model is wrapped already, with {tuning(model).method}",
+            remedy="merge it, or load the base model again",
+        )
     for name, module in tuned_modules(model):
-        raise UsageError(f"a part of this model is tuned already: {type(module).__name__}", where=name, remedy="load the base model again")
+        raise UsageError(
+            f"a part of this model is tuned already: {type(module).__name__}",
+            where=name,
+            remedy="load the base model again",
+        )
     if was_merged(model):
         raise UsageError(
             "this model's weights contain a merged tuning already",

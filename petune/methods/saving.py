@@ -1,8 +1,10 @@
-"""What `save_pretrained` and `load_state_dict` mean for a wrapped transformers model: what was tuned, without the base.
+"""What `save_pretrained` and `load_state_dict` mean for a wrapped transformers model: what was tuned, without
+the base.
 
-The model's own class would write the base's weights and the tuning beside them, and `from_pretrained` would read the base and leave the
-tuning out. As a tuned layer is of a subclass of the layer it tunes, so a wrapped model is of a subclass of its model's class, with the same
-name. transformers' Trainer saves and loads by these two methods: its checkpoints need no callback that could be forgotten.
+The model's own class would write the base's weights and the tuning beside them, and `from_pretrained` would
+read the base and leave the tuning out. As a tuned layer is of a subclass of the layer it tunes, so a wrapped
+model is of a subclass of its model's class, with the same name. transformers' Trainer saves and loads by
+these two methods: its checkpoints need no callback that could be forgotten.
 """
 
 from __future__ import annotations
@@ -26,21 +28,33 @@ from petune.methods.wrapped import Tuning
 TUNED = "tuned"  # the folder, inside the one that `save_pretrained` is given, that `petune.load` reads
 WEIGHTS = "model.safetensors"  # what the Trainer looks for and hands to `load_state_dict`
 CONFIG = "config.json"
-NO_WEIGHTS = {"transformers_weights": "none, as this is a tuning without its base: read it with petune.load(base, folder)"}  # no such file
-_IDLE = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}  # nothing to do for small files
+# no such file
+NO_WEIGHTS = {
+    "transformers_weights": (
+        "none, as this is a tuning without its base: read it with petune.load(base, folder)"
+    )
+}
+# nothing to do for small files
+_IDLE = {"max_shard_size", "safe_serialization", "save_original_format", "save_peft_format", "token"}
 
 
 class TunedModel(nn.Module):
-    """A wrapped transformers model, of any method but full. Mixed into the model's own class by `remember`."""
+    """A wrapped transformers model, of any method but full. Mixed into the model's own class by
+    `remember`."""
 
     def save_pretrained(
-        self, save_directory: str | Path, is_main_process: bool = True, state_dict: Mapping[str, Tensor] | None = None, **others: Any
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **others: Any,
     ) -> None:
-        """Write `save_directory`/tuned as `petune.save` does, and model.safetensors, the same tensors for transformers' Trainer.
+        """Write `save_directory`/tuned as `petune.save` does, and model.safetensors, the same tensors for
+        transformers' Trainer.
 
-        `petune.load(base, save_directory)` reads it; config.json names no file of weights, so `from_pretrained` raises. Raises UsageError
-        for a folder that holds a whole model, a `state_dict` that is not this model's own, `push_to_hub` and `variant`; otherwise as
-        `petune.save`.
+        `petune.load(base, save_directory)` reads it; config.json names no file of weights, so
+        `from_pretrained` raises. Raises UsageError for a folder that holds a whole model, a `state_dict` that
+        is not this model's own, `push_to_hub` and `variant`; otherwise as `petune.save`.
         """
         from petune import save  # the public verb: to the user this method is another spelling of it
 
@@ -53,11 +67,16 @@ class TunedModel(nn.Module):
         config = json.loads(cast("Any", self).config.to_json_string())
         write_json(folder / CONFIG, config | {"architectures": [type(self).__name__]} | NO_WEIGHTS)
 
-    def _refuse(self, folder: Path, state_dict: Mapping[str, Tensor] | None, others: Mapping[str, Any]) -> None:
+    def _refuse(
+        self, folder: Path, state_dict: Mapping[str, Tensor] | None, others: Mapping[str, Any]
+    ) -> None:
         """Raise UsageError for what would be ignored, or would destroy something."""
         asked = [name for name, value in others.items() if value and name not in _IDLE]
         if asked:
-            remedy = "petune.merge(model) first, then save_pretrained writes a plain model with every option of transformers"
+            remedy = (
+                "petune.merge(model) first, then save_pretrained writes a plain model with every option of"
+                " transformers"
+            )
             raise UsageError(f"a wrapped model has no {asked[0]}", where="save_pretrained", remedy=remedy)
         if (folder / CONFIG).exists() and not NO_WEIGHTS.items() <= read_json(folder / CONFIG).items():
             remedy = "give another: the tuning would take the place of its weights"
@@ -66,25 +85,37 @@ class TunedModel(nn.Module):
         for name, value in tuned_names(self).items() if state_dict is not None else ():
             if name not in given or given[name].data_ptr() != value.data_ptr():
                 remedy = "leave state_dict out: the model itself is what is written"
-                raise UsageError("state_dict is not this model's own", where=f"save_pretrained  {name}", remedy=remedy)
+                raise UsageError(
+                    "state_dict is not this model's own", where=f"save_pretrained  {name}", remedy=remedy
+                )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. What `save_pretrained` wrote, which holds nothing of the base, must fit to the last tensor, whatever `strict` says.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's. What `save_pretrained` wrote, which holds nothing of the base, must fit to the last
+        tensor, whatever `strict` says.
 
-        Raises FileError naming the first ten tensors that are missing, unexpected, mis-shaped or not of floating point.
+        Raises FileError naming the first ten tensors that are missing, unexpected, mis-shaped or not of
+        floating point.
         """
         tuned = tuned_names(self)
         if tuned.keys().isdisjoint(state_dict) or not frozen_tensors(self).keys().isdisjoint(state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         problems = [Problem("is missing", name) for name in tuned if name not in state_dict]
         problems += [
-            Problem("is not tuned here", name, found=", ".join(nearest(name, tuned, 1)) or None) for name in state_dict if name not in tuned
+            Problem("is not tuned here", name, found=", ".join(nearest(name, tuned, 1)) or None)
+            for name in state_dict
+            if name not in tuned
         ]
         for name, value in state_dict.items():
             if name in tuned and value.shape != tuned[name].shape:
-                problems.append(Problem("has another shape", name, str(list(tuned[name].shape)), str(list(value.shape))))
+                problems.append(
+                    Problem("has another shape", name, str(list(tuned[name].shape)), str(list(value.shape)))
+                )
         if problems:
-            first = Problem("this state is of another tuning", remedy="wrap the model as it was when it was saved")
+            first = Problem(
+                "this state is of another tuning", remedy="wrap the model as it was when it was saved"
+            )
             raise FileError([first, *problems[:10]])
         check_dtypes(state_dict, {name: value.dtype for name, value in tuned.items()}, "load_state_dict")
         super().load_state_dict(state_dict, strict=False, assign=assign)
@@ -108,10 +139,15 @@ def _blank(kind: Any) -> Any:
 
 
 def remember(model: nn.Module, record: Tuning) -> None:
-    """Note on a model how it is tuned, let exactly that train, and give a transformers model its way of saving."""
+    """Note on a model how it is tuned, let exactly that train, and give a transformers model its way of
+    saving."""
     setattr(model, "petune_tuning", record)  # noqa: B010 - mypy's Module has no such attribute
     kind: Any = type(model)
-    if issubclass(kind, PreTrainedModel) and not issubclass(kind, TunedModel) and not method_of(record.config).trains_base:
+    if (
+        issubclass(kind, PreTrainedModel)
+        and not issubclass(kind, TunedModel)
+        and not method_of(record.config).trains_base
+    ):
         model.__class__ = _tuned_class(kind)
     mark_only_trainable(model)
 

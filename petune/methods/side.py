@@ -1,13 +1,16 @@
-"""Ladder side-tuning, LST (Sung et al. 2022, arXiv:2206.06522): a narrow network climbs beside a backbone that needs no backward pass.
+"""Ladder side-tuning, LST (Sung et al. 2022, arXiv:2206.06522): a narrow network climbs beside a backbone
+that needs no backward pass.
 
-        s <- down_0(dropout(h_0));   per level i:  g = sigmoid(a_i / T),  s <- block_i(g s + (1 - g) down_i(h_i))
+        s <- down_0(dropout(h_0));   per level i:  g = sigmoid(a_i / T),  s <- block_i(g s + (1 - g)
+                                     down_i(h_i))
 
-h_i is the output of backbone block i, block_i the family's own block class with every width divided by `reduction` and as many heads,
-a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so a wrapped model computes exactly what the base did. End
-`paper`: up(dropout(norm(s_L))) in place of the backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start
-at random; the paper's initialisation by pruning is not here. An encoder's side state reaches the decoder's ladder beside
-encoder_hidden_states on the hidden dim, so generate's expansion for beams carries it along. Side keys and values live in the model's own
-cache, past the backbone's layers.
+h_i is the output of backbone block i, block_i the family's own block class with every width divided by
+`reduction` and as many heads, a_i one scalar that starts at 0. End `residual`: h_L + up(s_L) with up = 0, so
+a wrapped model computes exactly what the base did. End `paper`: up(dropout(norm(s_L))) in place of the
+backbone's normed output. The backbone runs in eval mode under no_grad. Side blocks start at random; the
+paper's initialisation by pruning is not here. An encoder's side state reaches the decoder's ladder beside
+encoder_hidden_states on the hidden dim, so generate's expansion for beams carries it along. Side keys and
+values live in the model's own cache, past the backbone's layers.
 """
 
 from __future__ import annotations
@@ -31,14 +34,22 @@ from petune.models.tuned_linear import TunedModule
 
 
 class Ladder(TunedModule, PreTrainedModel):
-    """The side network of one stack. A PreTrainedModel of its own, so that the model's recorder of hidden states passes it by."""
+    """The side network of one stack. A PreTrainedModel of its own, so that the model's recorder of hidden
+    states passes it by."""
 
     config_class: Any = None
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     supports_gradient_checkpointing = True
 
     def __init__(
-        self, config: Config, rule: StackRule, blocks: nn.ModuleList, around: nn.Module, settings: SideConfig, width: int, feeds: bool
+        self,
+        config: Config,
+        rule: StackRule,
+        blocks: nn.ModuleList,
+        around: nn.Module,
+        settings: SideConfig,
+        width: int,
+        feeds: bool,
     ) -> None:
         super().__init__(config)
         narrow = width // settings.reduction
@@ -46,14 +57,21 @@ class Ladder(TunedModule, PreTrainedModel):
         self.levels = len(blocks)
         self.down = nn.ModuleList(nn.Linear(width, narrow) for _ in range(self.levels + 1))
         self.gates = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in blocks)
-        self.blocks = nn.ModuleList(_narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks))
+        self.blocks = nn.ModuleList(
+            _narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
+        )
         self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
-        self.norm = _narrow_norm(around.get_submodule(rule.tail), narrow) if rule.tail and (feeds or settings.end == "paper") else None
+        self.norm = (
+            _narrow_norm(around.get_submodule(rule.tail), narrow)
+            if rule.tail and (feeds or settings.end == "paper")
+            else None
+        )
         self.up = None if feeds else nn.Linear(narrow, width)
         if self.up is not None and settings.end == "residual":
             nn.init.zeros_(self.up.weight)
             nn.init.zeros_(self.up.bias)
-        self.handed: Tensor | None = None  # an encoder's side state, between the end of its stack and the end of the encoder
+        # an encoder's side state, between the end of its stack and the end of the encoder
+        self.handed: Tensor | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the modules' own initialisation is meant."""
@@ -63,7 +81,8 @@ class Ladder(TunedModule, PreTrainedModel):
         return dict(self.named_parameters())
 
     def keep(self, start: int, end: int) -> None:
-        """Drop every level that is not beside one of the blocks [start, end), as a stage of a pipeline does; names do not change."""
+        """Drop every level that is not beside one of the blocks [start, end), as a stage of a pipeline does;
+        names do not change."""
         for index in (index for index in range(self.levels) if not start <= index < end):
             self.down[index + 1] = nn.Identity()
             self.blocks[index] = nn.Identity()
@@ -97,12 +116,18 @@ class Ladder(TunedModule, PreTrainedModel):
 
     def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
         """See petune.models.stack.Ladder."""
-        backbone, side = dict(call), {name: value for name, value in call.items() if name not in self.rule.carry}
+        backbone, side = (
+            dict(call),
+            {name: value for name, value in call.items() if name not in self.rule.carry},
+        )
         across = call.get("encoder_hidden_states")
         if across is not None:
-            # laid out as the encoder left them: of tensors with other strides products may round otherwise than the base's
+            # laid out as the encoder left them: of tensors with other strides products may round otherwise
+            # than the base's
             own, dtype = across[..., : self.width].detach(), call["hidden_states"].dtype
-            backbone["encoder_hidden_states"] = now.once("backbone", lambda _: own.to(dtype).contiguous(), across)
+            backbone["encoder_hidden_states"] = now.once(
+                "backbone", lambda _: own.to(dtype).contiguous(), across
+            )
             side["encoder_hidden_states"] = now.once("side", lambda _: across[..., self.width :], across)
         for name in ("attention_mask", "encoder_attention_mask"):
             if (mask := call.get(name)) is not None:
@@ -116,7 +141,9 @@ class Ladder(TunedModule, PreTrainedModel):
         call = call | {"hidden_states": state}
         if self.rotary is not None:
             angles = call["position_embeddings"]
-            call["position_embeddings"] = angles[self.config.layer_types[index] if None not in angles else None]
+            call["position_embeddings"] = angles[
+                self.config.layer_types[index] if None not in angles else None
+            ]
         return carried_by(self.rule, run_block(self.blocks[index], call))
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
@@ -128,7 +155,9 @@ class Ladder(TunedModule, PreTrainedModel):
             self.handed = state
             return hidden
         if self.settings.end == "paper":
-            return cast("Tensor", self.up(F.dropout(state, self.settings.dropout, self.training))).to(hidden.dtype)
+            return cast("Tensor", self.up(F.dropout(state, self.settings.dropout, self.training))).to(
+                hidden.dtype
+            )
         return hidden + cast("Tensor", self.up(state)).to(hidden.dtype)
 
     def _own(self, x: Tensor) -> Tensor:
@@ -137,21 +166,26 @@ class Ladder(TunedModule, PreTrainedModel):
 
 
 class HandOver:
-    """Hook on an encoder: its last hidden state leaves with the side state beside it, [batch, seq, width + narrow]."""
+    """Hook on an encoder: its last hidden state leaves with the side state beside it, [batch, seq, width +
+    narrow]."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
 
     def __call__(self, encoder: nn.Module, args: Any, output: Any) -> Any:
         ladder = cast("Ladder | None", self.stack.ladder)
-        if ladder is not None and ladder.handed is not None:  # None on a pipeline's stage that ends before the encoder does
-            output["last_hidden_state"] = torch.cat([output["last_hidden_state"].to(ladder.handed.dtype), ladder.handed], dim=-1)
+        # None on a pipeline's stage that ends before the encoder does
+        if ladder is not None and ladder.handed is not None:
+            output["last_hidden_state"] = torch.cat(
+                [output["last_hidden_state"].to(ladder.handed.dtype), ladder.handed], dim=-1
+            )
             ladder.handed = None
         return output
 
 
 class PassTail:
-    """Hook on the norm after a stack: with the paper's end the side network has normed already, so the input passes through."""
+    """Hook on the norm after a stack: with the paper's end the side network has normed already, so the input
+    passes through."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -161,7 +195,8 @@ class PassTail:
 
 
 def hold_still(backbone: nn.Module, args: Any) -> None:
-    """Hook before the base model and each stack's owner: a backbone with dropout would be another one at every step."""
+    """Hook before the base model and each stack's owner: a backbone with dropout would be another one at
+    every step."""
     if backbone.training:
         backbone.eval()
         for module in backbone.modules():
@@ -170,7 +205,8 @@ def hold_still(backbone: nn.Module, args: Any) -> None:
 
 
 def apply(model: nn.Module, family: Family | None, config: SideConfig, also_train: tuple[str, ...]) -> None:
-    """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's sizes do not allow."""
+    """Give every stack its ladder. Raises UsageError, with the model as it was, for a reduction the model's
+    sizes do not allow."""
     assert family is not None
     small = _narrow_config(model, family, config.reduction)
     paths = stack_paths(model, family)
@@ -179,12 +215,18 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
         around = model.get_submodule(path.rpartition(".")[0])
         blocks = cast("nn.ModuleList", model.get_submodule(path))
         own = copy.deepcopy(small)
-        own.is_decoder = (name == "decoder" and family.kind == "encoder-decoder") or bool(getattr(small, "is_decoder", False))
+        own.is_decoder = (name == "decoder" and family.kind == "encoder-decoder") or bool(
+            getattr(small, "is_decoder", False)
+        )
         feeds = name == "encoder" and "decoder" in paths
         try:
-            ladder = Ladder(own, family.stacks[name], blocks, around, config, family.shape(model.config).width, feeds)
+            ladder = Ladder(
+                own, family.stacks[name], blocks, around, config, family.shape(model.config).width, feeds
+            )
         except ValueError as error:
-            raise UsageError(f"no side network of reduction {config.reduction} can be built: {error}", where=path) from None
+            raise UsageError(
+                f"no side network of reduction {config.reduction} can be built: {error}", where=path
+            ) from None
         weight = next(blocks.parameters())
         cast("nn.Module", ladder).to(weight.device, torch.promote_types(weight.dtype, torch.float32))
         ladders[name] = ladder.train(around.training)
@@ -204,7 +246,11 @@ def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
     config: Any = model.config
     small = family.narrow(config, reduction)
     given = {**config.to_dict(), "head_dim": family.shape(config).head_dim}
-    sizes = {name: value for name, value in given.items() if isinstance(value, int) and getattr(small, name, value) != value}
+    sizes = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, int) and getattr(small, name, value) != value
+    }
     sizes["head_dim"] = given["head_dim"]
     problems = [
         Problem(f"side.reduction {reduction} does not divide the model's {name}", found=f"{name} {value}")
@@ -228,7 +274,8 @@ def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
 
 
 def _narrow_block(block: nn.Module, config: Config, rule: StackRule, index: int, levels: int) -> nn.Module:
-    """A block of the same class at side width, numbered past the backbone's so that its keys and values have their own cache layer."""
+    """A block of the same class at side width, numbered past the backbone's so that its keys and values have
+    their own cache layer."""
     accepted = inspect.signature(type(block).__init__).parameters
     settings: dict[str, Any] = {"layer_idx": levels + index} if "layer_idx" in accepted else {}
     if rule.bias:
@@ -244,7 +291,10 @@ def _narrow_norm(tail: nn.Module, width: int) -> nn.Module:
 
 def _make_room(cache: Any, levels: int) -> None:
     """Append empty layers for the side network to a cache that has only the backbone's."""
-    for part in (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)):
+    for part in (
+        getattr(cache, "self_attention_cache", cache),
+        getattr(cache, "cross_attention_cache", None),
+    ):
         layers = getattr(part, "layers", None)
         while layers is not None and 0 < len(layers) < 2 * levels:
             layers.append(copy.deepcopy(layers[len(layers) - levels]))

@@ -1,4 +1,5 @@
-"""Which layers a method tunes: `auto`, `all-linear`, roles, name suffixes or a regex, none of which may be idle."""
+"""Which layers a method tunes: `auto`, `all-linear`, roles, name suffixes or a regex, none of which may be
+idle."""
 
 from __future__ import annotations
 
@@ -16,21 +17,30 @@ from petune.files.patterns import compile_pattern
 from petune.models.spec import Family, find_sites
 
 LINEAR = (nn.Linear, Conv1D)
-USUAL_HEADS = ("classifier", "score", "classification_head", "qa_outputs")  # of transformers models petune has no table for
+# of transformers models petune has no table for
+USUAL_HEADS = ("classifier", "score", "classification_head", "qa_outputs")
 
 
 def select_layers(
-    model: nn.Module, family: Family | None, targets: str | Sequence[str], exclude: Sequence[str], taken: Iterable[str]
+    model: nn.Module,
+    family: Family | None,
+    targets: str | Sequence[str],
+    exclude: Sequence[str],
+    taken: Iterable[str],
 ) -> dict[str, nn.Module]:
     """The layers named by `targets` less `exclude`, by full name, in model order.
 
-    `taken` are modules trained whole; nothing inside them is a target. Raises UsageError naming each entry of a list that matches
-    nothing, with the nearest module names and how often they occur.
+    `taken` are modules trained whole; nothing inside them is a target. Raises UsageError naming each entry of
+    a list that matches nothing, with the nearest module names and how often they occur.
     """
     layers = {name: module for name, module in model.named_modules() if name and not within(name, taken)}
     roles = _roles(model, family)
     by_word = isinstance(targets, str)
-    chosen = _by_word(model, family, str(targets), layers, roles) if by_word else _by_list(targets, layers, roles, "targets")
+    chosen = (
+        _by_word(model, family, str(targets), layers, roles)
+        if by_word
+        else _by_list(targets, layers, roles, "targets")
+    )
     left_out = set(_by_list(exclude, layers, roles, "exclude"))
     return {name: module for name, module in chosen.items() if name not in left_out}
 
@@ -62,30 +72,50 @@ def _roles(model: nn.Module, family: Family | None) -> Mapping[str, list[str]]:
 
 
 def _by_word(
-    model: nn.Module, family: Family | None, word: str, layers: Mapping[str, nn.Module], roles: Mapping[str, list[str]]
+    model: nn.Module,
+    family: Family | None,
+    word: str,
+    layers: Mapping[str, nn.Module],
+    roles: Mapping[str, list[str]],
 ) -> dict[str, nn.Module]:
     if word == "auto" and family:
         return {name: layers[name] for names in roles.values() for name in names if name in layers}
     if word in ("auto", "all-linear"):
         outputs = {id(module) for module in (_output_head(model),) if module is not None}
-        return {name: module for name, module in layers.items() if type(module) in LINEAR and id(module) not in outputs}
+        return {
+            name: module
+            for name, module in layers.items()
+            if type(module) in LINEAR and id(module) not in outputs
+        }
     pattern = compile_pattern(word, UsageError, "targets")
     hits = {name: module for name, module in layers.items() if pattern.fullmatch(name)}
     if not hits:
         problem = _no_match("targets", word, list(layers))
-        suffix = f"for a suffix write [{word}]" if any(_matches(name, word) for name in layers) or word in roles else None
-        raise UsageError([problem, Problem("a single text is a regular expression for whole module names", remedy=suffix)])
+        suffix = (
+            f"for a suffix write [{word}]"
+            if any(_matches(name, word) for name in layers) or word in roles
+            else None
+        )
+        raise UsageError(
+            [problem, Problem("a single text is a regular expression for whole module names", remedy=suffix)]
+        )
     return hits
 
 
-def left_alone(method: str, model: nn.Module, tuned: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> str | None:
-    """One line about the matrices of a model without a table that `auto` or `all-linear` did not reach, or None where there is none.
+def left_alone(
+    method: str, model: nn.Module, tuned: Iterable[nn.Module], trained: Iterable[nn.Parameter]
+) -> str | None:
+    """One line about the matrices of a model without a table that `auto` or `all-linear` did not reach, or
+    None where there is none.
 
-    tuned: the layers that have an update; trained: parameters that train. Embeddings, the output head, norms and biases are not counted.
+    tuned: the layers that have an update; trained: parameters that train. Embeddings, the output head, norms
+    and biases are not counted.
     """
     passed = [*tuned, *(module for module in model.modules() if isinstance(module, nn.Embedding))]
     passed += [head] if (head := _output_head(model)) is not None else []
-    known = {id(value) for module in passed for value in module.parameters(recurse=False)} | {id(value) for value in trained}
+    known = {id(value) for module in passed for value in module.parameters(recurse=False)} | {
+        id(value) for value in trained
+    }
     found: dict[str, list[nn.Parameter]] = {"linears": [], "parameters of 3 dims and more": []}
     places: dict[str, dict[str, str]] = {kind: {} for kind in found}
     for name, value in model.named_parameters():
@@ -101,8 +131,14 @@ def left_alone(method: str, model: nn.Module, tuned: Iterable[nn.Module], traine
     number, total = sum(value.numel() for value in missed), sum(value.numel() for value in model.parameters())
     shown = [f"{len(found[kind])} {kind} ({_abridged(names)})" for kind, names in places.items() if names]
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    what = f"{method} leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone ({100 * number / total:.1f} %)"
-    return f"{what}: {' and '.join(shown)}, as it tunes torch.nn.Linear and Conv1D only, and petune has no table of {family}"
+    what = (
+        f"{method} leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone"
+        f" ({100 * number / total:.1f} %)"
+    )
+    return (
+        f"{what}: {' and '.join(shown)}, as it tunes torch.nn.Linear and Conv1D only, and petune has no table"
+        f" of {family}"
+    )
 
 
 def _abridged(names: Mapping[str, str], most: int = 4) -> str:
@@ -116,7 +152,9 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return get() if get else None
 
 
-def _by_list(entries: Sequence[str], layers: Mapping[str, nn.Module], roles: Mapping[str, list[str]], setting: str) -> dict[str, nn.Module]:
+def _by_list(
+    entries: Sequence[str], layers: Mapping[str, nn.Module], roles: Mapping[str, list[str]], setting: str
+) -> dict[str, nn.Module]:
     chosen: dict[str, nn.Module] = {}
     problems = []
     for entry in entries:
@@ -138,9 +176,14 @@ def within(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 
-def _no_match(setting: str, entry: str, names: Sequence[str], roles: Mapping[str, list[str]] = MappingProxyType({})) -> Problem:
-    """The problem of an idle pattern, with the nearest module names and roles and how many modules each stands for."""
-    leaves = Counter(name.rpartition(".")[2] for name in names) | Counter({role: len(sites) for role, sites in roles.items()})
+def _no_match(
+    setting: str, entry: str, names: Sequence[str], roles: Mapping[str, list[str]] = MappingProxyType({})
+) -> Problem:
+    """The problem of an idle pattern, with the nearest module names and roles and how many modules each
+    stands for."""
+    leaves = Counter(name.rpartition(".")[2] for name in names) | Counter(
+        {role: len(sites) for role, sites in roles.items()}
+    )
     for number in [leaf for leaf in leaves if leaf.isdigit()]:
         del leaves[number]
     near = nearest(entry.rpartition(".")[2], leaves) or [leaf for leaf, _ in leaves.most_common(8)]

@@ -17,18 +17,26 @@ from petune.models.tuned_linear import tuned_layers, tuned_modules
 
 
 def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every name of every parameter that trains; a tensor tied to two of them appears under both, as a file must have it."""
+    """Every name of every parameter that trains; a tensor tied to two of them appears under both, as a file
+    must have it."""
     record = tuning(model)
     if method_of(record.config).trains_base:
         return dict(model.named_parameters())
-    found = {f"{name}.{own}": value for name, module in tuned_modules(model) for own, value in module.tuned().items()}
+    found = {
+        f"{name}.{own}": value
+        for name, module in tuned_modules(model)
+        for own, value in module.tuned().items()
+    }
     modules = dict(model.named_modules(remove_duplicate=False))
     here = [head for head in record.also_train if head in modules]  # a pipeline's stage has them or not
-    return found | {f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()}
+    return found | {
+        f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()
+    }
 
 
 def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter that trains, by its name in the base model. A tensor tied to two names appears once, under the first."""
+    """Every parameter that trains, by its name in the base model. A tensor tied to two names appears once,
+    under the first."""
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for name, value in tuned_names(model).items():
         first.setdefault(id(value), (name, value))
@@ -39,11 +47,16 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer that must not move, by name, detached."""
     tuned = tuned_parameters(model)
     trained = {id(value) for value in tuned.values()}  # a tied tensor has several names
-    return {name: value.detach() for name, value in model.state_dict(keep_vars=True).items() if id(value) not in trained}
+    return {
+        name: value.detach()
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) not in trained
+    }
 
 
 def mark_only_trainable(model: nn.Module) -> None:
-    """Let exactly the tuned parameters of a wrapped model require gradients. Raises UsageError for a model that is not wrapped."""
+    """Let exactly the tuned parameters of a wrapped model require gradients. Raises UsageError for a model
+    that is not wrapped."""
     wanted = {id(value) for value in tuned_parameters(model).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in wanted)
@@ -56,15 +69,20 @@ def tuned_state(model: nn.Module) -> dict[str, Tensor]:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trained, all) parameters; a tied one counts once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 @contextmanager
 def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
-    """The model as it was before its method, heads excepted, for as long as the block lasts. Raises UsageError for `full`."""
+    """The model as it was before its method, heads excepted, for as long as the block lasts. Raises
+    UsageError for `full`."""
     record = tuning(model)
     if method_of(record.config).trains_base:
-        raise UsageError("full fine-tuning keeps no untouched base to go back to", remedy="load the base model again")
+        raise UsageError(
+            "full fine-tuning keeps no untouched base to go back to", remedy="load the base model again"
+        )
     layers = [layer for _, layer in tuned_layers(model)]
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     before = [layer.active for layer in layers], [stack.climbs for stack in stacks]
@@ -85,12 +103,15 @@ def describe(model: nn.Module) -> str:
     """One line: method, its settings, trained parameters of all."""
     record = tuning(model)
     trained, total = count_parameters(model)
-    settings = ", ".join(f"{name}={value}" for name, value in asdict(record.config).items() if value not in ("auto", (), None))
+    settings = ", ".join(
+        f"{name}={value}" for name, value in asdict(record.config).items() if value not in ("auto", (), None)
+    )
     return f"{record.method}({settings}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"
 
 
 def untouched(model: nn.Module) -> str | None:
-    """One line about what the targets `auto` and `all-linear` leave alone in a wrapped model of a family without a table, or None."""
+    """One line about what the targets `auto` and `all-linear` leave alone in a wrapped model of a family
+    without a table, or None."""
     record = tuning(model)
     if record.family is not None or asdict(record.config).get("targets") not in ("auto", "all-linear"):
         return None

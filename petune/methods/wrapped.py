@@ -12,7 +12,8 @@ from petune.methods.configs import MethodConfig
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a model is tuned: the method, its config, the family's name if it has one, and the modules trained whole beside it."""
+    """How a model is tuned: the method, its config, the family's name if it has one, and the modules trained
+    whole beside it."""
 
     method: str
     config: MethodConfig
@@ -24,7 +25,10 @@ def tuning(model: nn.Module) -> Tuning:
     """The tuning of a wrapped model. Raises UsageError for a model that is not wrapped."""
     found = getattr(model, "petune_tuning", None)
     if not isinstance(found, Tuning):
-        raise UsageError(f"this {type(model).__name__} is not wrapped", remedy='call petune.wrap(model, method="lora") first')
+        raise UsageError(
+            f"this {type(model).__name__} is not wrapped",
+            remedy='call petune.wrap(model, method="lora") first',
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""The families petune knows, by the `model_type` of their config. A family costs one table and one line here."""
+"""The families petune knows, by the `model_type` of their config. A family costs one table and one line
+here."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""The attention function that cut models use: Hugging Face's own SDPA, with a place to see the tokens of other ranks and dropout by index.
+"""The attention function that cut models use: Hugging Face's own SDPA, with a place to see the tokens of
+other ranks and dropout by index.
 
-It is registered under NAME as an attention and as a mask function: a name that has no mask function gets no mask at all. A module with an
-attribute `exchange` holds only some tokens of a sequence and attends through it (petune/parallel/sequence/exchange.py); any other attends
-to what it is given. Shapes are those of Hugging Face: query [b, heads, q, head_dim], key and value [b, kv_heads, k, head_dim], mask [b, 1 |
-heads, 1 | q, k] that is bool (True: attend) or added to the scores, `position_bias` [1 | b, heads, q, k] that is added before the mask
-acts; out comes [b, q, heads, head_dim], contiguous.
+It is registered under NAME as an attention and as a mask function: a name that has no mask function gets no
+mask at all. A module with an attribute `exchange` holds only some tokens of a sequence and attends through it
+(petune/parallel/sequence/exchange.py); any other attends to what it is given. Shapes are those of Hugging
+Face: query [b, heads, q, head_dim], key and value [b, kv_heads, k, head_dim], mask [b, 1 | heads, 1 | q, k]
+that is bool (True: attend) or added to the scores, `position_bias` [1 | b, heads, q, k] that is added before
+the mask acts; out comes [b, q, heads, head_dim], contiguous.
 """
 
 from __future__ import annotations
@@ -23,19 +25,26 @@ from petune.rng.dropout import drop_attention
 NAME = "petune"
 _BEFORE = "petune_attention_before"  # attribute of a model: the name of the function that it used before
 
-Attended = tuple[Tensor, Tensor | None]  # output [b, q, heads, head_dim], and probabilities, which SDPA never has
+# output [b, q, heads, head_dim], and probabilities, which SDPA never has
+Attended = tuple[Tensor, Tensor | None]
 
 
 class Attend(Protocol):
     """Attention over the tensors it is given; see `attend`."""
 
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> Attended: ...
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+    ) -> Attended: ...
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any) -> Attended:
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any
+) -> Attended:
     """What is registered: `attend`, through `module.exchange` where there is one."""
     if kw.get("softcap") is not None:
-        raise UsageError("attention scores with a soft cap are not supported here", found=f"softcap {kw['softcap']}")
+        raise UsageError(
+            "attention scores with a soft cap are not supported here", found=f"softcap {kw['softcap']}"
+        )
     exchange = getattr(module, "exchange", None)
     if exchange is None:
         return attend(module, query, key, value, attention_mask, **kw)
@@ -57,10 +66,12 @@ def attend(
 ) -> Attended:
     """Attention on this device alone.
 
-    first_head, first_query: the numbers in the whole model and sequence of the first head and query here, from which dropout is drawn;
-    `module.first_head`, or 0, is the head unless it is given. Other keywords are those of Hugging Face's attention functions.
+    first_head, first_query: the numbers in the whole model and sequence of the first head and query here,
+    from which dropout is drawn; `module.first_head`, or 0, is the head unless it is given. Other keywords are
+    those of Hugging Face's attention functions.
     """
-    if dropout or not query.shape[2]:  # no kernel promises a graph for a rank without tokens, which must take part in the backward pass
+    # no kernel promises a graph for a rank without tokens, which must take part in the backward pass
+    if dropout or not query.shape[2]:
         head = getattr(module, "first_head", 0) if first_head is None else first_head
         return _explicit(module, query, key, value, mask, dropout, (head, first_query), **kw)
     found: Attended = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=0.0, **kw)
@@ -68,19 +79,22 @@ def attend(
 
 
 def causal(module: nn.Module, mask: Tensor | None, given: bool | None) -> bool:
-    """Whether no query sees a later key although no mask says so, as Hugging Face's SDPA decides; `given` is its keyword is_causal."""
+    """Whether no query sees a later key although no mask says so, as Hugging Face's SDPA decides; `given` is
+    its keyword is_causal."""
     return mask is None and bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def no_later(first: int, end: int, device: torch.device) -> Tensor | None:
-    """The mask [1, 1, q, end] by which queries [first, end) do not see later keys of [0, end); None where none is later."""
+    """The mask [1, 1, q, end] by which queries [first, end) do not see later keys of [0, end); None where
+    none is later."""
     if end - first <= 1:
         return None
     return torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)[None, None]
 
 
 def use(model: PreTrainedModel) -> None:
-    """Make `model`, and every model inside that has a config of its own, attend through `attention`; `leave` undoes it.
+    """Make `model`, and every model inside that has a config of its own, attend through `attention`; `leave`
+    undoes it.
 
     Raises UsageError for a model whose attention cannot be chosen.
     """
@@ -99,7 +113,8 @@ def leave(model: nn.Module) -> None:
 
 
 def _choose(model: PreTrainedModel, name: str) -> None:
-    """Set the attention function of every config: an encoder or a side network may have a copy, which releases differ in following."""
+    """Set the attention function of every config: an encoder or a side network may have a copy, which
+    releases differ in following."""
     model.set_attn_implementation(name)
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -121,7 +136,8 @@ def _explicit(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> Attended:
-    """softmax(q k^T scaling + mask) v, with the probabilities at hand; `first` as `drop_attention` takes it."""
+    """softmax(q k^T scaling + mask) v, with the probabilities at hand; `first` as `drop_attention` takes
+    it."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -134,10 +150,11 @@ def _explicit(
 
 
 def probabilities(scores: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Softmax of scores [b, heads, q, k] over the keys, float32 or wider; mask and bias as `attention` takes them.
+    """Softmax of scores [b, heads, q, k] over the keys, float32 or wider; mask and bias as `attention` takes
+    them.
 
-    A query that may attend to nothing gets zeros, as in SDPA; with both a bias and a bool mask it attends to all keys alike, as in Hugging
-    Face.
+    A query that may attend to nothing gets zeros, as in SDPA; with both a bias and a bool mask it attends to
+    all keys alike, as in Hugging Face.
     """
     none = None
     if mask is not None and mask.dtype is torch.bool and bias is not None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
+from petune.models.spec import (
+    Attention,
+    Config,
+    Family,
+    Mlp,
+    Norm,
+    Shape,
+    StackName,
+    StackRule,
+    SubLayer,
+    linears,
+)
 
 
 def attention(at: str, *, causal: bool = False, memory: str | None = None) -> SubLayer:

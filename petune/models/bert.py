@@ -5,7 +5,18 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
+from petune.models.spec import (
+    Attention,
+    Config,
+    Family,
+    Mlp,
+    Norm,
+    Shape,
+    StackName,
+    StackRule,
+    SubLayer,
+    linears,
+)
 
 
 def attention(at: str, memory: str | None = None) -> SubLayer:
@@ -58,5 +69,6 @@ FAMILY = Family(
     narrow=narrow,
     depth=depth,
     caches=False,
-    fresh=("pooler", "transform"),  # the second of the head of masked words, whose table of words is the embedding
+    # the second of the head of masked words, whose table of words is the embedding
+    fresh=("pooler", "transform"),
 )

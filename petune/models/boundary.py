@@ -1,8 +1,8 @@
-"""The boundary of a sub-layer that is cut across ranks: what they say to one another as it is entered and as it
-is left, each as a function and its adjoint.
+"""The boundary of a sub-layer that is cut across ranks: what they say to one another as it is entered and as
+it is left, each as a function and its adjoint.
 
-Attention or an MLP cut by heads or columns is entered with hidden states that every rank needs whole, and left
-with one term of a sum. What lies between two of them is whole on every rank, or cut by sequence:
+Attention or an MLP cut by heads or columns is entered with hidden states that every rank needs whole, and
+left with one term of a sum. What lies between two of them is whole on every rank, or cut by sequence:
 
     connection   enter        its adjoint      leave            its adjoint
     whole        nothing      all-reduce       all-reduce       nothing
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 Connection = Literal["whole", "sequence"]  # how ranks hold what lies between sub-layers
 
 _BOUNDARY = "boundary"  # attribute of the module by which a sub-layer is entered
-FIRST_ROW = "first_row"  # attribute of an embedding or a head that is cut by vocabulary: the number of its first row
+# attribute of an embedding or a head that is cut by vocabulary: the number of its first row
+FIRST_ROW = "first_row"
 
 
 class Boundary(Protocol):
-    """Both ends of one sub-layer. Tensors are [batch, tokens, ...]; where the connection is whole, of any shape.
+    """Both ends of one sub-layer. Tensors are [batch, tokens, ...]; where the connection is whole, of any
+    shape.
 
     first: the number in the whole model of the first feature that this rank's part of the way out reads.
     overlapped: matmuls hide the communication, tile by tile, which only hooks can do. own: the caller has no
@@ -50,7 +52,8 @@ class Boundary(Protocol):
         ...
 
     def here(self) -> Self:
-        """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward pass."""
+        """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward
+        pass."""
         ...
 
     def enter(self, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What can be wrong with a checkpoint that transformers has read: half filled, no weights, broken ties, values that are not finite."""
+"""What can be wrong with a checkpoint that transformers has read: half filled, no weights, broken ties,
+values that are not finite."""
 
 from __future__ import annotations
 
@@ -14,35 +15,60 @@ from petune.models.source import Source, is_weights
 from petune.models.spec import Family
 
 
-def check_filled(model: nn.Module, family: Family | None, info: Any, source: Source) -> tuple[tuple[str, ...], str]:
+def check_filled(
+    model: nn.Module, family: Family | None, info: Any, source: Source
+) -> tuple[tuple[str, ...], str]:
     """(modules that are new, a line about them), by transformers' `info` on what a checkpoint filled.
 
-    Raises FileError naming the first ten tensors that are missing or mis-shaped outside a new head, and ten that are surplus in the blocks.
+    Raises FileError naming the first ten tensors that are missing or mis-shaped outside a new head, and ten
+    that are surplus in the blocks.
     """
     mismatched = {str(key if isinstance(key, str) else key[0]) for key in info["mismatched_keys"]}
     missing = {str(key) for key in info["missing_keys"]} | mismatched
     backbone = getattr(model, "base_model_prefix", "")
-    outside = [name for name, _ in model.named_children() if name != backbone]  # of a model without a table, all but the backbone is head
+    # of a model without a table, all but the backbone is head
+    outside = [name for name, _ in model.named_children() if name != backbone]
     heads = (*family.heads, *family.fresh) if family else (*outside, "pooler")
     names = [name for name, _ in model.named_modules() if name]
-    new = tuple(name for name in names if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing))
-    lost = sorted(key for key in missing - _zero_biases(model, new) if not key.startswith(tuple(f"{name}." for name in new)))
+    new = tuple(
+        name
+        for name in names
+        if name.rpartition(".")[2] in heads and any(key.startswith(name + ".") for key in missing)
+    )
+    lost = sorted(
+        key
+        for key in missing - _zero_biases(model, new)
+        if not key.startswith(tuple(f"{name}." for name in new))
+    )
     blocks = tuple(rule.blocks + "." for rule in family.stacks.values()) if family else ()
-    surplus = sorted(str(key) for key in info["unexpected_keys"] if any(f".{block}" in f".{key}" for block in blocks))
+    surplus = sorted(
+        str(key) for key in info["unexpected_keys"] if any(f".{block}" in f".{key}" for block in blocks)
+    )
     faults = {True: "has another shape in the checkpoint", False: "is in the model but not in the checkpoint"}
     problems = [Problem(faults[key in mismatched], where=key) for key in lost[:10]]
     problems += [Problem("is in the checkpoint but not in the model", where=key) for key in surplus[:10]]
     if problems:
         summary = f"{len(lost)} missing or mis-shaped, {len(surplus)} surplus"
-        raise FileError([Problem("the checkpoint does not fill the model it describes", where=source.place, found=summary), *problems])
-    dropped = sorted({str(key).split(".")[0] for key in info["unexpected_keys"]} - {str(key).split(".")[0] for key in surplus})
+        raise FileError(
+            [
+                Problem(
+                    "the checkpoint does not fill the model it describes", where=source.place, found=summary
+                ),
+                *problems,
+            ]
+        )
+    dropped = sorted(
+        {str(key).split(".")[0] for key in info["unexpected_keys"]}
+        - {str(key).split(".")[0] for key in surplus}
+    )
     parts = [f"{', '.join(new)} is new and will be trained"] if new else []
     parts += [f"{', '.join(dropped)} of the checkpoint is not used by this task"] if dropped else []
     return new, "; ".join(parts)
 
 
 def _zero_biases(model: nn.Module, new: Sequence[str]) -> set[str]:
-    """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random stays."""
+    """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random
+    stays."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if new and callable(get) else None
     bias = getattr(head, "bias", None)
@@ -55,32 +81,51 @@ def check_finite(model: nn.Module, source: Source) -> None:
     """Raise FileError naming the first ten parameters that hold a NaN or an infinity."""
     bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
     if bad:
-        raise FileError([Problem("holds a value that is not finite", where=f"{source.place}: {name}") for name in bad[:10]])
+        raise FileError(
+            [
+                Problem("holds a value that is not finite", where=f"{source.place}: {name}")
+                for name in bad[:10]
+            ]
+        )
 
 
 def check_stored(model: nn.Module, files: Mapping[str, Path]) -> None:
-    """Raise FileError naming the first ten parameters stored as integers, truth values or 8-bit floats: transformers casts them unasked."""
-    parameters = [name for name, value in model.named_parameters(remove_duplicate=False) if value.is_floating_point()]
+    """Raise FileError naming the first ten parameters stored as integers, truth values or 8-bit floats:
+    transformers casts them unasked."""
+    parameters = [
+        name for name, value in model.named_parameters(remove_duplicate=False) if value.is_floating_point()
+    ]
     problems = []
     for path in (path for name, path in files.items() if is_weights(name)):
         for key, entry in read_header(path, links=True).tensors.items():
             if entry.dtype in WEIGHTS:
                 continue
-            if any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for name in parameters):  # with or without a prefix
-                found, remedy = str(entry.dtype).removeprefix("torch."), "use the model as it was before it was quantised or converted"
+            # with or without a prefix
+            if any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for name in parameters):
+                found, remedy = (
+                    str(entry.dtype).removeprefix("torch."),
+                    "use the model as it was before it was quantised or converted",
+                )
                 problems.append(Problem(f"holds {found}, not weights", f"{path}  {key}", remedy=remedy))
     if problems:
         raise FileError(problems[:10])
 
 
 def check_ties(model: Any, source: Source) -> None:
-    """Raise FileError naming the first ten parameters that the config ties and that differ in the checkpoint, where they stay untied."""
+    """Raise FileError naming the first ten parameters that the config ties and that differ in the checkpoint,
+    where they stay untied."""
     wanted = model.get_expanded_tied_weights_keys(all_submodels=True)
     broken = [
-        Problem(f"is tied to {two} by the config, and differs from it in the checkpoint", f"{source.place}: {one}")
+        Problem(
+            f"is tied to {two} by the config, and differs from it in the checkpoint", f"{source.place}: {one}"
+        )
         for one, two in wanted.items()
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(two)
     ]
     if broken:
-        remedy = 'use another copy; if they are meant to differ, set "tie_word_embeddings": false in config.json'
-        raise FileError([Problem("the checkpoint breaks ties of its config", source.place, remedy=remedy), *broken[:10]])
+        remedy = (
+            'use another copy; if they are meant to differ, set "tie_word_embeddings": false in config.json'
+        )
+        raise FileError(
+            [Problem("the checkpoint breaks ties of its config", source.place, remedy=remedy), *broken[:10]]
+        )

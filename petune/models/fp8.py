@@ -1,9 +1,10 @@
 """Eight-bit floats (float8_e4m3fn): quantisation by rows, and a frozen weight that is held in them.
 
-A weight [n, k] has one float32 scale for each of its rows, its outputs, and W = scale * q is what both products see. The forward
-product sums along a row, so the scale multiplies its result. The backward product sums over rows: there the scale goes into the gradient
-before that is quantised, dy W = (dy * scale) q. One matrix of bytes therefore serves both. Activations and gradients are quantised as
-they come, a scale a row; products are summed in float32.
+A weight [n, k] has one float32 scale for each of its rows, its outputs, and W = scale * q is what both
+products see. The forward product sums along a row, so the scale multiplies its result. The backward product
+sums over rows: there the scale goes into the gradient before that is quantised, dy W = (dy * scale) q. One
+matrix of bytes therefore serves both. Activations and gradients are quantised as they come, a scale a row;
+products are summed in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ LARGEST = 448  # of float8_e4m3fn
 
 
 def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(q, scale): x [m, n] as float8_e4m3fn with one float32 scale a row [m, 1], so that x ~ q * scale and a row's largest is 448.
+    """(q, scale): x [m, n] as float8_e4m3fn with one float32 scale a row [m, 1], so that x ~ q * scale and a
+    row's largest is 448.
 
     by: float32 [n], which columns are multiplied with first.
     """
@@ -30,11 +32,13 @@ def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x y^T of quantised matrices [m, k] and [n, k] with a scale a row, summed in float32 and rounded to `dtype`; `left` is x and its
-    scale."""
+    """x y^T of quantised matrices [m, k] and [n, k] with a scale a row, summed in float32 and rounded to
+    `dtype`; `left` is x and its scale."""
     x, x_scale = left
     if x.device.type == "cuda":
-        return torch._scaled_mm(x, y.T, scale_a=x_scale, scale_b=y_scale.T, out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(
+            x, y.T, scale_a=x_scale, scale_b=y_scale.T, out_dtype=dtype, use_fast_accum=True
+        )
     wide = torch.promote_types(dtype, torch.float32)
     return ((x.to(wide) * x_scale) @ (y.to(wide) * y_scale).T).to(dtype)
 
@@ -96,7 +100,8 @@ class Fp8:
         return (self.q.to(wide) * self.scale).to(self.dtype)
 
     def narrow(self, dim: int, start: int, length: int) -> Fp8:
-        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them: views, with the scales of whole rows."""
+        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them: views, with the scales of
+        whole rows."""
         q = self.q.narrow(dim, start, length)
         return replace(self, q=q, scale=self.scale if dim else self.scale.narrow(0, start, length))
 
@@ -116,7 +121,8 @@ class Fp8:
 
     @property
     def factors(self) -> Tensor:
-        """What the columns of a gradient [m, n] are multiplied with before it is quantised for `multiply_back`, [n]."""
+        """What the columns of a gradient [m, n] are multiplied with before it is quantised for
+        `multiply_back`, [n]."""
         return self.scale[:, 0]
 
     def multiply(self, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -124,7 +130,8 @@ class Fp8:
         return product(x, self.q if self.q.stride(1) == 1 else self.q.contiguous(), self.scale, dtype)
 
     def multiply_back(self, dy: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """dy W of a quantised dy * factors [m, n]; the matrix is turned for it, as products in eight bits want rows to sum along."""
+        """dy W of a quantised dy * factors [m, n]; the matrix is turned for it, as products in eight bits
+        want rows to sum along."""
         turned = self.q.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
         return product(dy, turned, torch.ones_like(turned[:, :1], dtype=torch.float32), dtype)
 

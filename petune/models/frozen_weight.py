@@ -1,9 +1,10 @@
-"""The frozen weight of a base: the tensor itself where it is dense, else a `QuantisedWeight`, the one copy of it in a form of fewer bytes.
+"""The frozen weight of a base: the tensor itself where it is dense, else a `QuantisedWeight`, the one copy of
+it in a form of fewer bytes.
 
-A quantised weight is a parameter under the same name and with the shape, dtype and device of the weight that it stands for, so layers
-hold and call it as any other: `torch.nn.functional.linear` multiplies in its form, forward and backward; copies, moves and slices keep
-the form; `copy_` quantises what is written; everything else reads its values, which `dense_of` gives, and a view is a copy of them. It does
-not train.
+A quantised weight is a parameter under the same name and with the shape, dtype and device of the weight that
+it stands for, so layers hold and call it as any other: `torch.nn.functional.linear` multiplies in its form,
+forward and backward; copies, moves and slices keep the form; `copy_` quantises what is written; everything
+else reads its values, which `dense_of` gives, and a view is a copy of them. It does not train.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class FrozenWeight(Protocol):
         ...
 
     def narrow(self, dim: int, start: int, length: int) -> FrozenWeight:
-        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them. Nothing is quantised again."""
+        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them. Nothing is quantised
+        again."""
         ...
 
     def write(self, weight: Tensor) -> None:
@@ -82,7 +84,8 @@ class FrozenWeight(Protocol):
 class QuantisedWeight(Tensor):
     """A frozen weight [n, k] as a tensor: `form` holds it, and there is no other copy.
 
-    samples: float64, the `sampled` values of the dense weight it was made of, by which that is known again; None of a slice.
+    samples: float64, the `sampled` values of the dense weight it was made of, by which that is known again;
+    None of a slice.
     """
 
     form: FrozenWeight
@@ -97,7 +100,8 @@ class QuantisedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Products go to the form, and a parameter that is given other data takes its form; the rest as torch does it."""
+        """Products go to the form, and a parameter that is given other data takes its form; the rest as torch
+        does it."""
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
         if func is Tensor.__setitem__ and isinstance(args[0], cls):
@@ -110,7 +114,8 @@ class QuantisedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What keeps the form (see _KEEP), else the same of dense values. Raises UsageError for what would write into those."""
+        """What keeps the form (see _KEEP), else the same of dense values. Raises UsageError for what would
+        write into those."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], cls) and (keep := _KEEP.get(func)) is not None:
             made = keep(*args, **kwargs)
@@ -159,11 +164,18 @@ def _remade(form: FrozenWeight, samples: Tensor | None, parameter: bool) -> Tens
 
 
 def _cannot_write(weight: QuantisedWeight, by: str) -> UsageError:
-    return UsageError(f"a weight in {weight.form.name} cannot be written by {by}", remedy="write the whole weight with copy_")
+    return UsageError(
+        f"a weight in {weight.form.name} cannot be written by {by}",
+        remedy="write the whole weight with copy_",
+    )
 
 
 def _cannot_train(weight: QuantisedWeight) -> UsageError:
-    return UsageError(f"a weight in {weight.form.name} cannot train", where="base_dtype", remedy="leave base_dtype out, or do not train it")
+    return UsageError(
+        f"a weight in {weight.form.name} cannot train",
+        where="base_dtype",
+        remedy="leave base_dtype out, or do not train it",
+    )
 
 
 # ------------------------------------------------------------------ what keeps the form
@@ -181,19 +193,32 @@ def _dense_clone(value: Tensor) -> Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-def _moved(weight: QuantisedWeight, *, dtype: torch.dtype | None = None, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+def _moved(
+    weight: QuantisedWeight,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    non_blocking: bool = False,
+    **_: Any,
+) -> Any:
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    form = weight.form.each(lambda value: value.to(device=device or value.device, non_blocking=non_blocking, copy=True))
+    form = weight.form.each(
+        lambda value: value.to(device=device or value.device, non_blocking=non_blocking, copy=True)
+    )
     return QuantisedWeight(form if dtype is None else form.to(dtype), weight.samples)
 
 
-def _sliced(weight: QuantisedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _sliced(
+    weight: QuantisedWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     if step != 1:
         return NotImplemented
     first, last, _ = slice(start, end).indices(weight.shape[dim])
     whole = last - first == weight.shape[dim]
-    return QuantisedWeight(weight.form.narrow(dim % 2, first, max(0, last - first)), weight.samples if whole else None)
+    return QuantisedWeight(
+        weight.form.narrow(dim % 2, first, max(0, last - first)), weight.samples if whole else None
+    )
 
 
 def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False) -> QuantisedWeight:
@@ -234,7 +259,8 @@ def _linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> T
         dtype = torch.get_autocast_dtype(kind)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     elif x.dtype != weight.dtype:
-        raise RuntimeError(f"expected an input of {weight.dtype}, the weight's, but found {x.dtype}")  # torch's own error for a dense one
+        # torch's own error for a dense one
+        raise RuntimeError(f"expected an input of {weight.dtype}, the weight's, but found {x.dtype}")
     y: Tensor = _Product.apply(x, weight.form)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
@@ -250,14 +276,17 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         with torch.autocast(dy.device.type, enabled=False):
-            return ctx.form.dlinear(dy.reshape(-1, dy.shape[-1])).view(*dy.shape[:-1], ctx.form.shape[1]), None
+            return ctx.form.dlinear(dy.reshape(-1, dy.shape[-1])).view(
+                *dy.shape[:-1], ctx.form.shape[1]
+            ), None
 
 
 # ------------------------------------------------------------------ layers and models
 
 
 def dense_of(weight: Tensor) -> Tensor:
-    """The values of a weight as a plain tensor: a quantised one's that its products see, else the tensor itself."""
+    """The values of a weight as a plain tensor: a quantised one's that its products see, else the tensor
+    itself."""
     return weight.form.dense() if isinstance(weight, QuantisedWeight) else weight
 
 
@@ -267,7 +296,8 @@ def bytes_in(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def sampled(value: Tensor) -> Tensor:
-    """A few values of a tensor, evenly spaced, in float64: of a quantised one, those of the dense weight it was made of."""
+    """A few values of a tensor, evenly spaced, in float64: of a quantised one, those of the dense weight it
+    was made of."""
     if isinstance(value, QuantisedWeight) and value.samples is not None:
         return value.samples
     flat = dense_of(value.detach()).reshape(-1)
@@ -276,7 +306,8 @@ def sampled(value: Tensor) -> Tensor:
 
 
 def quantised(weight: nn.Parameter, name: str) -> nn.Parameter:
-    """`weight` [n, k], which does not train, as a parameter in the form `name`; itself where it is quantised already."""
+    """`weight` [n, k], which does not train, as a parameter in the form `name`; itself where it is quantised
+    already."""
     if isinstance(weight, QuantisedWeight):
         return weight
     return nn.Parameter(QuantisedWeight(FORMS[name].of(weight), sampled(weight)), requires_grad=False)
@@ -291,7 +322,8 @@ def quantised_in(model: nn.Module) -> Iterator[tuple[nn.Module, str, QuantisedWe
 
 
 def restore_dense(model: nn.Module) -> None:
-    """Put dense parameters with the same values in the place of quantised weights; a shared one stays shared."""
+    """Put dense parameters with the same values in the place of quantised weights; a shared one stays
+    shared."""
     made: dict[int, nn.Parameter] = {}
     for module, name, value in list(quantised_in(model)):
         made.setdefault(id(value), nn.Parameter(value.form.dense(), requires_grad=False))

@@ -5,7 +5,18 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
+from petune.models.spec import (
+    Attention,
+    Config,
+    Family,
+    Mlp,
+    Norm,
+    Shape,
+    StackName,
+    StackRule,
+    SubLayer,
+    linears,
+)
 
 ATTENTION = Attention(
     at="self_attn",
@@ -32,7 +43,13 @@ def head_dim(config: Config) -> int:
 def shape(config: Config) -> Shape:
     """Sizes of a Llama-like config."""
     heads = config.num_attention_heads
-    return Shape(heads, config.num_key_value_heads or heads, head_dim(config), config.intermediate_size, config.hidden_size)
+    return Shape(
+        heads,
+        config.num_key_value_heads or heads,
+        head_dim(config),
+        config.intermediate_size,
+        config.hidden_size,
+    )
 
 
 def narrow(config: Config, reduction: int) -> Config:

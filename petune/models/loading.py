@@ -1,7 +1,8 @@
 """From what a recipe calls a model to a plain Hugging Face model in memory, with nothing half loaded.
 
-Only safetensors are read. Keys that are missing from a checkpoint are allowed for a fresh task head alone: those modules are reported, so
-that they are trained; anything else missing, surplus inside the blocks, or mis-shaped is an error.
+Only safetensors are read. Keys that are missing from a checkpoint are allowed for a fresh task head alone:
+those modules are reported, so that they are trained; anything else missing, surplus inside the blocks, or
+mis-shaped is an error.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ AUTO: dict[Head, Any] = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory, its family if petune has a table for it, and the modules the checkpoint had no weights for.
+    """A model in memory, its family if petune has a table for it, and the modules the checkpoint had no
+    weights for.
 
-    `note` says in one line what the checkpoint lacked for the task and what of it the task does not use; empty if it fits exactly.
+    `note` says in one line what the checkpoint lacked for the task and what of it the task does not use;
+    empty if it fits exactly.
     """
 
     model: PreTrainedModel
@@ -51,17 +54,24 @@ class Loaded:
 
 
 def read_config(source: Source) -> Any:
-    """The transformers config of `source`. Raises FileError when it is missing or unreadable, and for an object, which no file holds."""
+    """The transformers config of `source`. Raises FileError when it is missing or unreadable, and for an
+    object, which no file holds."""
     if source.kind == "object":
         remedy = "give it again: petune.load_run(folder, base=model), petune.train(..., model=model)"
-        raise FileError("the model was an object given from Python, which no file holds", where=source.spec, remedy=remedy)
+        raise FileError(
+            "the model was an object given from Python, which no file holds", where=source.spec, remedy=remedy
+        )
     if source.kind == "config":
         try:
             fields = read_json(Path(source.place), links=True)
             refuse_settings(fields, str(Path(source.place).parent))
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
-            raise FileError(f"not a model config: {_first_line(error)}", where=source.place, remedy='it needs a "model_type"') from None
+            raise FileError(
+                f"not a model config: {_first_line(error)}",
+                where=source.place,
+                remedy='it needs a "model_type"',
+            ) from None
     _check_folder(source)
     with _hub_errors(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
@@ -70,7 +80,8 @@ def read_config(source: Source) -> Any:
 
 
 def _check_folder(source: Source) -> None:
-    """Raise FileError for a folder that petune wrote and somebody changed, and for one with an adapter in it."""
+    """Raise FileError for a folder that petune wrote and somebody changed, and for one with an adapter in
+    it."""
     folder = local_folder(source.place, source.revision)
     if folder is not None:
         refuse_adapter(folder)
@@ -91,7 +102,8 @@ def kind_of(config: Any) -> Kind:
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights. Without a padding token the end token pads, which is said; labels are masked by position anyway.
+    """The tokenizer beside the weights. Without a padding token the end token pads, which is said; labels are
+    masked by position anyway.
 
     Raises FileError when there is none, or when it has neither a padding nor an end token.
     """
@@ -105,10 +117,19 @@ def with_padding(tokenizer: Any, place: str) -> PreTrainedTokenizerBase:
     """`tokenizer` with a padding token; `place` is where it comes from. Raises as `load_tokenizer`."""
     limit = tokenizer.model_max_length
     if not isinstance(limit, int | float) or limit < 1:
-        raise FileError("model_max_length is no length", where=place, expected="a number, at least 1", found=repr(limit)[:80])
+        raise FileError(
+            "model_max_length is no length",
+            where=place,
+            expected="a number, at least 1",
+            found=repr(limit)[:80],
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise FileError("the tokenizer has neither a padding nor an end token", where=place, remedy="set pad_token and eos_token in it")
+            raise FileError(
+                "the tokenizer has neither a padding nor an end token",
+                where=place,
+                remedy="set pad_token and eos_token in it",
+            )
         tokenizer.pad_token = tokenizer.eos_token
         say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads")
     return cast("PreTrainedTokenizerBase", tokenizer)
@@ -123,9 +144,10 @@ def load_model(
 ) -> Loaded:
     """The model of `source` with the task's head, in `dtype`, on the CPU, in eval mode.
 
-    `labels` become id2label. `config`: the model's, which becomes this model's own; None: read here.
-    Raises UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
-    fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory runs out.
+    `labels` become id2label. `config`: the model's, which becomes this model's own; None: read here. Raises
+    UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
+    fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory
+    runs out.
     """
     config = read_config(source) if config is None else config
     _refuse_headless(config, head)
@@ -136,7 +158,9 @@ def load_model(
         with quiet():
             model = AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False)
         heads = family.heads if family else ()
-        return Loaded(model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), "")
+        return Loaded(
+            model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), ""
+        )
     check_weights(source)
     if code := wanted_code(local_folder(source.place, source.revision) or Path(source.place)):
         say(f"{code[0]}: not run; {config.model_type} is read with transformers' own classes")
@@ -159,14 +183,16 @@ def load_model(
 
 
 def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config with the task's head on the meta device: its modules and shapes without a weight. Raises as `load_model`."""
+    """The model of a config with the task's head on the meta device: its modules and shapes without a weight.
+    Raises as `load_model`."""
     _refuse_headless(config, head)
     with _hub_errors(source), torch.device("meta"), quiet():
         return cast("PreTrainedModel", AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False))
 
 
 def _refuse_headless(config: Any, head: Head) -> None:
-    """Raise UsageError for a type of model without such a head, and for one that is more than its text model."""
+    """Raise UsageError for a type of model without such a head, and for one that is more than its text
+    model."""
     inner = getattr(getattr(config, "text_config", None), "model_type", None)
     if inner in FAMILIES:
         what = f"a model of type {config.model_type} holds more than the text model that petune tunes"
@@ -183,11 +209,15 @@ def _name_classes(config: Any, labels: Sequence[str] | None) -> None:
         config.label2id = {label: index for index, label in enumerate(labels)}
 
 
-def adopt_model(model: PreTrainedModel, source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype) -> Loaded:
-    """A model that is in memory already, as `load_model` would have given it: in `dtype`, on the CPU, in eval mode, changed in place.
+def adopt_model(
+    model: PreTrainedModel, source: Source, head: Head, labels: Sequence[str] | None, dtype: torch.dtype
+) -> Loaded:
+    """A model that is in memory already, as `load_model` would have given it: in `dtype`, on the CPU, in eval
+    mode, changed in place.
 
-    Raises UsageError for a class without the head of the task or another number of classes, FileError for non-finite values. Which of its
-    modules are fresh cannot be seen, so none is reported; the note names those that often are.
+    Raises UsageError for a class without the head of the task or another number of classes, FileError for
+    non-finite values. Which of its modules are fresh cannot be seen, so none is reported; the note names
+    those that often are.
     """
     known: Any = AUTO[head]._model_mapping
     wanted = known[type(model.config)] if type(model.config) in known.keys() else type(model)  # noqa: SIM118 - a lazy mapping
@@ -196,15 +226,28 @@ def adopt_model(model: PreTrainedModel, source: Source, head: Head, labels: Sequ
         names = " or ".join(one.__name__ for one in wanted)
         remedy = f"load it with {AUTO[head].__name__}.from_pretrained"
         found = type(model).__name__
-        raise UsageError(f"this model has not the head for {head}", where="model", expected=names, found=found, remedy=remedy)
+        raise UsageError(
+            f"this model has not the head for {head}",
+            where="model",
+            expected=names,
+            found=found,
+            remedy=remedy,
+        )
     if labels is not None and model.config.num_labels != len(labels):
-        sides = {"expected": f"num_labels={len(labels)}: {', '.join(labels[:10])}", "found": f"num_labels={model.config.num_labels}"}
+        sides = {
+            "expected": f"num_labels={len(labels)}: {', '.join(labels[:10])}",
+            "found": f"num_labels={model.config.num_labels}",
+        }
         raise UsageError("the model has another number of classes than the rows", where="model", **sides)
     _name_classes(model.config, labels)
     check_finite(model, source)
     family = FAMILIES.get(model.config.model_type)
     fresh = [name for name, _ in model.named_modules() if family and name.rpartition(".")[2] in family.fresh]
-    note = f"{', '.join(fresh)} stays frozen: if it is new and not pretrained, name it in method.also_train" if fresh else ""
+    note = (
+        f"{', '.join(fresh)} stays frozen: if it is new and not pretrained, name it in method.also_train"
+        if fresh
+        else ""
+    )
     return Loaded(cast("PreTrainedModel", model.to(dtype).cpu().eval()), family, (), note)
 
 
@@ -237,28 +280,51 @@ def _hub_errors(source: Source) -> Iterator[None]:
     except OSError as error:
         remedy = None
         if source.kind == "hub" and _is_unreachable(error):
-            remedy = "check the network; a local folder needs none, nor what an earlier run has put into the cache"
-            raise MachineError(f"cannot reach the hub for the model {source.place!r}: {_first_line(error)}", remedy=remedy) from None
+            remedy = (
+                "check the network; a local folder needs none, nor what an earlier run has put into the cache"
+            )
+            raise MachineError(
+                f"cannot reach the hub for the model {source.place!r}: {_first_line(error)}", remedy=remedy
+            ) from None
         if source.kind == "hub":
             remedy = (
-                "check the name and the network; give a local folder to work offline; a gated model needs its licence accepted and a token"
+                "check the name and the network; give a local folder to work offline; a gated model needs its"
+                " licence accepted and a token"
             )
         elif "safetensors" in str(error):
             remedy = "only safetensors are read: convert the weights with save_pretrained"
-        raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place, remedy=remedy) from None
+        raise FileError(
+            f"cannot be loaded: {_first_line(error)}", where=source.place, remedy=remedy
+        ) from None
     except RuntimeError as error:
         if "allocate memory" in str(error):
-            raise MachineError("not enough memory to load the model", where=source.place, found=_first_line(error)) from None
+            raise MachineError(
+                "not enough memory to load the model", where=source.place, found=_first_line(error)
+            ) from None
         raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
-    except Exception as error:  # transformers and safetensors raise bare classes of their own for damaged files
+    except (
+        Exception
+    ) as error:  # transformers and safetensors raise bare classes of their own for damaged files
         folder = local_folder(source.place, source.revision)
-        if "trust_remote_code" in str(error) or (isinstance(error, ValueError) and folder is not None and wanted_code(folder)):
+        if "trust_remote_code" in str(error) or (
+            isinstance(error, ValueError) and folder is not None and wanted_code(folder)
+        ):
             raise code_refused(folder, source.place, _first_line(error)) from None
         remedy = "a file in it is damaged, missing or not what its name says: use another copy"
-        raise FileError(f"cannot be loaded: {type(error).__name__}: {_first_line(error)}", where=source.place, remedy=remedy) from error
+        raise FileError(
+            f"cannot be loaded: {type(error).__name__}: {_first_line(error)}",
+            where=source.place,
+            remedy=remedy,
+        ) from error
 
 
-_UNREACHABLE = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout", "ConnectionError")
+_UNREACHABLE = (
+    "OfflineModeIsEnabled",
+    "LocalEntryNotFoundError",
+    "ConnectError",
+    "ConnectTimeout",
+    "ConnectionError",
+)
 
 
 def _is_unreachable(error: BaseException | None) -> bool:

@@ -1,6 +1,7 @@
 """Port: one block of a stack as the model's own loop sees it.
 
-The loop is Hugging Face's, so every block gets the mask, the positions and the bias that the loop makes for it.
+The loop is Hugging Face's, so every block gets the mask, the positions and the bias that the loop makes for
+it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Elsewhere:
-    """Stand-in for a block that lives in another process: its class, its attributes that are plain values, the
-    names of its arguments."""
+    """Stand-in for a block that lives in another process: its class, its attributes that are plain values,
+    the names of its arguments."""
 
     def __init__(self, block: nn.Module) -> None:
         self.kind = block.__class__
@@ -39,14 +40,16 @@ class Elsewhere:
 
 
 class Port:
-    """One block of one iteration over a stack. It has the class and the attributes of its block, and calling it runs the
-    block inside the stack's pass (see Stack.advance).
+    """One block of one iteration over a stack. It has the class and the attributes of its block, and calling
+    it runs the block inside the stack's pass (see Stack.advance).
 
     first, last: whether the iteration begins or ends with it, blocks that live elsewhere not counted."""
 
     __slots__ = ("_block", "_first", "_last", "_number", "_stack")
 
-    def __init__(self, stack: Stack, number: int, block: nn.Module | Elsewhere, first: bool, last: bool) -> None:
+    def __init__(
+        self, stack: Stack, number: int, block: nn.Module | Elsewhere, first: bool, last: bool
+    ) -> None:
         for name, value in zip(Port.__slots__, (block, first, last, number, stack), strict=True):
             object.__setattr__(self, name, value)
 
@@ -86,8 +89,9 @@ class Recorded:
 class Pass:
     """The state of a stack between its first port and its last.
 
-    here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as the blocks
-    see it. side: the ladder's carry. waiting: the calls so far, where all blocks are to run at once."""
+    here: where the tensors of the blocks lie in the whole batch. carry: what the first block is handed, as
+    the blocks see it. side: the ladder's carry. waiting: the calls so far, where all blocks are to run at
+    once."""
 
     here: Running
     carry: Call = field(default_factory=dict)
@@ -96,7 +100,8 @@ class Pass:
     made: dict[tuple[Hashable, int], tuple[Any, Any]] = field(default_factory=dict)
 
     def once(self, what: Hashable, make: Callable[[Any], T], value: Any) -> T:
-        """`make(value)`, made once in a pass for each `what` and each object: blocks are handed the same tensors."""
+        """`make(value)`, made once in a pass for each `what` and each object: blocks are handed the same
+        tensors."""
         key = what, id(value)
         if key not in self.made:
             self.made[key] = value, make(value)  # the value too, so that no other object gets its id
@@ -111,7 +116,8 @@ def names_of(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def same(one: Call, other: Call) -> bool:
-    """Whether two calls have the same arguments but for the hidden states: the same objects, or equal plain values."""
+    """Whether two calls have the same arguments but for the hidden states: the same objects, or equal plain
+    values."""
     rest = one.keys() | other.keys()
     return all(_same(one.get(name), other.get(name)) for name in rest - {"hidden_states"})
 

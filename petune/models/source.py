@@ -1,7 +1,7 @@
 """What a recipe calls a model: where it lies, and which files hold its weights. Nothing is loaded here.
 
-A local folder always wins and never touches the network; `demo:` names ship with petune; `config:` gives random weights and says so;
-`object:` stands for a model that was given from Python.
+A local folder always wins and never touches the network; `demo:` names ship with petune; `config:` gives
+random weights and says so; `object:` stands for a model that was given from Python.
 """
 
 from __future__ import annotations
@@ -22,15 +22,27 @@ from petune.models.trust import refuse_outside
 
 # How well-known names of the hub begin that once were whole ids, and the organisation they have now.
 _ORGS = {
-    **{"bert-base-": "google-bert", "bert-large-": "google-bert", "t5-": "google-t5", "flan-t5-": "google", "bart-": "facebook"},
-    **{"distilbert-": "distilbert", "roberta-": "FacebookAI", "xlm-roberta-": "FacebookAI", "gpt2": "openai-community"},
+    **{
+        "bert-base-": "google-bert",
+        "bert-large-": "google-bert",
+        "t5-": "google-t5",
+        "flan-t5-": "google",
+        "bart-": "facebook",
+    },
+    **{
+        "distilbert-": "distilbert",
+        "roberta-": "FacebookAI",
+        "xlm-roberta-": "FacebookAI",
+        "gpt2": "openai-community",
+    },
 }
 _CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. `place` is a folder, a config file, a hub id or an object's class; `note` one line for the user."""
+    """Where a model comes from. `place` is a folder, a config file, a hub id or an object's class; `note` one
+    line for the user."""
 
     spec: str
     kind: Literal["folder", "hub", "demo", "config", "object"]
@@ -40,7 +52,8 @@ class Source:
 
 
 def resolve_model(spec: str, folder: Path) -> Source:
-    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means, seen from a recipe in `folder`.
+    """What `spec` (folder | demo:NAME | config:FILE | hub id[@revision] | object:CLASS@FINGERPRINT) means,
+    seen from a recipe in `folder`.
 
     Raises FileError for a path that is not there, naming every place that was tried.
     """
@@ -53,17 +66,33 @@ def resolve_model(spec: str, folder: Path) -> Source:
         return Source(spec, "object", name, None, f"a {name} given from Python, fingerprint {mark}")
     if spec.startswith("config:"):
         place = _find(spec.removeprefix("config:"), folder)
-        return Source(spec, "config", str(place), None, f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality")
+        return Source(
+            spec,
+            "config",
+            str(place),
+            None,
+            f"{spec}: RANDOM WEIGHTS, for checks of speed and correctness, not of quality",
+        )
     tried = [base / Path(spec).expanduser() for base in (folder, Path.cwd())]
-    if not spec.isprintable() or len(spec.encode()) > 4000 or any(len(part.encode()) > 255 for part in spec.split("/")):
+    if (
+        not spec.isprintable()
+        or len(spec.encode()) > 4000
+        or any(len(part.encode()) > 255 for part in spec.split("/"))
+    ):
         raise FileError(
-            "no model has a name like this", found=repr(spec)[:200], remedy="give a folder, a hub id such as org/name, or demo:NAME"
+            "no model has a name like this",
+            found=repr(spec)[:200],
+            remedy="give a folder, a hub id such as org/name, or demo:NAME",
         )
     for place in tried:
         if place.is_dir():
             return Source(spec, "folder", str(place.resolve()), None, f"{spec}: local folder")
         if place.is_file():
-            raise FileError("the model is a file, not a folder", where=str(place), remedy="give the folder that holds config.json")
+            raise FileError(
+                "the model is a file, not a folder",
+                where=str(place),
+                remedy="give the folder that holds config.json",
+            )
     name, _, revision = spec.partition("@")
     if spec.startswith((".", "/", "~")) or name.count("/") != 1:
         raise _not_there(spec, tried)
@@ -82,7 +111,11 @@ def _not_there(spec: str, tried: Sequence[Path]) -> FileError:
     places = ", ".join(dict.fromkeys(str(place) for place in tried))
     names = ", ".join(f"demo:{name}" for name in demo.MODELS)
     org = next((org for start, org in _ORGS.items() if spec.startswith(start) and "/" not in spec), None)
-    remedy = f"on the hub it is {org}/{spec}" if org else f"give a folder, a hub id, which has the form org/name, or one of {names}"
+    remedy = (
+        f"on the hub it is {org}/{spec}"
+        if org
+        else f"give a folder, a hub id, which has the form org/name, or one of {names}"
+    )
     return FileError(f"no model at {spec!r}", found=f"nothing at {places}", remedy=remedy)
 
 
@@ -92,13 +125,16 @@ def local_folder(place: str, revision: str | None = None) -> Path | None:
     if folder.is_dir():
         return folder
     try:
-        return Path(cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
+        return Path(
+            cast("str", cached_file(place, "config.json", revision=revision, local_files_only=True))
+        ).parent
     except (OSError, ValueError):
         return None
 
 
 def model_files(place: str, revision: str | None = None) -> dict[str, Path]:
-    """The files that decide what a model in a folder, or of a hub id in the local cache, computes: configs, index, safetensors, by name.
+    """The files that decide what a model in a folder, or of a hub id in the local cache, computes: configs,
+    index, safetensors, by name.
 
     Raises FileError for an index that leads out of the folder, and for links that do.
     """
@@ -118,7 +154,8 @@ def is_weights(name: str) -> bool:
 
 
 def _weight_names(folder: Path) -> list[str]:
-    """The names of the safetensors files that transformers reads in a folder, there or not: the one file, else the index's. Or none."""
+    """The names of the safetensors files that transformers reads in a folder, there or not: the one file,
+    else the index's. Or none."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         names = [SAFE_WEIGHTS_NAME]
@@ -135,17 +172,25 @@ def _names_in(index: Path) -> list[str]:
     """The names of the weight files in an index, each once."""
     found = read_json(index, links=True).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
-        raise FileError("is not an index of weights", where=str(index), expected='a "weight_map" from tensors to files')
+        raise FileError(
+            "is not an index of weights", where=str(index), expected='a "weight_map" from tensors to files'
+        )
     for tensor, name in found.items():
         fault = name_fault(name) or (None if is_weights(name) else "is no safetensors file")
         if fault:
             where = f"{index}  weight_map: {tensor!r}"[:300]
-            raise FileError(f"a file's name {fault}", where=where, found=repr(name)[:200], remedy="use a copy of the model you trust")
+            raise FileError(
+                f"a file's name {fault}",
+                where=where,
+                found=repr(name)[:200],
+                remedy="use a copy of the model you trust",
+            )
     return sorted(set(found.values()))
 
 
 def check_weights(source: Source) -> None:
-    """Whether the files with the weights of a local model are there; they are not read. Raises FileError naming those that are not."""
+    """Whether the files with the weights of a local model are there; they are not read. Raises FileError
+    naming those that are not."""
     if source.kind not in ("folder", "demo"):
         return
     folder = Path(source.place)
@@ -153,5 +198,15 @@ def check_weights(source: Source) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or None
-        remedy = "only safetensors are read: convert the weights with save_pretrained" if found else "use a complete copy of the model"
-        raise FileError(f"{missing[0]} is not there", where=str(folder), expected=", ".join(names[:3]), found=found, remedy=remedy)
+        remedy = (
+            "only safetensors are read: convert the weights with save_pretrained"
+            if found
+            else "use a complete copy of the model"
+        )
+        raise FileError(
+            f"{missing[0]} is not there",
+            where=str(folder),
+            expected=", ".join(names[:3]),
+            found=found,
+            remedy=remedy,
+        )

@@ -89,9 +89,9 @@ class Attention:
 
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
     keys are turned by their positions. window: the keys up to its own that a query of causal attention sees,
-    None for all; no table says so, each block does. scale: of the scores; None for the `scaling` of `at`. bias:
-    the table of relative positions below `at`, which block 0 has. drop: the dropout of its probabilities, a
-    module or a number that is an attribute of one. head_counts: attributes of `at`.
+    None for all; no table says so, each block does. scale: of the scores; None for the `scaling` of `at`.
+    bias: the table of relative positions below `at`, which block 0 has. drop: the dropout of its
+    probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     """
 
     at: str
@@ -136,7 +136,9 @@ class Mlp:
     @cached_property
     def region(self) -> Region:
         """Where it is entered and left."""
-        return Region(kind="mlp", enter=self.at, leave=self.down, sites=dict(self.up.members) | {"down": self.down})
+        return Region(
+            kind="mlp", enter=self.at, leave=self.down, sites=dict(self.up.members) | {"down": self.down}
+        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,9 @@ class StackRule:
     @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
-        return any(isinstance(sublayer.core, Attention) and sublayer.core.causal for sublayer in self.sublayers)
+        return any(
+            isinstance(sublayer.core, Attention) and sublayer.core.causal for sublayer in self.sublayers
+        )
 
 
 @dataclass(frozen=True)
@@ -288,10 +292,17 @@ def _region_sites(block: nn.Module, region: Region, where: str, stack: StackName
             raise _no_module(block, f"role {role!r} of {region.kind}", path, where)
         found.append(Site(f"{where}.{hit[0]}", hit[1], stack, index, region, role, hit == leave))
     if not any(site.leaves for site in found):
-        raise UsageError(f"no role of {region.kind} is the module it leaves by", where=where, expected=region.leave)
+        raise UsageError(
+            f"no role of {region.kind} is the module it leaves by", where=where, expected=region.leave
+        )
     return found
 
 
 def _no_module(block: nn.Module, what: str, path: str, where: str) -> UsageError:
     names = [name for name, _ in block.named_modules() if name]
-    return UsageError(f"no module for {what}", where=where, expected=path, found=", ".join(nearest(path, names)) or ", ".join(names[:8]))
+    return UsageError(
+        f"no module for {what}",
+        where=where,
+        expected=path,
+        found=", ".join(nearest(path, names)) or ", ".join(names[:8]),
+    )

@@ -36,12 +36,13 @@ class Ladder(Protocol):
         ...
 
     def split(self, call: Call, now: Pass) -> tuple[Call, Call]:
-        """The arguments of one block, for the backbone and for the level beside it, without the ladder's carry."""
+        """The arguments of one block, for the backbone and for the level beside it, without the ladder's
+        carry."""
         ...
 
     def step(self, index: int, hidden: Tensor, call: Call) -> Call:
-        """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance it.
-        Returns the carry."""
+        """One level: mix the output of block `index`, [batch, seq, hidden], into the side state and advance
+        it. Returns the carry."""
         ...
 
     def end(self, hidden: Tensor, call: Call) -> Tensor:
@@ -51,7 +52,8 @@ class Ladder(Protocol):
 
 @dataclass(frozen=True)
 class Carried:
-    """What travels from one pipeline stage to the next: a block's carry, and the ladder's own where there is one."""
+    """What travels from one pipeline stage to the next: a block's carry, and the ladder's own where there is
+    one."""
 
     backbone: Call
     side: Call | None
@@ -72,10 +74,12 @@ class Wire(Protocol):
 
 
 class Edges(Protocol):
-    """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row, say."""
+    """How calls enter and leave a stack that computes on other tensors inside: on some tokens of each row,
+    say."""
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
-        """What the first block is handed by the one before, as it is inside, and where that lies in the whole."""
+        """What the first block is handed by the one before, as it is inside, and where that lies in the
+        whole."""
         ...
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
@@ -96,7 +100,8 @@ class Edges(Protocol):
 
 
 class Whole(Protocol):
-    """A way through all blocks of a stack at once, where no ladder climbs beside them and their arguments are the same."""
+    """A way through all blocks of a stack at once, where no ladder climbs beside them and their arguments are
+    the same."""
 
     def takes(self, stack: Stack, call: Call) -> bool:
         """Whether a pass that begins with `call` may go this way."""
@@ -108,12 +113,13 @@ class Whole(Protocol):
 
 
 class Stack(nn.ModuleList):
-    """The blocks of one stack, each run by its port: receive -> enter -> block, the ladder's step beside it, ...
-    -> leave -> send.
+    """The blocks of one stack, each run by its port: receive -> enter -> block, the ladder's step beside it,
+    ... -> leave -> send.
 
-    Without a ladder, edges and a wire it computes exactly what the plain list did. Children keep their numbers in the
-    whole model, also where a stage holds only some of them. With `recompute`, activations inside a block are computed
-    again in the backward pass. Called as a module it begins a pass, so that hooks before it act then.
+    Without a ladder, edges and a wire it computes exactly what the plain list did. Children keep their
+    numbers in the whole model, also where a stage holds only some of them. With `recompute`, activations
+    inside a block are computed again in the backward pass. Called as a module it begins a pass, so that hooks
+    before it act then.
     """
 
     wire: Wire | None = None
@@ -127,18 +133,26 @@ class Stack(nn.ModuleList):
     def __init__(self, blocks: nn.ModuleList, rule: StackRule, name: StackName) -> None:
         super().__init__()
         self.training = blocks.training
-        self.plain = type(blocks), {name: value for name, value in blocks.__dict__.items() if name != "_modules"}
+        self.plain = (
+            type(blocks),
+            {name: value for name, value in blocks.__dict__.items() if name != "_modules"},
+        )
         self.rule, self.name = rule, name
         self.edges: list[Edges] = []  # from the outermost
         self.climbs = True  # False: the ladder is passed by, see methods.without_tuning
         self.elsewhere: dict[int, Elsewhere] = {}
-        self.arguments = [names_of(type(block)) for block in blocks]  # by number; a block's class changes when it is fused
+        # by number; a block's class changes when it is fused
+        self.arguments = [names_of(type(block)) for block in blocks]
         self.extend(blocks)
 
     @property
     def numbered(self) -> list[tuple[int, nn.Module]]:
         """The blocks that are here, with their numbers in the whole model."""
-        return [(int(name), child) for name, child in self._modules.items() if name.isdigit() and child is not None]
+        return [
+            (int(name), child)
+            for name, child in self._modules.items()
+            if name.isdigit() and child is not None
+        ]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -186,9 +200,18 @@ class Stack(nn.ModuleList):
 
     # ------------------------------------------------------------------ a pass
 
-    def advance(self, number: int, block: nn.Module | Elsewhere, first: bool, last: bool, args: tuple[Any, ...], kwargs: Call) -> Any:
-        """The call of a port: run block `number` with these arguments. Returns what the block does; the last one's hidden
-        states are those that leave the stack. Raises UsageError for a block that is called before the first one."""
+    def advance(
+        self,
+        number: int,
+        block: nn.Module | Elsewhere,
+        first: bool,
+        last: bool,
+        args: tuple[Any, ...],
+        kwargs: Call,
+    ) -> Any:
+        """The call of a port: run block `number` with these arguments. Returns what the block does; the last
+        one's hidden states are those that leave the stack. Raises UsageError for a block that is called
+        before the first one."""
         self.reached = True
         by_position = self.arguments[number][: len(args)]
         call: Call = dict(zip(by_position, args, strict=True)) | kwargs
@@ -213,7 +236,8 @@ class Stack(nn.ModuleList):
         return carried if len(carried) > 1 else carried[0]
 
     def forward(self, hidden_states: Tensor, **others: Any) -> Pass:
-        """Begin a pass with the arguments of the first block; what a pass with an error has left is dropped."""
+        """Begin a pass with the arguments of the first block; what a pass with an error has left is
+        dropped."""
         call: Call = {"hidden_states": hidden_states, **others}
         self._refuse_their_checkpointing()
         arrived = self.wire.receive() if self.wire else None
@@ -223,17 +247,27 @@ class Stack(nn.ModuleList):
         for edges in self.edges:
             now.carry, now.here = edges.begin(self, now.carry, now.here)
         if self.ladder is not None:
-            self._begin_ladder(self.ladder, now, self._inside(now, call) | now.carry, arrived.side if arrived else None)
+            self._begin_ladder(
+                self.ladder, now, self._inside(now, call) | now.carry, arrived.side if arrived else None
+            )
         elif self.whole is not None and self.whole.takes(self, self._inside(now, call) | now.carry):
             now.waiting = []
         return now
 
     def _refuse_their_checkpointing(self) -> None:
-        """Raise UsageError for Hugging Face's gradient checkpointing where it cannot be right: it knows nothing of what
-        happens at the edges of a cut stack."""
-        if (self.edges or self.wire is not None) and any(getattr(block, "gradient_checkpointing", False) for block in self.blocks):
-            remedy = "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe, memory='input' in petune.wrap"
-            problem = "the model's own gradient checkpointing is on, which knows nothing of what happens at this stack's edges"
+        """Raise UsageError for Hugging Face's gradient checkpointing where it cannot be right: it knows
+        nothing of what happens at the edges of a cut stack."""
+        if (self.edges or self.wire is not None) and any(
+            getattr(block, "gradient_checkpointing", False) for block in self.blocks
+        ):
+            remedy = (
+                "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe,"
+                " memory='input' in petune.wrap"
+            )
+            problem = (
+                "the model's own gradient checkpointing is on, which knows nothing of what happens at this"
+                " stack's edges"
+            )
             raise UsageError(problem, remedy=remedy)
 
     def _begin_ladder(self, ladder: Ladder, now: Pass, call: Call, arrived: Call | None) -> None:
@@ -248,10 +282,14 @@ class Stack(nn.ModuleList):
             now.side = edges.begin_side(self, now.side, now.here)
 
     def _inside(self, now: Pass, call: Call) -> Call:
-        """The arguments of a block as they are inside; what the block before has handed on is inside already."""
+        """The arguments of a block as they are inside; what the block before has handed on is inside
+        already."""
         if not self.edges:
             return call
-        return {name: value if name in self.rule.carry else self._entered(now, name, value) for name, value in call.items()}
+        return {
+            name: value if name in self.rule.carry else self._entered(now, name, value)
+            for name, value in call.items()
+        }
 
     def _entered(self, now: Pass, name: str, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -265,10 +303,14 @@ class Stack(nn.ModuleList):
         """What a block returns for a call that is inside; the ladder advances beside it."""
         now, ladder = cast("Pass", self.now), self.ladder
         if ladder is None or now.side is None:
-            return self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
+            return self._maybe_again(
+                self.step, one.number, one.block, _given(call, one.by_position), now.here
+            )
         call, side = ladder.split(call, now)
         with torch.no_grad():
-            output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
+            output = self._maybe_again(
+                self.step, one.number, one.block, _given(call, one.by_position), now.here
+            )
         hidden = carried_by(self.rule, output)["hidden_states"]
         now.side = now.side | self._maybe_again(self._climb, one.number, hidden, side | now.side, now.here)
         return output
@@ -278,13 +320,17 @@ class Stack(nn.ModuleList):
 
         Raises UsageError where the loop changes hidden states between blocks, as those do not exist yet."""
         if waiting and one.call["hidden_states"] is not waiting[-1].call["hidden_states"]:
-            what = f"hidden states are changed between blocks {waiting[-1].number} and {one.number} of the {self.name}"
+            what = (
+                f"hidden states are changed between blocks {waiting[-1].number} and {one.number} of the"
+                f" {self.name}"
+            )
             raise UsageError(what, where="kernels", remedy="use kernels: off")
         waiting.append(one)
         return self._run_all(waiting) if last else self._handed_on(one.call)
 
     def _run_all(self, waiting: list[Recorded]) -> Any:
-        """At once, where all calls are the same and the way through the whole stack takes them; else one by one."""
+        """At once, where all calls are the same and the way through the whole stack takes them; else one by
+        one."""
         now = cast("Pass", self.now)
         call = self._inside(now, waiting[0].call) | now.carry
         if self.whole is not None and all(same(waiting[0].call, one.call) for one in waiting[1:]):
@@ -293,11 +339,14 @@ class Stack(nn.ModuleList):
                 return self._finish(self._handed_on(advanced))
         output: Any = None
         for one in waiting:
-            output = self._run(one, call if output is None else self._inside(now, one.call) | carried_by(self.rule, output))
+            output = self._run(
+                one, call if output is None else self._inside(now, one.call) | carried_by(self.rule, output)
+            )
         return self._finish(output)
 
     def _finish(self, output: Any) -> Any:
-        """Hand over to the next stage or end the stack; the last block's output, with the hidden states that leave."""
+        """Hand over to the next stage or end the stack; the last block's output, with the hidden states that
+        leave."""
         now, self.now = cast("Pass", self.now), None
         carry = now.carry | carried_by(self.rule, output)
         if self.wire is not None and not self.wire.ends:
@@ -340,7 +389,8 @@ class Stack(nn.ModuleList):
         return step(*args)
 
     def step(self, index: int, block: nn.Module, given: Given, here: Running) -> Any:
-        """What block `index` returns for the arguments `given`, by position and by name as the model's loop gave them."""
+        """What block `index` returns for the arguments `given`, by position and by name as the model's loop
+        gave them."""
         with drawing(self.at(index, here)):
             return block(*given[0], **given[1])
 
@@ -356,14 +406,16 @@ class Stack(nn.ModuleList):
 
 
 def _at(site: str) -> None:
-    """Name the place outside the stacks that is running from here on: a pipeline's stage may have skipped what came before."""
+    """Name the place outside the stacks that is running from here on: a pipeline's stage may have skipped
+    what came before."""
     now = running()
     if now.key is not None:
         now.site, now.drawn = site, 0
 
 
 class Around:
-    """Hooks on the module that holds a stack under `child`: they name the place, and see that its loop ran the ports."""
+    """Hooks on the module that holds a stack under `child`: they name the place, and see that its loop ran
+    the ports."""
 
     def __init__(self, name: str, child: str) -> None:
         self.name, self.child = name, child
@@ -375,7 +427,8 @@ class Around:
             stack.now, stack.reached = None, False
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
-        """Raise UsageError for a loop that passed the ports by, or left before what only its last port does."""
+        """Raise UsageError for a loop that passed the ports by, or left before what only its last port
+        does."""
         stack = getattr(owner, self.child)
         if not isinstance(stack, Stack):
             return
@@ -383,15 +436,21 @@ class Around:
         what = None
         if not stack.reached:
             what = f"{type(owner).__name__} calls no element of its list of blocks"
-        elif now is not None and (stack.edges or stack.wire or now.side is not None or now.waiting is not None):
+        elif now is not None and (
+            stack.edges or stack.wire or now.side is not None or now.waiting is not None
+        ):
             what = f"{type(owner).__name__} leaves the loop over its blocks before the last one"
         if what is not None:
-            expected, remedy = "a loop that calls every block", "use no plan and no kernels, and another method than side"
+            expected, remedy = (
+                "a loop that calls every block",
+                "use no plan and no kernels, and another method than side",
+            )
             raise UsageError(what, where=self.name, expected=expected, remedy=remedy)
 
 
 def _given(call: Call, by_position: tuple[str, ...]) -> Given:
-    """A call as its loop wrote it: what was given by position, where checkpointing and recorders look, and by name."""
+    """A call as its loop wrote it: what was given by position, where checkpointing and recorders look, and by
+    name."""
     named = {name: value for name, value in call.items() if name not in by_position}
     return tuple(call[name] for name in by_position), named
 
@@ -417,7 +476,8 @@ def unownable(model: nn.Module) -> str | None:
 
 
 def own_stacks(model: nn.Module, family: Family) -> Mapping[StackName, Stack]:
-    """Put a `Stack` in the place of each of the model's module lists of blocks and return them by name; idempotent.
+    """Put a `Stack` in the place of each of the model's module lists of blocks and return them by name;
+    idempotent.
 
     Raises UsageError where `unownable` has a reason.
     """
@@ -433,7 +493,10 @@ def own_stacks(model: nn.Module, family: Family) -> Mapping[StackName, Stack]:
             model.set_submodule(path, blocks)
             above, _, child = path.rpartition(".")
             owner, around = model.get_submodule(above), Around(name, child)
-            blocks.around = owner.register_forward_pre_hook(around.before), owner.register_forward_hook(around.after)
+            blocks.around = (
+                owner.register_forward_pre_hook(around.before),
+                owner.register_forward_hook(around.after),
+            )
         stacks[name] = blocks
     return stacks
 
@@ -444,7 +507,8 @@ def stacks_in(model: nn.Module) -> dict[str, Stack]:
 
 
 def disown_stacks(model: nn.Module, which: Callable[[Stack], bool] = lambda stack: True) -> None:
-    """Put the module lists back where `own_stacks` put stacks, with no hook left; `which` chooses among them."""
+    """Put the module lists back where `own_stacks` put stacks, with no hook left; `which` chooses among
+    them."""
     for path, stack in stacks_in(model).items():
         if not which(stack):
             continue
@@ -452,5 +516,8 @@ def disown_stacks(model: nn.Module, which: Callable[[Stack], bool] = lambda stac
             handle.remove()
         kind, attributes = stack.plain
         blocks = kind.__new__(kind)
-        blocks.__dict__ = attributes | {"training": stack.training, "_modules": {str(n): block for n, block in stack.numbered}}
+        blocks.__dict__ = attributes | {
+            "training": stack.training,
+            "_modules": {str(n): block for n, block in stack.numbered},
+        }
         model.set_submodule(path, blocks)

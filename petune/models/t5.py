@@ -5,12 +5,25 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from petune.models.spec import Attention, Config, Family, Mlp, Norm, Shape, StackName, StackRule, SubLayer, linears
+from petune.models.spec import (
+    Attention,
+    Config,
+    Family,
+    Mlp,
+    Norm,
+    Shape,
+    StackName,
+    StackRule,
+    SubLayer,
+    linears,
+)
 
 CARRY = ("hidden_states", "position_bias", "encoder_decoder_position_bias")
 
 
-def attention(place: int, name: str, *, causal: bool = False, bias: str | None = None, memory: str | None = None) -> SubLayer:
+def attention(
+    place: int, name: str, *, causal: bool = False, bias: str | None = None, memory: str | None = None
+) -> SubLayer:
     """Attention `name`, sub-layer `place` of a block; its scores are not scaled."""
     at = f"layer.{place}.{name}"
     q, k, v = (f"{at}.{role}" for role in ("q", "k", "v"))
@@ -31,7 +44,9 @@ def attention(place: int, name: str, *, causal: bool = False, bias: str | None =
 def mlp(place: int) -> SubLayer:
     """The feed-forward sub-layer `place` of a block; gated (wi_0, wi_1) and plain (wi) forms alike."""
     at = f"layer.{place}.DenseReluDense"
-    core = Mlp(at=at, up=linears(gate=f"{at}.wi_0", up=f"{at}.wi_1|{at}.wi"), down=f"{at}.wo", drop=f"{at}.dropout")
+    core = Mlp(
+        at=at, up=linears(gate=f"{at}.wi_0", up=f"{at}.wi_1|{at}.wi"), down=f"{at}.wo", drop=f"{at}.dropout"
+    )
     return SubLayer(core, norm_in=Norm(f"layer.{place}.layer_norm"), drop=f"layer.{place}.dropout")
 
 
@@ -59,12 +74,17 @@ def narrow(config: Config, reduction: int) -> Config:
 
 def depth(config: Config) -> dict[StackName, int]:
     """Blocks of each stack; a config that does not say has as many in the decoder as in the encoder."""
-    return {"encoder": config.num_layers, "decoder": getattr(config, "num_decoder_layers", None) or config.num_layers}
+    return {
+        "encoder": config.num_layers,
+        "decoder": getattr(config, "num_decoder_layers", None) or config.num_layers,
+    }
 
 
 def rule(blocks: str, sublayers: tuple[SubLayer, ...]) -> StackRule:
     """One of the two stacks."""
-    return StackRule(blocks, sublayers, CARRY, tail="final_layer_norm", bias="has_relative_attention_bias", clamps=True)
+    return StackRule(
+        blocks, sublayers, CARRY, tail="final_layer_norm", bias="has_relative_attention_bias", clamps=True
+    )
 
 
 FAMILY = Family(

@@ -1,7 +1,8 @@
-"""What a model's folder may not decide: that its own Python runs, that kernels are fetched, or that other weights than its own are read.
+"""What a model's folder may not decide: that its own Python runs, that kernels are fetched, or that other
+weights than its own are read.
 
-petune always passes trust_remote_code=False, so transformers neither asks nor runs code. A folder whose class transformers has itself is
-read with that class; any other is refused with what it asked for.
+petune always passes trust_remote_code=False, so transformers neither asks nor runs code. A folder whose class
+transformers has itself is read with that class; any other is refused with what it asked for.
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ _CODE = ("config.json", "tokenizer_config.json")
 ADAPTER = "adapter_config.json"
 _MOST_LAYERS = 10_000  # transformers would build as many as a config says, for ever
 _READ = (".json", ".jinja", ".txt", ".model", ".safetensors")  # what loaders of models and tokenizers read
-_VOCABULARIES = ("vocab_file", "merges_file", "tokenizer_file", "spm_file", "source_spm", "target_spm")  # of a tokenizer's config: paths
+# of a tokenizer's config: paths
+_VOCABULARIES = ("vocab_file", "merges_file", "tokenizer_file", "spm_file", "source_spm", "target_spm")
 
 
 def wanted_code(folder: Path) -> list[str]:
-    """The Python that a folder's JSON files name as their own, one line each: file, entry, and the module it would run."""
+    """The Python that a folder's JSON files name as their own, one line each: file, entry, and the module it
+    would run."""
     found = []
     for name in _CODE:
         try:
-            entries = read_json(folder / name, links=True).get("auto_map") if (folder / name).is_file() else None
+            entries = (
+                read_json(folder / name, links=True).get("auto_map") if (folder / name).is_file() else None
+            )
         except PetuneError:
             continue  # whoever reads it says what is wrong
         named = entries if isinstance(entries, dict) else {"AutoTokenizer": entries} if entries else {}
         for entry, reference in named.items():
             references = reference if isinstance(reference, list) else [reference]
-            found += [f"{name}: auto_map {entry}: {one!r}{_file_of(str(one))}"[:300] for one in references if one is not None]
+            found += [
+                f"{name}: auto_map {entry}: {one!r}{_file_of(str(one))}"[:300]
+                for one in references
+                if one is not None
+            ]
     return found
 
 
@@ -42,28 +51,52 @@ def _file_of(reference: str) -> str:
 
 
 def code_refused(folder: Path | None, place: str, reason: str) -> FileError:
-    """The error for a model or tokenizer that only Python of its own could read; `reason` is transformers'."""
+    """The error for a model or tokenizer that only Python of its own could read; `reason` is
+    transformers'."""
     wanted = wanted_code(folder) if folder is not None else []
-    remedy = "use a model whose class transformers has itself; one that you trust, load yourself and give to petune.train as an object"
-    problems = [Problem("asks to run Python of its own, which petune never does", place, found=reason[:200], remedy=remedy)]
+    remedy = (
+        "use a model whose class transformers has itself; one that you trust, load yourself and give to"
+        " petune.train as an object"
+    )
+    problems = [
+        Problem(
+            "asks to run Python of its own, which petune never does", place, found=reason[:200], remedy=remedy
+        )
+    ]
     return FileError([*problems, *(Problem("is not run", line) for line in wanted[:10])])
 
 
 def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
-    """Raise FileError for settings of a config.json that make transformers read other weights, or fetch code."""
+    """Raise FileError for settings of a config.json that make transformers read other weights, or fetch
+    code."""
     problems = []
     for path, key, value in _walk(fields):
         where = f"{place}/config.json  {path}"[:500]
-        if key in ("attn_implementation", "_attn_implementation", "experts_implementation") and "/" in repr(value):
-            problems.append(Problem("names a kernel to be fetched and run", where, found=repr(value)[:80], remedy="remove the setting"))
+        if key in ("attn_implementation", "_attn_implementation", "experts_implementation") and "/" in repr(
+            value
+        ):
+            problems.append(
+                Problem(
+                    "names a kernel to be fetched and run",
+                    where,
+                    found=repr(value)[:80],
+                    remedy="remove the setting",
+                )
+            )
         if key == "transformers_weights":
             remedy = "give a folder whose weights have their usual names; a tuning is read with petune.load"
-            problems.append(Problem("names the file of the weights", where, found=repr(value)[:120], remedy=remedy))
+            problems.append(
+                Problem("names the file of the weights", where, found=repr(value)[:120], remedy=remedy)
+            )
         if isinstance(value, int) and abs(value) > (_MOST_LAYERS if key.endswith("layers") else 2**40):
-            problems.append(Problem("is no size of a model", where, found=repr(value)[:40], remedy="use another copy"))
+            problems.append(
+                Problem("is no size of a model", where, found=repr(value)[:40], remedy="use another copy")
+            )
         if key == "quantization_config" and value:
             remedy = "use the model in float32 or bfloat16, as it was before it was quantised"
-            problems.append(Problem("this model is quantised, which petune cannot tune", where, remedy=remedy))
+            problems.append(
+                Problem("this model is quantised, which petune cannot tune", where, remedy=remedy)
+            )
     if problems:
         raise FileError(problems[:10])
 
@@ -76,15 +109,25 @@ def _walk(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise FileError for a model's folder with an adapter of peft's in it, which transformers would add to the model, or read instead."""
+    """Raise FileError for a model's folder with an adapter of peft's in it, which transformers would add to
+    the model, or read instead."""
     if (folder / ADAPTER).is_file():
         alone = not (folder / "config.json").is_file()
-        what = "is an adapter, not a model" if alone else "holds an adapter beside the model, which transformers would add to it"
-        raise FileError(what, where=str(folder / ADAPTER), remedy="give the base as `model` and this folder as init_adapter")
+        what = (
+            "is an adapter, not a model"
+            if alone
+            else "holds an adapter beside the model, which transformers would add to it"
+        )
+        raise FileError(
+            what,
+            where=str(folder / ADAPTER),
+            remedy="give the base as `model` and this folder as init_adapter",
+        )
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Raise FileError for a file that loaders read, in `folder`, that a link or tokenizer_config.json leads out of it."""
+    """Raise FileError for a file that loaders read, in `folder`, that a link or tokenizer_config.json leads
+    out of it."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.suffix in _READ:
             refuse_outside(folder, path.name)
@@ -95,12 +138,15 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def refuse_outside(folder: Path, name: str) -> None:
-    """Raise FileError for a file outside its folder, behind any links; a hub cache, whose links lead to its own blobs, is one folder."""
+    """Raise FileError for a file outside its folder, behind any links; a hub cache, whose links lead to its
+    own blobs, is one folder."""
     root, real = folder.resolve(), (folder / name).resolve()
     root = root.parent.parent if root.parent.name == "snapshots" else root
     if not real.is_relative_to(root):
         remedy = "give the folder with the file itself, or copy the file here"
-        raise FileError("leads out of the model's folder", where=str(folder / name), found=str(real), remedy=remedy)
+        raise FileError(
+            "leads out of the model's folder", where=str(folder / name), found=str(real), remedy=remedy
+        )
 
 
 def _exists(path: Path) -> bool:

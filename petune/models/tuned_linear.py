@@ -1,8 +1,8 @@
 """The protocol of a tuned layer, below kernels, methods and parallel plans.
 
-A tuned layer is a subclass of the layer it tunes and holds that layer's weight and bias itself, so base names, hooks and code that reads
-`layer.weight` do not change. What trains, what is fused, how it is cut and what it keeps is what the layer says here: nobody decides it by
-the names of attributes.
+A tuned layer is a subclass of the layer it tunes and holds that layer's weight and bias itself, so base
+names, hooks and code that reads `layer.weight` do not change. What trains, what is fused, how it is cut and
+what it keeps is what the layer says here: nobody decides it by the names of attributes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from petune.models.spec import CutKind, Split
 
 
 class LowRank(NamedTuple):
-    """A linear map with a low-rank update, x W^T + bias + scale (dropout(x) A^T) B^T, as fused kernels compute it.
+    """A linear map with a low-rank update, x W^T + bias + scale (dropout(x) A^T) B^T, as fused kernels
+    compute it.
 
-    weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are of the update.
+    weight [n, k], bias [n] or None; A [r, k] and B [n, r], both None without an update; scale and dropout are
+    of the update.
     """
 
     weight: Tensor
@@ -45,7 +47,9 @@ class LowRank(NamedTuple):
         """The same with weight and bias in another dtype; A and B are rounded where they are stacked."""
         if self.weight.dtype == dtype:
             return self
-        return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+        return self._replace(
+            weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype)
+        )
 
 
 class BottleneckPart(NamedTuple):
@@ -71,7 +75,8 @@ class BottleneckPart(NamedTuple):
 class KeptFeatures(NamedTuple):
     """What a forward pass keeps for the backward pass of a layer's tuning, in features per token.
 
-    input: the layer's own input is kept. inner: features made before the sum of a cut by rows; after: those made after it.
+    input: the layer's own input is kept. inner: features made before the sum of a cut by rows; after: those
+    made after it.
     """
 
     input: bool = False
@@ -88,16 +93,19 @@ class TunedModule(nn.Module, ABC):
 
 
 class TunedLinear(TunedModule):
-    """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer it tunes.
+    """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer
+    it tunes.
 
-    Everything that kernels, parallel plans, merging and estimates want to know of it is asked through these members.
+    Everything that kernels, parallel plans, merging and estimates want to know of it is asked through these
+    members.
     """
 
     weight: Tensor
     active: bool  # False: compute what the base layer would
     merged: bool  # True: `weight` contains the tuning already
     base: ClassVar[type[nn.Module]]  # the class of the layer that is tuned
-    additions: ClassVar[tuple[str, ...]] = ()  # attributes, parameters and children that the base layer has not
+    # attributes, parameters and children that the base layer has not
+    additions: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
         """A subclass may compute something else, so it has a fused form only if it says so itself."""
@@ -107,7 +115,8 @@ class TunedLinear(TunedModule):
 
     @classmethod
     def of(cls, layer: nn.Module) -> Self:
-        """The tuned form of `layer`, sharing its parameters, hooks and every other attribute; its additions are not made yet."""
+        """The tuned form of `layer`, sharing its parameters, hooks and every other attribute; its additions
+        are not made yet."""
         tuned = cls.__new__(cls)
         tuned.__dict__ = dict(layer.__dict__)
         for name in ("_parameters", "_modules"):
@@ -124,7 +133,9 @@ class TunedLinear(TunedModule):
         return layer
 
     def _without_additions(self, own: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in own.items() if name not in ("active", "merged", *self.additions)}
+        return {
+            name: value for name, value in own.items() if name not in ("active", "merged", *self.additions)
+        }
 
     def low_rank(self) -> LowRank | None:
         """The linear map of the layer as fused kernels compute it, all of it but for its `bottleneck`.
@@ -136,13 +147,14 @@ class TunedLinear(TunedModule):
         return None
 
     def bottleneck(self) -> BottleneckPart | None:
-        """What acts on the sum of `low_rank` in a fused block; None: nothing. Always None or never, for one layer;
-        it follows from what `low_rank` may follow from."""
+        """What acts on the sum of `low_rank` in a fused block; None: nothing. Always None or never, for one
+        layer; it follows from what `low_rank` may follow from."""
         return None
 
     @abstractmethod
     def splits(self, cut: CutKind) -> dict[str, Split]:
-        """How each tensor of the layer, the base layer's included, is cut when the layer is cut by columns or by rows.
+        """How each tensor of the layer, the base layer's included, is cut when the layer is cut by columns or
+        by rows.
 
         Raises UsageError for a cut in which the layer could not compute what it computes whole.
         """
@@ -156,20 +168,24 @@ class TunedLinear(TunedModule):
 
     @abstractmethod
     def kept_features(self) -> KeptFeatures:
-        """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps nothing."""
+        """What a forward pass keeps for the backward pass of the tuning; the base layer itself keeps
+        nothing."""
 
     @abstractmethod
     def delta(self) -> Tensor:
-        """What merging adds to `weight`, same shape, float32 at least. Raises UsageError for a tuning that cannot be merged."""
+        """What merging adds to `weight`, same shape, float32 at least. Raises UsageError for a tuning that
+        cannot be merged."""
 
     def merged_weight(self) -> Tensor:
-        """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once to the base's dtype."""
+        """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once
+        to the base's dtype."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
-    """`layer` as fused kernels compute it, or None where it is more than that (a bottleneck) or its forward is not exactly known."""
+    """`layer` as fused kernels compute it, or None where it is more than that (a bottleneck) or its forward
+    is not exactly known."""
     return linear_of(layer) if bottleneck_of(layer) is None else None
 
 
@@ -179,7 +195,8 @@ def bottleneck_of(layer: nn.Module) -> BottleneckPart | None:
 
 
 def linear_of(layer: nn.Module) -> LowRank | None:
-    """The linear map of `layer`, or None where its forward is not exactly known: only torch's own linear and what says it."""
+    """The linear map of `layer`, or None where its forward is not exactly known: only torch's own linear and
+    what says it."""
     if "forward" in vars(layer):  # somebody has put another in its place
         return None
     if type(layer) is nn.Linear:

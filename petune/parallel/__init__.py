@@ -1,7 +1,8 @@
-"""Parallel plans and their execution. `configs` and `plan` are pure; `tensor`, `sequence`, `pipeline` and `fsdp` carry a plan out for
-`runner`.
+"""Parallel plans and their execution. `configs` and `plan` are pure; `tensor`, `sequence`, `pipeline` and
+`fsdp` carry a plan out for `runner`.
 
-Names are fetched when first used, so that reading `parallel.configs`, as checking a recipe does, loads no torch.
+Names are fetched when first used, so that reading `parallel.configs`, as checking a recipe does, loads no
+torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The two boundaries of sub-layers cut across ranks (petune.models.boundary), made of the pairs of functions that
-the autograd functions of petune.parallel.collectives are made of."""
+"""The two boundaries of sub-layers cut across ranks (petune.models.boundary), made of the pairs of functions
+that the autograd functions of petune.parallel.collectives are made of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from petune.rng.context import running
 
 @dataclass(frozen=True)
 class _Among:
-    """Among the ranks of `group`. A copy of the model has the same one, as a process group cannot be copied."""
+    """Among the ranks of `group`. A copy of the model has the same one, as a process group cannot be
+    copied."""
 
     group: Group
     first: int = 0
@@ -35,7 +36,8 @@ class _Among:
 
 @dataclass(frozen=True)
 class WholeBoundary(_Among):
-    """The boundary beyond which hidden states are whole on every rank (Shoeybi et al. 2019, arXiv:1909.08053)."""
+    """The boundary beyond which hidden states are whole on every rank (Shoeybi et al. 2019,
+    arXiv:1909.08053)."""
 
     connection: ClassVar[Connection] = "whole"
 
@@ -62,7 +64,8 @@ class WholeBoundary(_Among):
 
 @dataclass(frozen=True)
 class SequenceBoundary(_Among):
-    """The boundary beyond which each rank has some tokens of every row (Korthikanti et al. 2022, arXiv:2205.05198).
+    """The boundary beyond which each rank has some tokens of every row (Korthikanti et al. 2022,
+    arXiv:2205.05198).
 
     sizes: tokens of each rank in the call that it is for."""
 

@@ -1,21 +1,28 @@
-"""What ranks say to one another: the six transitions between layouts as autograd functions, five plain collectives, a transfer.
+"""What ranks say to one another: the six transitions between layouts as autograd functions, five plain
+collectives, a transfer.
 
-The transitions act on activations [batch, seq, ...] whose dim 1 is cut by `sizes`, the tokens of every rank of `group` in order; zero
-tokens are allowed. They talk in the tensor's own dtype. The backward of each is its true adjoint, which depends on who consumes the result:
+The transitions act on activations [batch, seq, ...] whose dim 1 is cut by `sizes`, the tokens of every rank
+of `group` in order; zero tokens are allowed. They talk in the tensor's own dtype. The backward of each is its
+true adjoint, which depends on who consumes the result:
 
     name                 forward          backward         leads
-    copy                 identity         all-reduce       whole -> the entry of a layer cut by heads or columns
+    copy                 identity         all-reduce       whole -> the entry of a layer cut by heads or
+                         columns
     reduce               all-reduce       identity         partial sums -> whole
-    gather_seq           all-gather       reduce-scatter   sequence -> whole, where ranks then do different work
+    gather_seq           all-gather       reduce-scatter   sequence -> whole, where ranks then do different
+                         work
     reduce_scatter_seq   reduce-scatter   all-gather       partial sums -> sequence
     split_shared         own slice        all-gather       whole, the same on every rank -> sequence
-    gather_shared        all-gather       own slice        sequence -> whole, where every rank then does the same work
+    gather_shared        all-gather       own slice        sequence -> whole, where every rank then does the
+                         same work
 
-Each is a `Pair` of plain functions, which fused blocks call by themselves, and the autograd function made of it.
-Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses the other ranks' part.
+Each is a `Pair` of plain functions, which fused blocks call by themselves, and the autograd function made of
+it. Taking gather_seq for gather_shared multiplies gradients by the number of ranks; the reverse loses the
+other ranks' part.
 
-A group of None or of one rank means that nothing is said and `x` comes back. Every rank must make the same calls in the same order. Uneven
-all-gathers are padded to the longest part and uneven reduce-scatters take a list, which gloo and NCCL can both do.
+A group of None or of one rank means that nothing is said and `x` comes back. Every rank must make the same
+calls in the same order. Uneven all-gathers are padded to the longest part and uneven reduce-scatters take a
+list, which gloo and NCCL can both do.
 """
 
 from __future__ import annotations
@@ -35,9 +42,11 @@ Sizes = tuple[int, ...]
 T = TypeVar("T")
 
 SEQ = 1  # the dim of an activation that holds tokens
-BUCKET = 64 * 2**20  # bytes of one flat all-reduce: long enough for bandwidth, short enough not to matter beside the model
+# bytes of one flat all-reduce: long enough for bandwidth, short enough not to matter beside the model
+BUCKET = 64 * 2**20
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13, and before
+# its name from torch 2.13, and before
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def alone(group: Group) -> bool:
@@ -56,7 +65,8 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the own tokens."""
+    """[b, own tokens, ...] -> [b, all tokens, ...]; the gradient is the sum of what every rank makes of the
+    own tokens."""
     return x if alone(group) else transition(x, *GATHER_SEQ, sizes, group)
 
 
@@ -66,7 +76,8 @@ def reduce_scatter_seq(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
 
 
 def split_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every rank."""
+    """[b, all tokens, ...], the same on every rank -> own tokens; the whole gradient comes back on every
+    rank."""
     return x if alone(group) else transition(x, *SPLIT_SHARED, sizes, group)
 
 
@@ -76,7 +87,8 @@ def gather_shared(x: Tensor, sizes: Sizes, group: Group) -> Tensor:
 
 
 def all_sum_(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace each tensor by its sum over the ranks, in place and without a graph. All ranks give the same shapes in the same order."""
+    """Replace each tensor by its sum over the ranks, in place and without a graph. All ranks give the same
+    shapes in the same order."""
     _all_reduce_(tensors, dist.ReduceOp.SUM, group)
 
 
@@ -87,13 +99,15 @@ def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
 
 @torch.no_grad()
 def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
-    """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are equal on all ranks."""
+    """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are
+    equal on all ranks."""
     return x if alone(group) else _gather(x.detach(), sizes, group, dim)
 
 
 @torch.no_grad()
 def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], group: Group) -> list[Tensor]:
-    """`gather_dim` of each of `parts` by its (sizes, dim), in one call for each dtype: what is asked for together has to fit together."""
+    """`gather_dim` of each of `parts` by its (sizes, dim), in one call for each dtype: what is asked for
+    together has to fit together."""
     if alone(group):
         return list(parts)
     found: list[Tensor] = list(parts)
@@ -104,19 +118,24 @@ def gather_dims(parts: Sequence[Tensor], cuts: Sequence[tuple[Sizes, int]], grou
         if len(places) == 1:  # a large one is not copied into a flat one first
             found[places[0]] = gather_dim(parts[places[0]], *cuts[places[0]], group)
             continue
-        shapes = [[_resized(parts[at].shape, cuts[at][1], cuts[at][0][rank]) for at in places] for rank in ranks]
+        shapes = [
+            [_resized(parts[at].shape, cuts[at][1], cuts[at][0][rank]) for at in places] for rank in ranks
+        ]
         counts = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         lengths = tuple(map(sum, counts))
         flat = _gather(torch.cat([parts[at].reshape(-1) for at in places]), lengths, group, 0)
         pieces = [of_rank.split(count) for of_rank, count in zip(flat.split(lengths), counts, strict=True)]
         for number, at in enumerate(places):
-            found[at] = torch.cat([pieces[rank][number].view(shapes[rank][number]) for rank in ranks], cuts[at][1])
+            found[at] = torch.cat(
+                [pieces[rank][number].view(shapes[rank][number]) for rank in ranks], cuts[at][1]
+            )
     return found
 
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], source: int, group: Group) -> list[Tensor]:
-    """What rank `source` of the group gives, on every rank; all give the same shapes and dtypes. One call for each dtype."""
+    """What rank `source` of the group gives, on every rank; all give the same shapes and dtypes. One call for
+    each dtype."""
     if alone(group):
         return list(tensors)
     found: list[Tensor] = list(tensors)
@@ -279,7 +298,8 @@ class Transfer:
         self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
-        """What came in. On CUDA it is the stream that waits, so both tensors must be held until then and may be let go after."""
+        """What came in. On CUDA it is the stream that waits, so both tensors must be held until then and may
+        be let go after."""
         while self.works:
             self.works.pop().wait()
         return self.received[: math.prod(self.shape)].view(self.shape)
@@ -287,7 +307,9 @@ class Transfer:
 
 class _Transition(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ahead: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, ahead: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any
+    ) -> Tensor:
         ctx.back, ctx.where = back, where
         return ahead(x, *where)
 

@@ -1,18 +1,22 @@
-"""Parameters, gradients and optimizer sharded over the dp axis: torch's FSDP2 (Zhao et al. 2023, arXiv:2304.11277), block by block.
+"""Parameters, gradients and optimizer sharded over the dp axis: torch's FSDP2 (Zhao et al. 2023,
+arXiv:2304.11277), block by block.
 
-Every block of every stack is a unit that is gathered for its own forward and backward and freed again; all the rest (embeddings, norms,
-heads, ladders, which methods other than forward call) is the root's and stays gathered while the model runs. Tensors are cut along dim 0
-by torch's chunk rule: [7, 5] over two ranks is [4, 5] and [3, 5]. Cut by other axes first: FSDP shards the plain slices that are left.
+Every block of every stack is a unit that is gathered for its own forward and backward and freed again; all
+the rest (embeddings, norms, heads, ladders, which methods other than forward call) is the root's and stays
+gathered while the model runs. Tensors are cut along dim 0 by torch's chunk rule: [7, 5] over two ranks is [4,
+5] and [3, 5]. Cut by other axes first: FSDP shards the plain slices that are left.
 
-**Gradients are sums over dp.** The loss is divided by the count of the whole step already, so nothing is averaged: the divisor is 1 and the
-only reduction SUM, which gloo and NCCL both have.
+**Gradients are sums over dp.** The loss is divided by the count of the whole step already, so nothing is
+averaged: the divisor is 1 and the only reduction SUM, which gloo and NCCL both have.
 
-**What stays whole** on every replica, and is summed by whoever sums unsharded gradients: scalars, which FSDP cannot cut; with `frozen`
-False, what does not train; in a unit that trains two dtypes, those tensors that are of the rarer one, as a unit reduces in one dtype; on
-a pipeline's stages, what lies outside the blocks, as gradients arrive there without passing the model's output, where the root waits for
-them. No mixed-precision policy is set: tensors are gathered in the dtype they have, so numbers are those of one process.
+**What stays whole** on every replica, and is summed by whoever sums unsharded gradients: scalars, which FSDP
+cannot cut; with `frozen` False, what does not train; in a unit that trains two dtypes, those tensors that are
+of the rarer one, as a unit reduces in one dtype; on a pipeline's stages, what lies outside the blocks, as
+gradients arrive there without passing the model's output, where the root waits for them. No mixed-precision
+policy is set: tensors are gathered in the dtype they have, so numbers are those of one process.
 
-With replicas > 1 (HSDP) dp rank d holds shard d % (dp / replicas) of group d // (dp / replicas), and `replicas` ranks hold the same shard.
+With replicas > 1 (HSDP) dp rank d holds shard d % (dp / replicas) of group d // (dp / replicas), and
+`replicas` ranks hold the same shard.
 """
 
 from __future__ import annotations
@@ -25,7 +29,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from petune.errors import PetuneError, UsageError
@@ -39,21 +49,27 @@ from petune.parallel.plan import ParallelPlan, Sharding
 
 
 def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.Parameter]) -> None:
-    """Shard `model` over the dp axis as `plan.sharding` says, in place. Names, ties and what trains stay as they are.
+    """Shard `model` over the dp axis as `plan.sharding` says, in place. Names, ties and what trains stay as
+    they are.
 
-    `tuned`: the parameters that train. `model` may still be on the CPU: it moves to the mesh's device unit by unit, so that the device
-    never holds it whole, and comes to rest where the plan says. Every parameter object that is sharded is replaced by a DTensor, so
-    parameters must be collected again afterwards. The model must be entered by calling it; it can no longer be copied.
-    Raises UsageError for a plan that leaves nothing to shard over or splits backward passes, PetuneError if what trains is not what was
-    announced.
+    `tuned`: the parameters that train. `model` may still be on the CPU: it moves to the mesh's device unit by
+    unit, so that the device never holds it whole, and comes to rest where the plan says. Every parameter
+    object that is sharded is replaced by a DTensor, so parameters must be collected again afterwards. The
+    model must be entered by calling it; it can no longer be copied. Raises UsageError for a plan that leaves
+    nothing to shard over or splits backward passes, PetuneError if what trains is not what was announced.
     """
     sharding = plan.sharding
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # T5's position bias; nobody writes into it
+    # T5's position bias; nobody writes into it
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     if sharding is None or plan.dp < 2 or plan.dp % sharding.replicas or plan.dp == sharding.replicas:
-        raise UsageError("there is nothing to shard over", where="dp.shard", found=f"dp {plan.dp}, {sharding}")
+        raise UsageError(
+            "there is nothing to shard over", where="dp.shard", found=f"dp {plan.dp}, {sharding}"
+        )
     if plan.pp > 1 and plan.schedule == "zero-bubble":
         raise UsageError(
-            "zero-bubble computes the gradients of weights when FSDP has freed them", where="pp.schedule", remedy="use interleaved"
+            "zero-bubble computes the gradients of weights when FSDP has freed them",
+            where="pp.schedule",
+            remedy="use interleaved",
         )
     wanted = {id(parameter) for parameter in tuned}
     trains = {name: id(value) in wanted for name, value in model.named_parameters(remove_duplicate=False)}
@@ -61,7 +77,11 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     blocks = [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
     left = _left_whole(model, blocks, plan, sharding)
     _move(model, left, mesh.device)
-    settings: dict[str, Any] = {"mesh": _devices(plan, sharding, mesh), "offload_policy": _offload(sharding, mesh), "ignored_params": left}
+    settings: dict[str, Any] = {
+        "mesh": _devices(plan, sharding, mesh),
+        "offload_policy": _offload(sharding, mesh),
+        "ignored_params": left,
+    }
     for block in blocks:
         if any(value not in left for value in block.parameters()):
             _unit(block, reshard_after_forward=sharding.reshard, **settings)
@@ -74,8 +94,8 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
 class Settle:
     """Hook after a unit: where no gradient will flow back, no backward pass frees what the unit has gathered.
 
-    Otherwise the next pass would find it gathered still, and not see what was written into shards meanwhile; and replicas would fall out
-    of step where something frees it on one of them alone.
+    Otherwise the next pass would find it gathered still, and not see what was written into shards meanwhile;
+    and replicas would fall out of step where something frees it on one of them alone.
     """
 
     def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
@@ -85,22 +105,31 @@ class Settle:
 
 
 def _flows_back(output: Any) -> bool:
-    """Whether a tensor of a module's output, a tuple of them or a transformers ModelOutput, has a gradient."""
+    """Whether a tensor of a module's output, a tuple of them or a transformers ModelOutput, has a
+    gradient."""
     if isinstance(output, Tensor):
         return output.requires_grad
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    parts = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    )
     return any(map(_flows_back, parts))
 
 
 def _check_mask(model: nn.Module, trains: dict[str, bool]) -> None:
-    """Raise PetuneError unless exactly the parameters that should are marked for training, under their names."""
+    """Raise PetuneError unless exactly the parameters that should are marked for training, under their
+    names."""
     found = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     if found != trains:
         wrong = [name for name in {**trains, **found} if trains.get(name) != found.get(name)]
-        raise PetuneError("sharding and the model disagree on what trains; this is a fault of petune", where=", ".join(wrong[:3]))
+        raise PetuneError(
+            "sharding and the model disagree on what trains; this is a fault of petune",
+            where=", ".join(wrong[:3]),
+        )
 
 
-def _left_whole(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, sharding: Sharding) -> set[nn.Parameter]:
+def _left_whole(
+    model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, sharding: Sharding
+) -> set[nn.Parameter]:
     """The parameters that FSDP must not touch."""
     inside = {value for block in blocks for value in block.parameters()}
     rest = [value for value in model.parameters() if value not in inside]
@@ -129,7 +158,8 @@ def _offload(sharding: Sharding, mesh: Mesh) -> OffloadPolicy:
 
 
 def _devices(plan: ParallelPlan, sharding: Sharding, mesh: Mesh) -> DeviceMesh:
-    """The dp axis of this rank, [dp] or for HSDP [replicas, shards]. For the latter all ranks of the world must call this together."""
+    """The dp axis of this rank, [dp] or for HSDP [replicas, shards]. For the latter all ranks of the world
+    must call this together."""
     assert mesh.devices is not None
     if sharding.replicas == 1:
         return mesh.devices["dp"]
@@ -151,19 +181,22 @@ def _unit(module: nn.Module, **settings: Any) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a shard only. The gradient of a tuned tensor that is not sharded is still to be summed over dp."""
+    """Whether this rank holds a shard only. The gradient of a tuned tensor that is not sharded is still to be
+    summed over dp."""
     return isinstance(tensor, DTensor)
 
 
 def copies(tensor: Tensor, plan: ParallelPlan) -> int:
-    """How many ranks of the dp axis hold the elements of `tensor` that this one holds: what a norm over all ranks divides by."""
+    """How many ranks of the dp axis hold the elements of `tensor` that this one holds: what a norm over all
+    ranks divides by."""
     if not is_sharded(tensor):
         return plan.dp
     return plan.sharding.replicas if plan.sharding is not None else 1
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient, as a plain tensor over the same memory; possibly with zero rows."""
+    """What this rank holds of a parameter or gradient, as a plain tensor over the same memory; possibly with
+    zero rows."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -173,9 +206,11 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The wholes of what is sharded over dp, detached and plain, on the mesh's device; a tensor that is not sharded comes back as it is.
+    """The wholes of what is sharded over dp, detached and plain, on the mesh's device; a tensor that is not
+    sharded comes back as it is.
 
-    Every rank of the axis must call it. A shard that rests on the CPU travels by way of the device. All of them are there at once.
+    Every rank of the axis must call it. A shard that rests on the CPU travels by way of the device. All of
+    them are there at once.
     """
     found = list(tensors)
     sharded = {at: tensor for at, tensor in enumerate(tensors) if isinstance(tensor, DTensor)}
@@ -198,9 +233,11 @@ def chunks(length: int, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def local_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """`whole` cut as `parameter` is and put where it rests, in the dtype of `whole`: to copy into it, or to be its optimizer state.
+    """`whole` cut as `parameter` is and put where it rests, in the dtype of `whole`: to copy into it, or to
+    be its optimizer state.
 
-    Nobody talks. A tensor of another shape (a step count) is no image of the parameter and comes back as it is.
+    Nobody talks. A tensor of another shape (a step count) is no image of the parameter and comes back as it
+    is.
     """
     if whole.shape != parameter.shape:
         return whole
@@ -209,9 +246,17 @@ def local_like(parameter: Tensor, whole: Tensor) -> Tensor:
     part = whole
     for axis, placement in enumerate(parameter.placements):
         if placement.is_shard():
-            sizes, index = chunks(len(part), parameter.device_mesh.size(axis)), parameter.device_mesh.get_local_rank(axis)
+            sizes, index = (
+                chunks(len(part), parameter.device_mesh.size(axis)),
+                parameter.device_mesh.get_local_rank(axis),
+            )
             part = part.narrow(0, sum(sizes[:index]), sizes[index])
     part = part.to(local(parameter).device).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

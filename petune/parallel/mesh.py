@@ -1,7 +1,8 @@
 """The ranks of a run as a mesh of three axes, pp x dp x tp, and this rank's place in it.
 
-`tp` is the axis along which blocks are cut, whatever the row of the table (tp, sp, galaxy ...). It varies fastest, so that its ranks are
-neighbours on one host; pp varies slowest. An axis of size 1 has no group, and whoever communicates along it does nothing.
+`tp` is the axis along which blocks are cut, whatever the row of the table (tp, sp, galaxy ...). It varies
+fastest, so that its ranks are neighbours on one host; pp varies slowest. An axis of size 1 has no group, and
+whoever communicates along it does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def coordinate(plan: ParallelPlan, rank: int) -> Coordinate:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank in a plan. `groups` has the process group of each axis larger than 1; `devices` is torch's own mesh, for FSDP2."""
+    """This rank in a plan. `groups` has the process group of each axis larger than 1; `devices` is torch's
+    own mesh, for FSDP2."""
 
     plan: ParallelPlan
     rank: int
@@ -74,23 +76,33 @@ def alone(device: torch.device) -> Mesh:
 
 
 def make_mesh(plan: ParallelPlan, device: torch.device) -> Mesh:
-    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another number of ranks.
+    """The mesh of `plan` over the process group that exists. Raises DistributedError when it has another
+    number of ranks.
 
-    Where ranks may be replaced its groups are lasting ones, and torch's mesh, which would keep old connections open, is left out; but for
-    FSDP, whose parameters hold torch's own.
+    Where ranks may be replaced its groups are lasting ones, and torch's mesh, which would keep old
+    connections open, is left out; but for FSDP, whose parameters hold torch's own.
     """
     if plan.world == 1:
         return alone(device)
     if (found := dist.get_world_size()) != plan.world:
-        raise DistributedError("the plan is for another number of processes", expected=str(plan.world), found=str(found))
+        raise DistributedError(
+            "the plan is for another number of processes", expected=str(plan.world), found=str(found)
+        )
     rank, (devices, groups) = dist.get_rank(), _cut_axes(plan, device)
     if group.replaces() and plan.sharding is None:
-        return Mesh(plan, rank, coordinate(plan, rank), device, {axis: LastingGroup(now) for axis, now in groups.items()})
+        return Mesh(
+            plan,
+            rank,
+            coordinate(plan, rank),
+            device,
+            {axis: LastingGroup(now) for axis, now in groups.items()},
+        )
     return Mesh(plan, rank, coordinate(plan, rank), device, groups, devices)
 
 
 def renew(mesh: Mesh) -> None:
-    """Let the groups of `mesh`, wherever they are held, stand for those of the process group that was made anew."""
+    """Let the groups of `mesh`, wherever they are held, stand for those of the process group that was made
+    anew."""
     for axis, now in _cut_axes(mesh.plan, mesh.device)[1].items():
         lasting = mesh.groups[axis]
         assert isinstance(lasting, LastingGroup)
@@ -101,6 +113,8 @@ def _cut_axes(plan: ParallelPlan, device: torch.device) -> tuple[DeviceMesh, dic
     """torch's mesh, and the group of each axis larger than 1."""
     sizes = (plan.pp, plan.dp, plan.tp)
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    groups: dict[str, dist.ProcessGroup] = {axis: devices.get_group(axis) for axis, size in zip(AXES, sizes, strict=True) if size > 1}
+    groups: dict[str, dist.ProcessGroup] = {
+        axis: devices.get_group(axis) for axis, size in zip(AXES, sizes, strict=True) if size > 1
+    }
     group.limit(groups.values())
     return devices, groups

@@ -42,12 +42,13 @@ def no_fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None
 
 @dataclass(frozen=True)
 class Objective:
-    """forward: (model, batch) -> outputs, whose logits are [b, s, V] or [b, classes]. loss: (outputs, batch) -> the summed loss of all
-    rows, a scalar.
+    """forward: (model, batch) -> outputs, whose logits are [b, s, V] or [b, classes]. loss: (outputs, batch)
+    -> the summed loss of all rows, a scalar.
 
-    select: (outputs with logits [b, s, any width], batch) -> the logits [n, width] of the positions that count and their labels [n], for a
-    vocabulary cut across ranks. fused_loss: (model, batch, labels that count at most) -> what `loss` would give, for a model that makes it
-    without logits, or None for one that does not. tuned: what trains in a model, by name. autocast: entered around every forward.
+    select: (outputs with logits [b, s, any width], batch) -> the logits [n, width] of the positions that
+    count and their labels [n], for a vocabulary cut across ranks. fused_loss: (model, batch, labels that
+    count at most) -> what `loss` would give, for a model that makes it without logits, or None for one that
+    does not. tuned: what trains in a model, by name. autocast: entered around every forward.
     """
 
     forward: Callable[[nn.Module, Batch], Outputs]

@@ -1,13 +1,16 @@
-"""`parallelize`: a tuned model is cut and placed by a plan, axis by axis, in the one order in which that can be done.
+"""`parallelize`: a tuned model is cut and placed by a plan, axis by axis, in the one order in which that can
+be done.
 
-    stack       blocks become stacks, which recompute and draw dropout by themselves      (whole model, on the CPU)
+    stack       blocks become stacks, which recompute and draw dropout by themselves      (whole model, on the
+                CPU)
     cut         tensors are narrowed to this rank's slices, embedding and head by rows     tp, sp
     stages      what other stages hold is taken out                                        pp
     move        what is left goes to the device
     cross       what crosses ranks is hooked in
     shard       weights are spread over replicas                                           dp with shard: true
 
-Cutting comes before stages, as a slice is named in the whole model; hooks come after moving, as some hold tensors.
+Cutting comes before stages, as a slice is named in the whole model; hooks come after moving, as some hold
+tensors.
 """
 
 from __future__ import annotations
@@ -41,10 +44,11 @@ Tuned = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 class Placement:
     """A model where its plan wants it. modules: the model, or this rank's stages of it.
 
-    names: every tuned tensor of the whole model, in its order; shapes: of each of them, whole. tuned: this rank's parts
-    of them, a subset where a stage lacks some. owned: whether stacks own the loop over blocks, so that recomputing and
-    dropout are ours: where the family is known and its blocks can all be handed the same arguments. vocabulary: rows of
-    embedding and head per rank of the tp axis, empty where they are whole.
+    names: every tuned tensor of the whole model, in its order; shapes: of each of them, whole. tuned: this
+    rank's parts of them, a subset where a stage lacks some. owned: whether stacks own the loop over blocks,
+    so that recomputing and dropout are ours: where the family is known and its blocks can all be handed the
+    same arguments. vocabulary: rows of embedding and head per rank of the tp axis, empty where they are
+    whole.
     """
 
     modules: list[nn.Module]
@@ -71,8 +75,8 @@ def parallelize(
 ) -> Placement:
     """Cut and place `model`, which is whole and on the CPU, in place.
 
-    tuned: what trains in a model, by name. streams: it is left on the CPU, to be streamed. Raises UsageError for a layer
-    that says nothing of how it is cut, PetuneError if placing changed what trains.
+    tuned: what trains in a model, by name. streams: it is left on the CPU, to be streamed. Raises UsageError
+    for a layer that says nothing of how it is cut, PetuneError if placing changed what trains.
     """
     whole = tuned(model)
     shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
@@ -95,7 +99,8 @@ def parallelize(
 
 
 def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a tie."""
+    """Every name of every tuned tensor -> the one it goes by; a stage may keep only the other end of a
+    tie."""
     names = {id(value): name for name, value in tuned.items()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: names[id(value)] for name, value in every if id(value) in names}
@@ -126,16 +131,22 @@ def _stack(model: nn.Module, family: Family | None, plan: ParallelPlan, recomput
 
 
 def _translated(model: nn.Module) -> bool:
-    """Whether Hugging Face's own checkpointing was on; the stacks recompute instead, as they know where in the batch they are."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second is the older transformers'
+    """Whether Hugging Face's own checkpointing was on; the stacks recompute instead, as they know where in
+    the batch they are."""
+    # the second is the older transformers'
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     if not getattr(model, next((name for name in names if hasattr(type(model), name)), ""), False):
         return False
-    disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable: Any = (
+        getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    )
     disable()
     return True
 
 
-def _cut(model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh, rows: tuple[int, ...]) -> Placed:
+def _cut(
+    model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh, rows: tuple[int, ...]
+) -> Placed:
     """Narrow what the tp axis cuts: linears and, by `rows`, the vocabulary."""
     placed = Placed() if family is None else cut(model, family, plan, mesh.at)
     if rows:
@@ -145,8 +156,11 @@ def _cut(model: nn.Module, family: Family | None, plan: ParallelPlan, mesh: Mesh
     return placed
 
 
-def _tuned_here(modules: list[nn.Module], tuned: Tuned, aliases: Mapping[str, str], names: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    """This rank's tuned tensors by their name in the whole model. Raises PetuneError if placing changed what trains."""
+def _tuned_here(
+    modules: list[nn.Module], tuned: Tuned, aliases: Mapping[str, str], names: tuple[str, ...]
+) -> dict[str, nn.Parameter]:
+    """This rank's tuned tensors by their name in the whole model. Raises PetuneError if placing changed what
+    trains."""
     found = {aliases[name]: value for module in modules for name, value in tuned(module).items()}
     trains = {id(value) for module in modules for value in module.parameters() if value.requires_grad}
     if trains != {id(value) for value in found.values()} or not set(found) <= set(names):

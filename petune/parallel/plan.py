@@ -1,7 +1,9 @@
-"""A parallel plan: frozen data that says which rank holds what. Made from a recipe and a model's config alone, so it runs on a laptop.
+"""A parallel plan: frozen data that says which rank holds what. Made from a recipe and a model's config
+alone, so it runs on a laptop.
 
-`make_plan` turns settings into shares and refuses what cannot be, with every reason at once; everything that touches devices reads the
-plan. The file is long because the rules of every axis stand beside the types they fill, and most of its lines are what refusals say.
+`make_plan` turns settings into shares and refuses what cannot be, with every reason at once; everything that
+touches devices reads the plan. The file is long because the rules of every axis stand beside the types they
+fill, and most of its lines are what refusals say.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from petune.parallel.configs import (
 
 @dataclass(frozen=True)
 class Cut:
-    """How blocks are cut over the ranks of the tp axis. Lists have one entry per rank; empty where that layout does not occur.
+    """How blocks are cut over the ranks of the tp axis. Lists have one entry per rank; empty where that
+    layout does not occur.
 
     heads, kv_heads, columns: exact counts. sequence: a ratio, scaled to every batch by `apportion`.
     """
@@ -58,7 +61,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline: for each stack, the numbers [first, end) of the blocks it holds; absent where it holds none."""
+    """One stage of a pipeline: for each stack, the numbers [first, end) of the blocks it holds; absent where
+    it holds none."""
 
     blocks: dict[StackName, tuple[int, int]]
 
@@ -77,8 +81,8 @@ class Sharding:
 class ParallelPlan:
     """Sizes of the three axes and what lies along each. World rank = (pp * dp_size + dp) * tp_size + tp.
 
-    shares: rows per dp replica, as a ratio. stages: one per pipeline stage; with `interleaved` and `zero-bubble` several per rank, stage
-    s on rank s % pp. microbatches: pieces of each forward pass.
+    shares: rows per dp replica, as a ratio. stages: one per pipeline stage; with `interleaved` and
+    `zero-bubble` several per rank, stage s on rank s % pp. microbatches: pieces of each forward pass.
     """
 
     dp: int = 1
@@ -98,9 +102,14 @@ class ParallelPlan:
 
     @property
     def unfused(self) -> str | None:
-        """Why blocks under this plan are not fused, or None; petune.parallel.configs.unfused says it of settings."""
+        """Why blocks under this plan are not fused, or None; petune.parallel.configs.unfused says it of
+        settings."""
         if self.pp > 1 or self.sharding is not None:
-            return "the parallel plan cuts the model into stages" if self.pp > 1 else "the parallel plan shards their weights"
+            return (
+                "the parallel plan cuts the model into stages"
+                if self.pp > 1
+                else "the parallel plan shards their weights"
+            )
         if self.cut is None:
             return None
         return EXCHANGED if self.cut.attention == "sequence" else OVERLAPPED if self.cut.overlap else None
@@ -110,7 +119,8 @@ ALONE = ParallelPlan()
 
 
 def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """`total` things in the ratio of `parts`, by largest remainder; as long as there are enough, everyone gets one."""
+    """`total` things in the ratio of `parts`, by largest remainder; as long as there are enough, everyone
+    gets one."""
     whole = sum(parts)
     sizes = [total * part // whole for part in parts]
     order = sorted(range(len(parts)), key=lambda index: (-(total * parts[index] % whole), index))
@@ -124,7 +134,8 @@ def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def suggested_list(total: int, parts: Sequence[int], unit: int = 1) -> str:
-    """A remedy for a list that does not fit: `total` units in its ratio, or how long it may be where somebody would get none."""
+    """A remedy for a list that does not fit: `total` units in its ratio, or how long it may be where somebody
+    would get none."""
     shared = [count * unit for count in apportion(total, parts)]
     return f"for example {shared}" if all(shared) else f"give a list of at most {total}"
 
@@ -134,7 +145,8 @@ def suggested_list(total: int, parts: Sequence[int], unit: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A composition of axes that cannot be, or is not there: when it is asked for, where in the recipe, why, and what to do instead."""
+    """A composition of axes that cannot be, or is not there: when it is asked for, where in the recipe, why,
+    and what to do instead."""
 
     name: str
     asked: Callable[[ParallelPlan], bool]
@@ -166,15 +178,19 @@ def make_plan(
     available: int = 2,
     vocabulary_head: bool = True,
 ) -> ParallelPlan:
-    """The plan `config` means for a model of `family` with `model_config`, for forward passes of `batch_size` rows in all.
+    """The plan `config` means for a model of `family` with `model_config`, for forward passes of `batch_size`
+    rows in all.
 
-    world: processes that exist, or None where they are yet to be started. A size that is left open takes what the other axes leave of
-    `world`, or of `available` (CUDA devices, 2 on a CPU; such an axis then has 2 ranks at least); of several open ones dp takes the rest,
-    or else the cut, and the others have 2. vocabulary_head: whether the output is over the vocabulary, and so may be cut with the table.
-    Pure. Raises UsageError with every reason at once why the plan cannot be.
+    world: processes that exist, or None where they are yet to be started. A size that is left open takes what
+    the other axes leave of `world`, or of `available` (CUDA devices, 2 on a CPU; such an axis then has 2
+    ranks at least); of several open ones dp takes the rest, or else the cut, and the others have 2.
+    vocabulary_head: whether the output is over the vocabulary, and so may be cut with the table. Pure. Raises
+    UsageError with every reason at once why the plan cannot be.
     """
     faults = list(_contradictions(config))
-    name, cut_config = next(((name, one) for name in CUTS if (one := getattr(config, name)) is not None), ("", None))
+    name, cut_config = next(
+        ((name, one) for name in CUTS if (one := getattr(config, name)) is not None), ("", None)
+    )
     dp, tp, pp = _sizes(config, cut_config, world, available, faults)
     if family is None:
         faults += _needs_family(config, name, model_config)
@@ -183,7 +199,9 @@ def make_plan(
     shares, rows = _rows(config.dp or DpConfig(), dp, batch_size, faults)
     cut = None
     if cut_config is not None and family is not None:
-        cut = _Cutting(f"parallel.{name}", name, cut_config, tp, faults).cut(family, model_config, vocabulary_head)
+        cut = _Cutting(f"parallel.{name}", name, cut_config, tp, faults).cut(
+            family, model_config, vocabulary_head
+        )
     stages: tuple[Stage, ...] = ()
     microbatches = 1
     if config.pp is not None and family is not None:
@@ -200,7 +218,11 @@ def make_plan(
         schedule=config.pp.schedule if config.pp and pp > 1 else "1f1b",
         microbatches=microbatches if pp > 1 else 1,
     )
-    faults += [Problem(f"{one.name}: {one.why}", one.where, remedy=one.remedy) for one in UNSUPPORTED if one.asked(plan)]
+    faults += [
+        Problem(f"{one.name}: {one.why}", one.where, remedy=one.remedy)
+        for one in UNSUPPORTED
+        if one.asked(plan)
+    ]
     if faults:
         raise UsageError(faults)
     return plan
@@ -213,7 +235,9 @@ def _contradictions(config: ParallelConfig) -> Iterator[Problem]:
         yield replace(problem, what=problem.what.removeprefix(f"{key}: "), where=key)
 
 
-def _sizes(config: ParallelConfig, cut: CutConfig | None, world: int | None, available: int, faults: list[Problem]) -> tuple[int, int, int]:
+def _sizes(
+    config: ParallelConfig, cut: CutConfig | None, world: int | None, available: int, faults: list[Problem]
+) -> tuple[int, int, int]:
     """Ranks along dp, tp and pp: given, as many as the lists have entries, or what is left."""
     axes = {"dp": config.dp, "tp": cut, "pp": config.pp}
     wanted = {axis: size_of(one) for axis, one in axes.items() if one is not None}
@@ -228,7 +252,13 @@ def _sizes(config: ParallelConfig, cut: CutConfig | None, world: int | None, ava
         said = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "no axis"
         remedy = f"start {product}, or leave one size open" if sizes else "name an axis: parallel=dp"
         faults.append(
-            Problem("the axes do not multiply to the number of processes", "parallel", f"{product} ({said})", f"{world} processes", remedy)
+            Problem(
+                "the axes do not multiply to the number of processes",
+                "parallel",
+                f"{product} ({said})",
+                f"{world} processes",
+                remedy,
+            )
         )
     return sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("pp", 1)
 
@@ -240,15 +270,29 @@ def _needs_family(config: ParallelConfig, cut: str, model_config: Config) -> lis
     if config.dp is not None and config.dp.shard:
         asked.append("dp.shard")
     remedy = "use dp without shard"
-    return [Problem(f"petune has no table for {kind}, so its blocks are unknown", f"parallel.{name}", remedy=remedy) for name in asked]
+    return [
+        Problem(
+            f"petune has no table for {kind}, so its blocks are unknown", f"parallel.{name}", remedy=remedy
+        )
+        for name in asked
+    ]
 
 
 def _dropped_blocks(model_config: Config) -> list[Problem]:
-    """Why a stack cannot own these blocks; the same reasons as `own_stacks` has, before a weight is loaded."""
+    """Why a stack cannot own these blocks; the same reasons as `own_stacks` has, before a weight is
+    loaded."""
     faults = []
     for side in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
         if drop := getattr(model_config, side, None):
-            faults.append(Problem("ranks would drop different layers", "model", f"{side} 0", f"{side} {drop}", f"set {side} to 0"))
+            faults.append(
+                Problem(
+                    "ranks would drop different layers",
+                    "model",
+                    f"{side} 0",
+                    f"{side} {drop}",
+                    f"set {side} to 0",
+                )
+            )
     return faults
 
 
@@ -258,7 +302,15 @@ def _rows(config: DpConfig, dp: int, batch_size: int, faults: list[Problem]) -> 
     _entries(shares, "parallel.dp.shares", faults)
     if dp > batch_size:
         remedy = f"raise batch_size to {dp} or more, or use fewer replicas"
-        faults.append(Problem("a replica would have no row of a forward pass", "parallel.dp", f"at most {batch_size}", str(dp), remedy))
+        faults.append(
+            Problem(
+                "a replica would have no row of a forward pass",
+                "parallel.dp",
+                f"at most {batch_size}",
+                str(dp),
+                remedy,
+            )
+        )
     return shares, min(apportion(batch_size, shares)) if all(share > 0 for share in shares) else 0
 
 
@@ -267,16 +319,30 @@ def _sharding(config: DpConfig, dp: int, faults: list[Problem]) -> Sharding | No
         return None
     where = "parallel.dp"
     if dp == 1:
-        faults.append(Problem("there is one replica, so nothing to shard over", f"{where}.shard", "2 replicas or more", "1"))
-    elif size_of(config) is None and (dp % config.replicas or config.replicas == dp):  # a size that is said is checked with the settings
+        faults.append(
+            Problem(
+                "there is one replica, so nothing to shard over", f"{where}.shard", "2 replicas or more", "1"
+            )
+        )
+    elif size_of(config) is None and (
+        dp % config.replicas or config.replicas == dp
+    ):  # a size that is said is checked with the settings
         divisors = ", ".join(str(n) for n in range(1, dp) if dp % n == 0)
-        faults.append(Problem("replicas must divide dp and be fewer", f"{where}.replicas", f"one of {divisors}", str(config.replicas)))
+        faults.append(
+            Problem(
+                "replicas must divide dp and be fewer",
+                f"{where}.replicas",
+                f"one of {divisors}",
+                str(config.replicas),
+            )
+        )
     return Sharding(config.replicas, config.reshard, config.offload == "cpu", config.frozen == "sharded")
 
 
 @dataclass(frozen=True)
 class _Cutting:
-    """One cut being settled: its key in the recipe, its settings, its ranks, and where faults are gathered."""
+    """One cut being settled: its key in the recipe, its settings, its ranks, and where faults are
+    gathered."""
 
     where: str
     name: str
@@ -284,7 +350,14 @@ class _Cutting:
     ranks: int
     faults: list[Problem]
 
-    def fault(self, key: str, what: str, expected: str | None = None, found: str | None = None, remedy: str | None = None) -> None:
+    def fault(
+        self,
+        key: str,
+        what: str,
+        expected: str | None = None,
+        found: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
         self.faults.append(Problem(what, f"{self.where}.{key}", expected, found, remedy))
 
     def cut(self, family: Family, model_config: Config, vocabulary_head: bool) -> Cut | None:
@@ -300,13 +373,23 @@ class _Cutting:
         if not by_heads and config.exchange == "ulysses" and shape.kv_heads < self.ranks:
             remedy = "use exchange: gather or ring, or fewer ranks"
             self.fault(
-                "exchange", "ulysses gives every rank a key and value head", f"at most {shape.kv_heads} ranks", str(self.ranks), remedy
+                "exchange",
+                "ulysses gives every rank a key and value head",
+                f"at most {shape.kv_heads} ranks",
+                str(self.ranks),
+                remedy,
             )
         if by_heads or row.mlp == "heads" or config.exchange == "ulysses":
             self._same_stacks(model_config)
         if config.exchange == "ring" and (dropout := attention_dropout(model_config)):
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
-            self.fault("exchange", "no rank of a ring sees a whole row of probabilities to drop from", "dropout 0", f"{dropout:g}", remedy)
+            self.fault(
+                "exchange",
+                "no rank of a ring sees a whole row of probabilities to drop from",
+                "dropout 0",
+                f"{dropout:g}",
+                remedy,
+            )
         return Cut(
             attention=row.attention,
             mlp=row.mlp,
@@ -326,30 +409,51 @@ class _Cutting:
         return None if None in found.values() else Row(**cast("Any", found))
 
     def _kv_heads(self, shape: Shape) -> tuple[int, ...]:
-        """Key and value heads per rank. Query heads follow: a rank holds whole groups of those that share keys and values."""
+        """Key and value heads per rank. Query heads follow: a rank holds whole groups of those that share
+        keys and values."""
         group = shape.heads // shape.kv_heads
         if self.ranks > shape.kv_heads:
             found = f"{self.ranks} ranks for {shape.heads} heads in {shape.kv_heads} groups"
-            self.fault("size", "every rank needs a key and value head", f"at most {shape.kv_heads} ranks", found)
+            self.fault(
+                "size", "every rank needs a key and value head", f"at most {shape.kv_heads} ranks", found
+            )
         heads = self.config.heads
         if not heads:
             return apportion(shape.kv_heads, self._shares())
         fine = _entries(heads, f"{self.where}.heads", self.faults) and len(heads) == self.ranks
         if fine and sum(heads) != shape.heads:
             near = suggested_list(shape.kv_heads, heads, group)
-            self.fault("heads", "heads do not add up to the model's", str(shape.heads), f"{list(heads)}: {sum(heads)}", near)
+            self.fault(
+                "heads",
+                "heads do not add up to the model's",
+                str(shape.heads),
+                f"{list(heads)}: {sum(heads)}",
+                near,
+            )
         elif fine and any(count % group for count in heads):
             near = suggested_list(shape.kv_heads, heads, group)
-            self.fault("heads", f"{group} query heads share keys and values", f"multiples of {group}", str(list(heads)), near)
+            self.fault(
+                "heads",
+                f"{group} query heads share keys and values",
+                f"multiples of {group}",
+                str(list(heads)),
+                near,
+            )
         return tuple(count // group for count in heads)
 
     def _columns(self, columns: int) -> tuple[int, ...]:
         if self.ranks > columns:
-            self.fault("size", "every rank needs a column of the MLP", f"at most {columns} ranks", str(self.ranks))
+            self.fault(
+                "size", "every rank needs a column of the MLP", f"at most {columns} ranks", str(self.ranks)
+            )
         given = self.config.columns
         if not given:
             return apportion(columns, self._shares())
-        if _entries(given, f"{self.where}.columns", self.faults) and len(given) == self.ranks and sum(given) != columns:
+        if (
+            _entries(given, f"{self.where}.columns", self.faults)
+            and len(given) == self.ranks
+            and sum(given) != columns
+        ):
             found, near = f"{list(given)}: {sum(given)}", suggested_list(columns, given)
             self.fault("columns", "columns do not add up to the model's", str(columns), found, near)
         return given
@@ -362,12 +466,16 @@ class _Cutting:
     def _shares(self) -> tuple[int, ...]:
         """The ratio of what no list says; even where `shares` is absent or of no use."""
         shares = self.config.shares
-        return shares if len(shares) == self.ranks and all(share > 0 for share in shares) else (1,) * self.ranks
+        return (
+            shares if len(shares) == self.ranks and all(share > 0 for share in shares) else (1,) * self.ranks
+        )
 
     def _same_stacks(self, model_config: Config) -> None:
         """One list of heads and one of columns serve both stacks."""
         for size in ("attention_heads", "ffn_dim"):
-            encoder, decoder = (getattr(model_config, f"{side}_{size}", None) for side in ("encoder", "decoder"))
+            encoder, decoder = (
+                getattr(model_config, f"{side}_{size}", None) for side in ("encoder", "decoder")
+            )
             if encoder != decoder:
                 self.faults.append(
                     Problem(
@@ -384,7 +492,11 @@ class _Cutting:
         size = getattr(model_config, "vocab_size", 0)
         possible = head and size >= self.ranks
         if wanted and not possible:
-            why = f"there are {size} entries for {self.ranks} ranks" if head else "this task's output is not over the vocabulary"
+            why = (
+                f"there are {size} entries for {self.ranks} ranks"
+                if head
+                else "this task's output is not over the vocabulary"
+            )
             self.fault("vocabulary", f"the vocabulary cannot be cut: {why}", remedy="leave it out")
         return possible and (row == ROWS["tp"] and family.kind != "encoder" if wanted is None else wanted)
 
@@ -392,7 +504,9 @@ class _Cutting:
 def attention_dropout(model_config: Config) -> float:
     """The rate at which a model in training drops attention probabilities."""
     names = ("attention_probs_dropout_prob", "attention_dropout", "dropout_rate")
-    return float(next((value for name in names if (value := getattr(model_config, name, None)) is not None), 0.0))
+    return float(
+        next((value for name in names if (value := getattr(model_config, name, None)) is not None), 0.0)
+    )
 
 
 def _per_rank(config: PpConfig) -> int:
@@ -400,24 +514,37 @@ def _per_rank(config: PpConfig) -> int:
     return 2 if config.schedule in LOOPED else 1
 
 
-def _stages(config: PpConfig, pp: int, depth: Mapping[StackName, int], faults: list[Problem]) -> tuple[Stage, ...]:
-    """Blocks of every stage: the given counts, or an even split of all blocks with the larger stages first."""
+def _stages(
+    config: PpConfig, pp: int, depth: Mapping[StackName, int], faults: list[Problem]
+) -> tuple[Stage, ...]:
+    """Blocks of every stage: the given counts, or an even split of all blocks with the larger stages
+    first."""
     where, total = "parallel.pp.stages", sum(depth.values())
     counts = config.stages
     if not counts:
         number = pp * _per_rank(config)
         if number > total:
             found = f"{number} stages on {pp} ranks with schedule {config.schedule}"
-            faults.append(Problem("every stage needs a block", "parallel.pp.size", f"at most {total} stages", found))
+            faults.append(
+                Problem("every stage needs a block", "parallel.pp.size", f"at most {total} stages", found)
+            )
         counts = apportion(total, (1,) * number)
     elif config.schedule in LOOPED and (len(counts) < 2 * pp or (config.size is None and len(counts) % pp)):
         expected = f"a multiple of {pp}, at least {2 * pp}"
-        faults.append(Problem(f"{config.schedule} has several stages on every rank", where, expected, f"{len(counts)}"))
+        faults.append(
+            Problem(f"{config.schedule} has several stages on every rank", where, expected, f"{len(counts)}")
+        )
     if _entries(config.stages, where, faults) and config.stages and sum(counts) != total:
         blocks = " + ".join(f"{count} {name}" for name, count in depth.items())
         near = suggested_list(total, counts)
         faults.append(
-            Problem("stages do not add up to the model's blocks", where, f"{total} ({blocks})", f"{list(counts)}: {sum(counts)}", near)
+            Problem(
+                "stages do not add up to the model's blocks",
+                where,
+                f"{total} ({blocks})",
+                f"{list(counts)}: {sum(counts)}",
+                near,
+            )
         )
     return _numbered(counts, depth)
 
@@ -449,16 +576,38 @@ def _microbatches(config: PpConfig, pp: int, stages: int, rows: int, faults: lis
     number = config.microbatches or (usual // pp * pp if several and usual > pp else usual)
     if number < least:
         remedy = f"use {least} or more, or schedule: gpipe"
-        faults.append(Problem("1f1b fills every stage before it begins to alternate", where, f"at least {least}", str(number), remedy))
+        faults.append(
+            Problem(
+                "1f1b fills every stage before it begins to alternate",
+                where,
+                f"at least {least}",
+                str(number),
+                remedy,
+            )
+        )
     if number > rows:
-        remedy = f"raise batch_size so that every replica has {number} rows" + (", or use schedule: gpipe" if number == least > 1 else "")
-        faults.append(Problem("a micro-batch would have no row", where, f"at most {rows}, the rows of a replica", str(number), remedy))
+        remedy = f"raise batch_size so that every replica has {number} rows" + (
+            ", or use schedule: gpipe" if number == least > 1 else ""
+        )
+        faults.append(
+            Problem(
+                "a micro-batch would have no row",
+                where,
+                f"at most {rows}, the rows of a replica",
+                str(number),
+                remedy,
+            )
+        )
     rounds = max(1, number // pp)
     if several and number % rounds:
         near = number // pp * pp
         faults.append(
             Problem(
-                f"{config.schedule} goes in rounds of equal length", where, f"a multiple of {rounds}", str(number), f"for example {near}"
+                f"{config.schedule} goes in rounds of equal length",
+                where,
+                f"a multiple of {rounds}",
+                str(number),
+                f"for example {near}",
             )
         )
     return number
@@ -476,7 +625,8 @@ def _entries(values: Sequence[int], where: str, faults: list[Problem]) -> bool:
 
 
 def describe(plan: ParallelPlan) -> str:
-    """One line: the axes with more than one rank and what lies along each, as `galaxy 2 (heads 6,2; columns 48,16; sequence 3:1)`."""
+    """One line: the axes with more than one rank and what lies along each, as `galaxy 2 (heads 6,2; columns
+    48,16; sequence 3:1)`."""
     parts = [_describe_dp(plan)] if plan.dp > 1 else []
     if plan.cut is not None:
         parts.append(_describe_cut(plan.cut, plan.tp))
@@ -490,19 +640,30 @@ def _describe_dp(plan: ParallelPlan) -> str:
     facts = [f"rows {':'.join(map(str, plan.shares))}"] if len(set(plan.shares)) > 1 else []
     if (sharding := plan.sharding) is not None:
         facts.append("sharded" + (f" in {sharding.replicas} whole copies" if sharding.replicas > 1 else ""))
-        facts += [word for word, said in (("frozen replicated", not sharding.frozen), ("kept gathered", not sharding.reshard)) if said]
+        facts += [
+            word
+            for word, said in (
+                ("frozen replicated", not sharding.frozen),
+                ("kept gathered", not sharding.reshard),
+            )
+            if said
+        ]
         facts += ["shards on the CPU"] if sharding.offload else []
     return f"dp {plan.dp}" + (f" ({'; '.join(facts)})" if facts else "")
 
 
 def _describe_cut(cut: Cut, ranks: int) -> str:
     name = row_name({"attention": cut.attention, "mlp": cut.mlp, "connection": cut.connection})
-    facts = [] if name != "cut" else [f"attention {cut.attention}, mlp {cut.mlp}, connection {cut.connection}"]
+    facts = (
+        [] if name != "cut" else [f"attention {cut.attention}, mlp {cut.mlp}, connection {cut.connection}"]
+    )
     facts += [f"heads {_commas(cut.heads)}"] if cut.heads else []
     facts += [f"columns {_commas(cut.columns)}"] if cut.columns else []
     facts += [f"sequence {':'.join(map(str, cut.sequence))}"] if cut.sequence else []
     facts += [cut.exchange] if cut.attention == "sequence" else []
-    facts += [word for word, said in (("vocabulary cut", cut.vocabulary), ("overlapped", cut.overlap)) if said]
+    facts += [
+        word for word, said in (("vocabulary cut", cut.vocabulary), ("overlapped", cut.overlap)) if said
+    ]
     return f"{name} {ranks} ({'; '.join(facts)})"
 
 

@@ -1,8 +1,10 @@
-"""One model, some ranks: forward, backward, and everything that has to be summed, counted once or made whole. What the loop talks to.
+"""One model, some ranks: forward, backward, and everything that has to be summed, counted once or made whole.
+What the loop talks to.
 
-A single process is a plan with axes of size 1 and takes the same path. The loss is a sum over trained tokens divided by the count of the
-whole step, so gradients only ever add up: over micro-batches by autograd, over the tp axis where `Placed` says they are partial, over dp
-because replicas have other rows, over pp where several stages hold one tensor. Each sum happens once, before clipping.
+A single process is a plan with axes of size 1 and takes the same path. The loss is a sum over trained tokens
+divided by the count of the whole step, so gradients only ever add up: over micro-batches by autograd, over
+the tp axis where `Placed` says they are partial, over dp because replicas have other rows, over pp where
+several stages hold one tensor. Each sum happens once, before clipping.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ T = TypeVar("T")
 class Runner:
     """A placed model that runs: `placement` says where it is, `objective` what it is trained for.
 
-    model: whole or the first of this rank's stages. names, shapes, tuned, owned: see Placement. streamed: what updates a
-    model whose blocks rest in host memory, inside `backward`; such a model is left where it is until `stream` is called.
+    model: whole or the first of this rank's stages. names, shapes, tuned, owned: see Placement. streamed:
+    what updates a model whose blocks rest in host memory, inside `backward`; such a model is left where it is
+    until `stream` is called.
     """
 
     def __init__(self, placement: Placement, objective: Objective) -> None:
@@ -55,7 +58,8 @@ class Runner:
     # ------------------------------------------------------------ set up
 
     def _over_cut_vocabulary(self, objective: Objective) -> Objective:
-        """The same objective for logits of which each rank of the tp axis has some columns, where that is so."""
+        """The same objective for logits of which each rank of the tp axis has some columns, where that is
+        so."""
         if not self.vocabulary:
             return objective
         if not has_cut_head(self.modules[-1]):
@@ -72,21 +76,32 @@ class Runner:
         held = torch.zeros(self.plan.pp, len(self.names), device=self.mesh.device)
         held[self.mesh.at.pp] = torch.tensor([float(name in self.tuned) for name in self.names])
         if self.plan.pp > 1:
-            dist.all_reduce(held, op=dist.ReduceOp.MAX)  # over tp too: the bias of a row site lies on one rank of its stage
+            # over tp too: the bias of a row site lies on one rank of its stage
+            dist.all_reduce(held, op=dist.ReduceOp.MAX)
         else:
             held.fill_(1)
-        return {name: [stage for stage in range(self.plan.pp) if held[stage, at]] for at, name in enumerate(self.names)}
+        return {
+            name: [stage for stage in range(self.plan.pp) if held[stage, at]]
+            for at, name in enumerate(self.names)
+        }
 
     def restart_whole(self) -> str | None:
-        """Why the loss of one rank means that all must load the model again; None where the others keep theirs."""
+        """Why the loss of one rank means that all must load the model again; None where the others keep
+        theirs."""
         if self.plan.sharding is not None:
             return "FSDP's shards hold their process group"
-        if self.plan.cut is not None and self.plan.cut.overlap and self.plan.cut.connection == "sequence" and self.plan.tp > 2:
+        if (
+            self.plan.cut is not None
+            and self.plan.cut.overlap
+            and self.plan.cut.connection == "sequence"
+            and self.plan.tp > 2
+        ):
             return "the route of overlapped tiles is measured when all start"
         return None
 
     def rejoin(self) -> None:
-        """Do what a runner that is made now does with the others, in groups that were made anew. Gradients are dropped."""
+        """Do what a runner that is made now does with the others, in groups that were made anew. Gradients
+        are dropped."""
         self.holders = self._holders()
         if self.pipeline is not None:
             self.pipeline.forget()
@@ -94,7 +109,8 @@ class Runner:
             value.grad = None
 
     def stream(self, optimizer: StreamedAdamW) -> None:
-        """Leave the blocks in host memory, and their updates to the backward pass. Between steps what rests there is whole."""
+        """Leave the blocks in host memory, and their updates to the backward pass. Between steps what rests
+        there is whole."""
         self.streamed = optimizer
         optimizer.register_step_post_hook(lambda *_: optimizer.settle())
 
@@ -109,17 +125,25 @@ class Runner:
     # ------------------------------------------------------------ a step
 
     def backward(
-        self, batches: Sequence[Batch], total: float, key: int | None = None, meanwhile: Callable[[], None] | None = None
+        self,
+        batches: Sequence[Batch],
+        total: float,
+        key: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> float:
-        """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on every rank.
+        """Forward and backward over the micro-batches of one step; returns its loss, divided by `total`, on
+        every rank.
 
-        `batches` are this replica's, as many on each where dp is sharded, as all gather weights together; `total` counts the trained tokens
-        of all replicas; `key` is what dropout is drawn from; `meanwhile` is called when all of it is on its way to the device and before
-        anything waits for it. Afterwards every gradient is complete, or, where the model is streamed, used
-        up; a loss that is not finite is returned without a backward pass then, as no update can be taken back.
+        `batches` are this replica's, as many on each where dp is sharded, as all gather weights together;
+        `total` counts the trained tokens of all replicas; `key` is what dropout is drawn from; `meanwhile` is
+        called when all of it is on its way to the device and before anything waits for it. Afterwards every
+        gradient is complete, or, where the model is streamed, used up; a loss that is not finite is returned
+        without a backward pass then, as no update can be taken back.
         """
         if self.pipeline is not None:
-            loss: float | Tensor = sum(self._through_stages(self.pipeline, batch, total, key) for batch in batches)
+            loss: float | Tensor = sum(
+                self._through_stages(self.pipeline, batch, total, key) for batch in batches
+            )
         else:
             loss = sum(self._forward_backward(batch, total, key) for batch in batches)
         self._complete()
@@ -132,7 +156,8 @@ class Runner:
         return float(whole)
 
     def _through_stages(self, pipeline: Pipeline, batch: Batch, total: float, key: int | None) -> float:
-        """One batch through the pipeline. torch takes gradients it finds on sharded stages for leftovers of a trial and clears them."""
+        """One batch through the pipeline. torch takes gradients it finds on sharded stages for leftovers of a
+        trial and clears them."""
         kept = {name: value.grad for name, value in self.tuned.items() if value.grad is not None}
         for name in kept:
             self.tuned[name].grad = None
@@ -180,14 +205,19 @@ class Runner:
                 value.copy_(summed)
 
     def _sum_over_stages(self, grads: Mapping[str, Tensor]) -> None:
-        """Tensors on several stages (tied embeddings, modules outside the blocks); a stage without one adds zero."""
+        """Tensors on several stages (tied embeddings, modules outside the blocks); a stage without one adds
+        zero."""
         shared = [name for name in self.names if len(self.holders[name]) > 1]
-        all_sum_([grads[name] if name in grads else self._zeros(name) for name in shared], self.mesh.groups["pp"])
+        all_sum_(
+            [grads[name] if name in grads else self._zeros(name) for name in shared], self.mesh.groups["pp"]
+        )
 
     def clip(self, max_norm: float | None) -> float:
-        """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they exceed it.
+        """The norm of the whole gradient, on every rank; gradients are scaled down to `max_norm` where they
+        exceed it.
 
-        Streamed ones have been used by then, and are not scaled; without a backward pass in this step their norm is not a number.
+        Streamed ones have been used by then, and are not scaled; without a backward pass in this step their
+        norm is not a number.
         """
         if self.streamed is not None:
             return float(self.streamed.grad_norm) if self.streamed.updated else math.nan
@@ -229,7 +259,9 @@ class Runner:
         """Sums of what the ranks that speak have counted, on every rank."""
         if self.plan.world == 1:
             return list(values)
-        whole = torch.tensor([float(value) * self.speaks for value in values], dtype=torch.float64, device=self.mesh.device)
+        whole = torch.tensor(
+            [float(value) * self.speaks for value in values], dtype=torch.float64, device=self.mesh.device
+        )
         dist.all_reduce(whole)
         return [float(value) for value in whole]
 
@@ -250,7 +282,8 @@ class Runner:
         return [float(one) for one in found]
 
     def barrier(self) -> None:
-        """Wait for everyone, however long one of them has to work alone; a rank that dies meanwhile is noticed."""
+        """Wait for everyone, however long one of them has to work alone; a rank that dies meanwhile is
+        noticed."""
         if process_group.inside():
             process_group.barrier()
         else:
@@ -260,11 +293,17 @@ class Runner:
 
     @property
     def uncut(self) -> bool:
-        """Whether every rank holds every tuned tensor whole, so that the main one needs no other to save them."""
-        return self.plan.pp == 1 and self.plan.sharding is None and not self.placed.slices.keys() & set(self.names)
+        """Whether every rank holds every tuned tensor whole, so that the main one needs no other to save
+        them."""
+        return (
+            self.plan.pp == 1
+            and self.plan.sharding is None
+            and not self.placed.slices.keys() & set(self.names)
+        )
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors shaped like this rank's parts of tuned tensors, by name, put together: on the main rank all of them, on the CPU.
+        """Tensors shaped like this rank's parts of tuned tensors, by name, put together: on the main rank all
+        of them, on the CPU.
 
         Every rank must call it with the tensors it has; elsewhere the result is empty.
         """
@@ -286,16 +325,32 @@ class Runner:
         """`names` whole, of this rank's `tensors`: along dp, tp and pp, one after the other."""
         parts = dict(zip(tensors, wholes([value.detach() for value in tensors.values()]), strict=True))
         if self.plan.tp > 1:
-            here = [name for name in names if self.mesh.at.pp in self.holders[name] and name in self.placed.slices]
-            cuts = {name: (cut.sizes, int(cut.dim)) for name in here if (cut := self.placed.slices[name]).dim != "owner"}
-            parts |= zip(cuts, gather_dims([parts[name] for name in cuts], list(cuts.values()), self.mesh.groups["tp"]), strict=True)
+            here = [
+                name for name in names if self.mesh.at.pp in self.holders[name] and name in self.placed.slices
+            ]
+            cuts = {
+                name: (cut.sizes, int(cut.dim))
+                for name in here
+                if (cut := self.placed.slices[name]).dim != "owner"
+            }
+            parts |= zip(
+                cuts,
+                gather_dims([parts[name] for name in cuts], list(cuts.values()), self.mesh.groups["tp"]),
+                strict=True,
+            )
             parts |= self._sent([name for name in here if name not in cuts], parts, 0, "tp")
         for stage in range(self.plan.pp) if self.plan.pp > 1 else ():
-            there = [name for name in names if self.holders[name][0] == stage and len(self.holders[name]) < self.plan.pp]
+            there = [
+                name
+                for name in names
+                if self.holders[name][0] == stage and len(self.holders[name]) < self.plan.pp
+            ]
             parts |= self._sent(there, parts, stage, "pp")
         return parts
 
-    def _sent(self, names: Sequence[str], parts: Mapping[str, Tensor], source: int, axis: Axis) -> dict[str, Tensor]:
+    def _sent(
+        self, names: Sequence[str], parts: Mapping[str, Tensor], source: int, axis: Axis
+    ) -> dict[str, Tensor]:
         """Whole tensors of rank `source` of an axis, for all of its ranks."""
         rooms = [parts[name] if name in parts else self._room(name) for name in names]
         return dict(zip(names, broadcast(rooms, source, self.mesh.groups[axis]), strict=True))
@@ -323,7 +378,9 @@ class Runner:
     def _zeros(self, name: str) -> Tensor:
         """In the shape of what this rank would hold of a tuned tensor."""
         shape, dtype = self.shapes[name]
-        return torch.zeros(self._part(name, torch.empty(shape, device="meta")).shape, dtype=dtype, device=self.mesh.device)
+        return torch.zeros(
+            self._part(name, torch.empty(shape, device="meta")).shape, dtype=dtype, device=self.mesh.device
+        )
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""A commented recipe for a model and data: both are looked at, nothing is trained, and every choice says why it was made."""
+"""A commented recipe for a model and data: both are looked at, nothing is trained, and every choice says why
+it was made."""
 
 from __future__ import annotations
 
@@ -19,25 +20,45 @@ _WIDTH = 40  # column of the comments
 
 
 def draft(prepared: Prepared, file: Path) -> str:
-    """The text of a recipe `file` that means what the prepared one says, with the task, lengths and usual rate found written out."""
+    """The text of a recipe `file` that means what the prepared one says, with the task, lengths and usual
+    rate found written out."""
     recipe = prepared.recipe
     values = recipe.resolved()
     given = {path[0] for path in recipe.given}
     lines = [
-        f"# {Path(recipe.data.path).name} with {Path(recipe.model).name}: {recipe.method_name}, task {prepared.task.name}.",
+        (
+            f"# {Path(recipe.data.path).name} with {Path(recipe.model).name}: {recipe.method_name}, task"
+            f" {prepared.task.name}."
+        ),
         f"# petune check {file}    every mistake at once",
         f"# petune train {file}    the run goes to `out`",
         "",
         "# what",
-        _line("model", _as_found(recipe, values["model"], recipe.model, file), prepared.source.note.rpartition(": ")[2]),
+        _line(
+            "model",
+            _as_found(recipe, values["model"], recipe.model, file),
+            prepared.source.note.rpartition(": ")[2],
+        ),
         *_data(prepared, values["data"], file),
-        _line("task", prepared.task.name, "given" if recipe.task else f"by the data, of format {prepared.rows.format}, and the model"),
+        _line(
+            "task",
+            prepared.task.name,
+            "given" if recipe.task else f"by the data, of format {prepared.rows.format}, and the model",
+        ),
         "",
         "# how",
         *_method(recipe, values["method"]),
         _line("lr", recipe.learning_rate, _why_rate(recipe)),
-        _line("epochs", int(recipe.epochs) if recipe.epochs.is_integer() else recipe.epochs, "passes over the rows"),
-        _line("batch_size", recipe.batch_size, "rows per forward pass; accumulate: N multiplies it without more memory"),
+        _line(
+            "epochs",
+            int(recipe.epochs) if recipe.epochs.is_integer() else recipe.epochs,
+            "passes over the rows",
+        ),
+        _line(
+            "batch_size",
+            recipe.batch_size,
+            "rows per forward pass; accumulate: N multiplies it without more memory",
+        ),
     ]
     said = ("model", "data", "task", "method", "lr", "epochs", "batch_size", "out", "name")
     lines += [_line(key, values[key]) for key in values if key in given and key not in said]
@@ -50,7 +71,8 @@ def _line(key: str, value: Any, comment: str = "", indent: str = "") -> str:
 
 
 def _as_found(recipe: Recipe, absolute: str, written: str, file: Path) -> str:
-    """An input as it was written, where the recipe lies in the working directory; else so that it is found from any."""
+    """An input as it was written, where the recipe lies in the working directory; else so that it is found
+    from any."""
     return written if file.resolve().parent == Path.cwd() else absolute
 
 
@@ -64,7 +86,11 @@ def _data(prepared: Prepared, values: dict[str, Any], file: Path) -> Iterator[st
         yield _line("eval", _as_found(recipe, values["eval"], recipe.data.eval, file), indent="  ")
     yield _line("max_length", report.limit, "tokens; longer rows are cut", indent="  ")
     given = {path[1] for path in recipe.given if path[0] == "data" and len(path) > 1}
-    yield from (_line(key, values[key], indent="  ") for key in values if key in given - {"path", "eval", "max_length"})
+    yield from (
+        _line(key, values[key], indent="  ")
+        for key in values
+        if key in given - {"path", "eval", "max_length"}
+    )
 
 
 def _method(recipe: Recipe, values: dict[str, Any]) -> Iterator[str]:

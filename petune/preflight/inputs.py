@@ -1,4 +1,5 @@
-"""Everything a recipe names, looked at before anything is spent: files, config, tokenizer, first rows, plan. No weights are read."""
+"""Everything a recipe names, looked at before anything is spent: files, config, tokenizer, first rows, plan.
+No weights are read."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ class _Looking:
         self.errors: list[PetuneError] = []
 
     def at(self, look: Callable[[], _Found], where: str | None = None) -> _Found | None:
-        """What `look` finds; None, with its problems kept, where it refuses. `where`: the place of those that name none."""
+        """What `look` finds; None, with its problems kept, where it refuses. `where`: the place of those that
+        name none."""
         try:
             return look()
         except PetuneError as error:
-            problems = [problem if problem.where else replace(problem, where=where) for problem in error.problems]
+            problems = [
+                problem if problem.where else replace(problem, where=where) for problem in error.problems
+            ]
             self.errors.append(type(error)(problems))
             return None
 
@@ -48,8 +52,8 @@ class _Looking:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a recipe means: its task, None where the model and the data that show it are on the hub; the columns of its rows that play no
-    role; and what was left alone because it lies on the hub."""
+    """What a recipe means: its task, None where the model and the data that show it are on the hub; the
+    columns of its rows that play no role; and what was left alone because it lies on the hub."""
 
     task: str | None
     unused: tuple[str, ...]
@@ -72,7 +76,9 @@ def check_inputs(recipe: Recipe) -> Inputs:
         task = looking.at(lambda: infer_task(format_, kind))
     if task and kind:
         looking.at(lambda: check_fit(task, kind, recipe.data.packing))
-    unused = looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
+    unused = (
+        looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
+    )
     if recipe.init_adapter is not None:
         looking.at(lambda: _adapter(recipe))
     if task and kind and recipe.init_adapter is None and not looking.errors_of(FileError):
@@ -81,7 +87,11 @@ def check_inputs(recipe: Recipe) -> Inputs:
         looking.at(lambda: plan_of(recipe))
     looking.settle()
     on_hub = source is not None and source.kind == "hub"
-    return Inputs(task, unused or (), (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant)))
+    return Inputs(
+        task,
+        unused or (),
+        (*((f"model {recipe.model}",) if on_hub else ()), *(f"data {spec}" for spec in distant)),
+    )
 
 
 def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -98,12 +108,15 @@ def _model(source: Source) -> tuple[Any, PreTrainedTokenizerBase]:
 def _adapter(recipe: Recipe) -> None:
     assert recipe.init_adapter is not None
     if recipe.resolve_path(recipe.init_adapter) is None:
-        raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
+        raise FileError(
+            "init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter
+        )
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What a run would learn from: facts about the rows, and the first of them with what is trained in [[...]]."""
+    """What a run would learn from: facts about the rows, and the first of them with what is trained in
+    [[...]]."""
 
     facts: tuple[str, ...]
     examples: tuple[str, ...]
@@ -112,6 +125,13 @@ class Preview:
 def preview(recipe: Recipe, number: int) -> Preview:
     """Read and tokenize the data of a recipe and render `number` rows. Raises as `prepare` does."""
     prepared = prepare(recipe)
-    facts = (f"model {prepared.source.note}", f"task {prepared.task.name}", *prepared.rows.notes, *prepared.encoded.report.lines())
+    facts = (
+        f"model {prepared.source.note}",
+        f"task {prepared.task.name}",
+        *prepared.rows.notes,
+        *prepared.encoded.report.lines(),
+    )
     shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
-    return Preview(facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown))
+    return Preview(
+        facts, tuple(f"{one.where}\n{render(one, prepared.tokenizer, prepared.rows.labels)}" for one in shown)
+    )

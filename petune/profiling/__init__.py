@@ -1,10 +1,15 @@
-"""What a training step is made of: operations and time by module, memory by what holds it, the operations that take longest.
+"""What a training step is made of: operations and time by module, memory by what holds it, the operations
+that take longest.
 
-`profile` repeats the first step of a recipe, each time under one instrument, and writes nothing but the trace it is asked for.
+`profile` repeats the first step of a recipe, each time under one instrument, and writes nothing but the trace
+it is asked for.
 
-    rehearsal.py     the first step, again and again, at a learning rate of zero     latency.py    phases of a step, forward of modules
-    attribution.py   which module an operation belongs to, forward and backward      flops.py      floating-point operations
-    operations.py    torch's profiler: self times, time of collectives, the trace    memory.py     bytes by what holds them
+    rehearsal.py     the first step, again and again, at a learning rate of zero     latency.py    phases of a
+                     step, forward of modules
+    attribution.py   which module an operation belongs to, forward and backward      flops.py
+                     floating-point operations
+    operations.py    torch's profiler: self times, time of collectives, the trace    memory.py     bytes by
+                     what holds them
     anatomy.py       all of it, as a tree of modules
 """
 

@@ -1,9 +1,9 @@
 """Which module an operation belongs to, in the forward pass and in the backward pass.
 
-Forward it is the innermost module that runs. Backward it is the module in whose forward the autograd node was made that runs now: nodes
-are numbered in the order of their making, so the calls of a module are intervals of those numbers. Unlike hooks on gradients, by which
-torch's ModuleTracker follows the backward pass, this also holds where inputs come by keyword or need no gradient, and every operation has
-one owner.
+Forward it is the innermost module that runs. Backward it is the module in whose forward the autograd node was
+made that runs now: nodes are numbered in the order of their making, so the calls of a module are intervals of
+those numbers. Unlike hooks on gradients, by which torch's ModuleTracker follows the backward pass, this also
+holds where inputs come by keyword or need no gradient, and every operation has one owner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def join(path: str, name: str) -> str:
 def paths_of(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """Every module by its path: "" for a model, "0" and "1" for two stages of one that lie on one rank."""
     tops = [""] if len(modules) == 1 else map(str, range(len(modules)))
-    return {module: join(top, path) for top, whole in zip(tops, modules, strict=True) for path, module in whole.named_modules()}
+    return {
+        module: join(top, path)
+        for top, whole in zip(tops, modules, strict=True)
+        for path, module in whole.named_modules()
+    }
 
 
 def in_backward() -> bool:
@@ -39,8 +43,11 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def watching(modules: Sequence[nn.Module], enter: Callable[[str], None], leave: Callable[[], None]) -> Iterator[None]:
-    """Call `enter` with the path of each module that begins its forward, and `leave` when it ends, also by an exception.
+def watching(
+    modules: Sequence[nn.Module], enter: Callable[[str], None], leave: Callable[[], None]
+) -> Iterator[None]:
+    """Call `enter` with the path of each module that begins its forward, and `leave` when it ends, also by an
+    exception.
 
     The hooks are torch's global ones: the modules stay as they are, and who looks at their hooks sees none.
     """
@@ -87,7 +94,8 @@ class Attribution:
             self._mark()
 
     def _mark(self) -> None:
-        """What is recomputed makes nodes too, but none of them is ever run, and another thread has numbered them."""
+        """What is recomputed makes nodes too, but none of them is ever run, and another thread has numbered
+        them."""
         path, again = self._running[-1] if self._running else (OUTSIDE, False)
         if not again:
             self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
-"""Floating-point operations by phase and module, counted by torch's FlopCounterMode as operations are dispatched.
+"""Floating-point operations by phase and module, counted by torch's FlopCounterMode as operations are
+dispatched.
 
-Counted are matrix products, convolutions and attention as they are executed: a causal mask halves nothing, and the backward pass of fused
-attention has five products of its size, as it computes the scores again. One multiply-accumulate (MAC) is two operations. Not counted, as
-everywhere in the field: element by element work; and what a Triton kernel multiplies by itself, our own attention among it, since only
-dispatched operations are seen.
-Composite operations are taken apart to be counted, so gradients of a counted pass may differ from others in the last bits.
+Counted are matrix products, convolutions and attention as they are executed: a causal mask halves nothing,
+and the backward pass of fused attention has five products of its size, as it computes the scores again. One
+multiply-accumulate (MAC) is two operations. Not counted, as everywhere in the field: element by element work;
+and what a Triton kernel multiplies by itself, our own attention among it, since only dispatched operations
+are seen. Composite operations are taken apart to be counted, so gradients of a counted pass may differ from
+others in the last bits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ aten = torch.ops.aten
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """Of [batch, heads, length, d]. Keys may have fewer heads, each of which serves several: not every torch release counts those."""
+    """Of [batch, heads, length, d]. Keys may have fewer heads, each of which serves several: not every torch
+    release counts those."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
@@ -36,7 +39,15 @@ def _attention_backward(grad_out: Shape, query: Shape, key: Shape, value: Shape,
     return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, key_starts: Tensor | None, *_: Any, **__: Any) -> int:
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
+    key_starts: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> int:
     """Of [batch, length, heads, d], or packed: [tokens, heads, d] beside where sequences start."""
     return 2 * query.shape[-2] * _pairs(query, key, starts, key_starts) * (query.shape[-1] + value.shape[-1])
 
@@ -45,7 +56,12 @@ def _flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, key_starts: Tensor | None,
     *_: Any, **__: Any
 ) -> int:  # fmt: skip
-    return 2 * query.shape[-2] * _pairs(query, key, starts, key_starts) * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return (
+        2
+        * query.shape[-2]
+        * _pairs(query, key, starts, key_starts)
+        * (3 * query.shape[-1] + 2 * value.shape[-1])
+    )
 
 
 def _pairs(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor | None) -> int:
@@ -56,7 +72,8 @@ def _pairs(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor
 
 
 def _addmm(addend: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
-    """Of [n, k] and [k, m]. A dtype of the result may follow, which torch's own formula takes for its shape."""
+    """Of [n, k] and [k, m]. A dtype of the result may follow, which torch's own formula takes for its
+    shape."""
     return 2 * left[0] * left[1] * right[1]
 
 
@@ -75,7 +92,8 @@ FORMULAS = {  # what torch's registry lacks, counts in newer releases only, or c
 
 
 class _Labels:
-    """Stands where FlopCounterMode has its tracker of modules: the one phase and module of the operation that is counted."""
+    """Stands where FlopCounterMode has its tracker of modules: the one phase and module of the operation that
+    is counted."""
 
     def __init__(self, attribution: Attribution) -> None:
         self.attribution = attribution
@@ -96,7 +114,8 @@ class _Labels:
 
 @contextmanager
 def counting(attribution: Attribution) -> Iterator[dict[tuple[Phase, str], int]]:
-    """Count what runs inside; the dictionary, by phase and path of a module without what its children run, is filled at the end."""
+    """Count what runs inside; the dictionary, by phase and path of a module without what its children run, is
+    filled at the end."""
     counts: dict[tuple[Phase, str], int] = {}
     counter, labels = FlopCounterMode(display=False, custom_mapping=FORMULAS), _Labels(attribution)
     cast("Any", counter).mod_tracker = labels

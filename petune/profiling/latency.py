@@ -1,7 +1,7 @@
 """How long a step takes, phase by phase, and each module's forward in it: medians over repetitions.
 
-On CUDA a module's time lies between two events in the stream, so nothing waits for the device while it is measured; on the CPU between two
-readings of the clock. Phases end when the device has done all its work.
+On CUDA a module's time lies between two events in the stream, so nothing waits for the device while it is
+measured; on the CPU between two readings of the clock. Phases end when the device has done all its work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Moment = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of a step under no instrument: making its batches, forward and backward, clipping and the optimizer's step."""
+    """Median seconds of a step under no instrument: making its batches, forward and backward, clipping and
+    the optimizer's step."""
 
     steps: int
     batches: float
@@ -119,4 +120,7 @@ def forward_times(rehearsal: Rehearsal, steps: int) -> dict[str, Forward]:
         for path, one in watch.read().items():
             found[path].append(one)
         rehearsal.update()
-    return {path: Forward(statistics.median(one.seconds for one in those), those[-1].calls) for path, those in found.items()}
+    return {
+        path: Forward(statistics.median(one.seconds for one in those), those[-1].calls)
+        for path, those in found.items()
+    }

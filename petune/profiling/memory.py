@@ -1,9 +1,10 @@
 """Bytes on a device at the peak of a step's passes, by what holds them.
 
-Weights, gradients and optimizer state are the sizes of their tensors. Activations are what remains of the peak: all that the passes make
-and have not freed, so what autograd keeps, the temporary tensors of that moment, and copies of weights that autocast keeps. On CUDA the
-peak is that of torch's caching allocator. On the CPU a `Ledger` takes its place: it counts every storage that an operation returns, from
-then until it is freed, and cannot see what a kernel allocates and frees inside.
+Weights, gradients and optimizer state are the sizes of their tensors. Activations are what remains of the
+peak: all that the passes make and have not freed, so what autograd keeps, the temporary tensors of that
+moment, and copies of weights that autocast keeps. On CUDA the peak is that of torch's caching allocator. On
+the CPU a `Ledger` takes its place: it counts every storage that an operation returns, from then until it is
+freed, and cannot see what a kernel allocates and frees inside.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from petune.profiling.repeat_step import Rehearsal
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of this rank's device: frozen + tuned + at_peak + optimizer + activations + other = peak, of the forward and backward passes.
+    """Bytes of this rank's device: frozen + tuned + at_peak + optimizer + activations + other = peak, of the
+    forward and backward passes.
 
-    gradients: in all; at_peak: those that are there at the peak. other: batches, caches and workspaces, on CUDA alone. update: the peak of
-    clipping and the optimizer's step. reserved: what CUDA's allocator holds of the device, 0 on the CPU.
+    gradients: in all; at_peak: those that are there at the peak. other: batches, caches and workspaces, on
+    CUDA alone. update: the peak of clipping and the optimizer's step. reserved: what CUDA's allocator holds
+    of the device, 0 on the CPU.
     """
 
     frozen: int
@@ -43,7 +46,8 @@ class MemoryUse:
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the storages that operations have made while it is entered and that are still alive, and the most there ever were."""
+    """Bytes of the storages that operations have made while it is entered and that are still alive, and the
+    most there ever were."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +60,8 @@ class Ledger(TorchDispatchMode):
         given = {storage._cdata for storage in _storages((args, kwargs), self.device)}
         made = func(*args, **kwargs)
         for storage in _storages(made, self.device):
-            if storage._cdata not in given and storage._cdata not in self._held:  # else a view, or a result written into an argument
+            # else a view, or a result written into an argument
+            if storage._cdata not in given and storage._cdata not in self._held:
                 self._add(storage)
         return made
 
@@ -85,7 +90,8 @@ def _on(value: Any, device: torch.device) -> bool:
 
 
 class _Arrivals:
-    """Bytes of gradients that were there when the peak was last raised; asked at every gradient that is ready, and at the end."""
+    """Bytes of gradients that were there when the peak was last raised; asked at every gradient that is
+    ready, and at the end."""
 
     def __init__(self, tuned: Iterable[nn.Parameter], peak: Callable[[], int]) -> None:
         self.peak, self.highest, self.at_peak = peak, peak(), 0
@@ -135,7 +141,11 @@ def _on_cuda(rehearsal: Rehearsal, device: torch.device) -> MemoryUse:
     torch.cuda.reset_peak_memory_stats(device)
     arrivals = _Arrivals(rehearsal.tuned.values(), lambda: torch.cuda.max_memory_allocated(device))
     rehearsal.passes(micro)
-    there, peak, gradients = arrivals.done(), torch.cuda.max_memory_allocated(device), _gradients(rehearsal, device)
+    there, peak, gradients = (
+        arrivals.done(),
+        torch.cuda.max_memory_allocated(device),
+        _gradients(rehearsal, device),
+    )
     torch.cuda.reset_peak_memory_stats(device)
     rehearsal.update()
     update, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -146,8 +156,15 @@ def _on_cuda(rehearsal: Rehearsal, device: torch.device) -> MemoryUse:
 def _resting(rehearsal: Rehearsal, device: torch.device) -> dict[str, int]:
     """What lies on the device between steps."""
     modules: Sequence[nn.Module] = rehearsal.runner.modules
-    own = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}.values()
-    state = (value for values in rehearsal.optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    own = {
+        id(value): value for module in modules for value in (*module.parameters(), *module.buffers())
+    }.values()
+    state = (
+        value
+        for values in rehearsal.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    )
     return {
         "frozen": _sum((value for value in own if not value.requires_grad), device),
         "tuned": _sum((value for value in own if value.requires_grad), device),

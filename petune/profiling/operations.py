@@ -1,6 +1,8 @@
-"""One step under torch's profiler: operations by their self time, the backward pass by module, how long collectives run.
+"""One step under torch's profiler: operations by their self time, the backward pass by module, how long
+collectives run.
 
-Times are the device's: of kernels on CUDA, of operations on the CPU, where the profiler's own cost is in them.
+Times are the device's: of kernels on CUDA, of operations on the CPU, where the profiler's own cost is in
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ GROUPS = {
     "autograd and dispatch": r"autograd::|Backward\d*$",
     "attention": r"(?i)attention|flash|fmha|sdpa",
     "matrix products": r"(?i)aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|gemm|cutlass|nvjet|xmma|cublas",
-    "optimizer and clipping": r"(?i)_foreach|_fused_adam|addcmul_|addcdiv_|multi_tensor|optimizer|vector_norm",
+    "optimizer and clipping": (
+        r"(?i)_foreach|_fused_adam|addcmul_|addcdiv_|multi_tensor|optimizer|vector_norm"
+    ),
     "norms": r"(?i)norm",
     "softmax and loss": r"(?i)softmax|nll|cross_entropy",
     "activations": r"(?i)gelu|silu|relu|tanh|sigmoid|activate",
@@ -41,7 +45,8 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation, or a group of them, of one step. seconds: self time in all calls. share: of the self time of all operations."""
+    """An operation, or a group of them, of one step. seconds: self time in all calls. share: of the self time
+    of all operations."""
 
     name: str
     group: str
@@ -52,9 +57,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Traced:
-    """What the profiler saw of one step. operations: longest first. backward: seconds by path of a module, without its children's.
+    """What the profiler saw of one step. operations: longest first. backward: seconds by path of a module,
+    without its children's.
 
-    communication: the part of the step's wall time in which at least one collective runs, on this rank; waiting for others is in it.
+    communication: the part of the step's wall time in which at least one collective runs, on this rank;
+    waiting for others is in it.
     """
 
     operations: tuple[Operation, ...]
@@ -63,7 +70,8 @@ class Traced:
 
 
 def traced(rehearsal: Rehearsal, attribution: Attribution, trace: Path | None) -> Traced:
-    """Profile one step; `trace`: write it there as a Chrome trace. Raises UsageError where that cannot be written."""
+    """Profile one step; `trace`: write it there as a Chrome trace. Raises UsageError where that cannot be
+    written."""
     cuda = rehearsal.runner.mesh.device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     with attribution, torch_profile(activities=activities) as profiler:
@@ -80,7 +88,11 @@ def traced(rehearsal: Rehearsal, attribution: Attribution, trace: Path | None) -
     if trace is not None:
         _write(profiler, trace)
     events = list(profiler.events() or ())
-    return Traced(_by_self_time(profiler.key_averages(), cuda), _backward(events, attribution, cuda), _communication(events, cuda) / took)
+    return Traced(
+        _by_self_time(profiler.key_averages(), cuda),
+        _backward(events, attribution, cuda),
+        _communication(events, cuda) / took,
+    )
 
 
 def _write(profiler: torch_profile, trace: Path) -> None:
@@ -89,18 +101,25 @@ def _write(profiler: torch_profile, trace: Path) -> None:
         trace.write_text("")  # the exporter itself only complains on stderr
         profiler.export_chrome_trace(str(trace))
     except OSError as error:
-        raise UsageError("the trace cannot be written", where="--trace", found=f"{trace}: {error.strerror}") from None
+        raise UsageError(
+            "the trace cannot be written", where="--trace", found=f"{trace}: {error.strerror}"
+        ) from None
 
 
 def _by_self_time(averages: Iterable[Any], cuda: bool) -> tuple[Operation, ...]:
-    """Kernels on CUDA, so that what is launched outside of any operation is there too; operations on the CPU."""
+    """Kernels on CUDA, so that what is launched outside of any operation is there too; operations on the
+    CPU."""
     found = []
     for one in averages:
         if not _on_device(one, cuda) or one.is_user_annotation or one.key.startswith("petune: "):
             continue
-        found.append((one.key, one.count, (one.self_device_time_total if cuda else one.self_cpu_time_total) / 1e6))
+        found.append(
+            (one.key, one.count, (one.self_device_time_total if cuda else one.self_cpu_time_total) / 1e6)
+        )
     whole = sum(seconds for _, _, seconds in found) or 1.0
-    made = (Operation(name, group_of(name), calls, seconds, seconds / whole) for name, calls, seconds in found)
+    made = (
+        Operation(name, group_of(name), calls, seconds, seconds / whole) for name, calls, seconds in found
+    )
     return tuple(sorted(made, key=lambda one: -one.seconds))
 
 
@@ -115,14 +134,21 @@ def grouped(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     for one in operations:
         members[one.group].append(one)
     sums = (
-        Operation(name, name, sum(one.calls for one in of), sum(one.seconds for one in of), sum(one.share for one in of))
+        Operation(
+            name,
+            name,
+            sum(one.calls for one in of),
+            sum(one.seconds for one in of),
+            sum(one.share for one in of),
+        )
         for name, of in members.items()
     )
     return tuple(sorted(sums, key=lambda one: -one.seconds))
 
 
 def _backward(events: Iterable[Any], attribution: Attribution, cuda: bool) -> dict[str, float]:
-    """Seconds of the autograd nodes of each module. Nodes that accumulate gradients have no number and are outside all modules."""
+    """Seconds of the autograd nodes of each module. Nodes that accumulate gradients have no number and are
+    outside all modules."""
     found: dict[str, float] = defaultdict(float)
     for event in events:
         if event.name.startswith(NODE):
@@ -133,7 +159,11 @@ def _backward(events: Iterable[Any], attribution: Attribution, cuda: bool) -> di
 
 def _communication(events: Iterable[Any], cuda: bool) -> float:
     """Seconds covered by collectives, those that overlap counted once."""
-    spans = sorted((one.time_range.start, one.time_range.end) for one in events if _on_device(one, cuda) and _collective(one.name))
+    spans = sorted(
+        (one.time_range.start, one.time_range.end)
+        for one in events
+        if _on_device(one, cuda) and _collective(one.name)
+    )
     covered, until = 0.0, float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))

@@ -26,10 +26,11 @@ from petune.run.streaming import streams
 
 @dataclass(frozen=True)
 class Part:
-    """A module with everything below it. forward, backward, recompute: FLOP of one step; parameters, trained: elements, tied ones once.
+    """A module with everything below it. forward, backward, recompute: FLOP of one step; parameters, trained:
+    elements, tied ones once.
 
-    calls: its forward passes in a step. forward_s: seconds from their beginning to their end, None where it is never called by itself;
-    backward_s: seconds of its autograd nodes, what they recompute included.
+    calls: its forward passes in a step. forward_s: seconds from their beginning to their end, None where it
+    is never called by itself; backward_s: seconds of its autograd nodes, what they recompute included.
     """
 
     path: str
@@ -58,10 +59,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Profile:
-    """One training step of a recipe, on this rank. models: one, or this rank's stages of a pipeline; outside: what no module runs.
+    """One training step of a recipe, on this rank. models: one, or this rank's stages of a pipeline; outside:
+    what no module runs.
 
-    rows, tokens: of the step as they are computed, padding included. communication: measured, see operations.Traced. bubble: predicted
-    from the plan, the part of a step in which a rank of a pipeline waits if all stages take as long; 0 without a pipeline.
+    rows, tokens: of the step as they are computed, padding included. communication: measured, see
+    operations.Traced. bubble: predicted from the plan, the part of a step in which a rank of a pipeline waits
+    if all stages take as long; 0 without a pipeline.
     """
 
     facts: tuple[str, ...]
@@ -84,23 +87,40 @@ class Profile:
 
 
 def profile(recipe: Recipe, steps: int = 3, trace: Path | None = None) -> Profile:
-    """Load model and data of `recipe` and profile its first training step; times are medians of `steps` repetitions.
+    """Load model and data of `recipe` and profile its first training step; times are medians of `steps`
+    repetitions.
 
-    The step is repeated 2 * steps + 4 times, each under one instrument: to warm up, for the times of phases and of modules, for FLOP,
-    memory and operations. Only `trace` is written, by the first rank. A recipe with a parallel plan is profiled where a launcher has
-    started its ranks, each for itself. Raises UsageError elsewhere, for a compiled model and a streamed one, and what training raises.
+    The step is repeated 2 * steps + 4 times, each under one instrument: to warm up, for the times of phases
+    and of modules, for FLOP, memory and operations. Only `trace` is written, by the first rank. A recipe with
+    a parallel plan is profiled where a launcher has started its ranks, each for itself. Raises UsageError
+    elsewhere, for a compiled model and a streamed one, and what training raises.
     """
     if recipe.compile:
-        raise UsageError("modules of a compiled model cannot be told apart", where=recipe.where("compile"), remedy="set compile=false")
+        raise UsageError(
+            "modules of a compiled model cannot be told apart",
+            where=recipe.where("compile"),
+            remedy="set compile=false",
+        )
     if streams(recipe):
-        what, where = "the phases of a step whose updates are inside its backward pass cannot be told apart", recipe.where("memory.stream")
-        raise UsageError(what, where=where, remedy="set memory.stream=none clip=1.0, or measure whole steps with petune bench")
+        what, where = (
+            "the phases of a step whose updates are inside its backward pass cannot be told apart",
+            recipe.where("memory.stream"),
+        )
+        raise UsageError(
+            what,
+            where=where,
+            remedy="set memory.stream=none clip=1.0, or measure whole steps with petune bench",
+        )
     base = Base(recipe)
     plan = distributed.wanted(recipe, base)
     if plan.world > 1 and not process_group.joined():
         command = f"torchrun --nproc-per-node {plan.world} --no-python petune profile ..."
         remedy = f"{command}, or the whole model in this process: parallel=none"
-        raise UsageError(f"this plan is for {plan.world} processes, and here is one", where=recipe.where("parallel"), remedy=remedy)
+        raise UsageError(
+            f"this plan is for {plan.world} processes, and here is one",
+            where=recipe.where("parallel"),
+            remedy=remedy,
+        )
     with distributed.among(plan):
         mesh = distributed.join(recipe, plan)
         prepared = prepare(recipe, base=base)

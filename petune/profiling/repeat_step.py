@@ -1,4 +1,5 @@
-"""The first step of a run, as often as wanted: the same rows, the same dropout, a learning rate of zero, nothing on disk."""
+"""The first step of a run, as often as wanted: the same rows, the same dropout, a learning rate of zero,
+nothing on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from petune.run.step import Step
 
 
 class Rehearsal:
-    """Repeats the first step of a run. Weights stay as they are: every repetition computes the same loss and gradients."""
+    """Repeats the first step of a run. Weights stay as they are: every repetition computes the same loss and
+    gradients."""
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
         self.step = Step(prepared, mesh)
@@ -26,7 +28,8 @@ class Rehearsal:
 
     def passes(self, micro: list[Batch]) -> float:
         """Forward and backward over the batches of one step, which leaves complete gradients; the loss."""
-        torch.manual_seed(self.step.recipe.seed)  # for dropout that is torch's, where the model's blocks are not ours
+        # for dropout that is torch's, where the model's blocks are not ours
+        torch.manual_seed(self.step.recipe.seed)
         return self.step.passes(micro, 0)
 
     def update(self) -> None:

@@ -1,10 +1,13 @@
-"""How fast a recipe trains, and in how much memory: its own step, measured for the methods and memory policies that are asked for.
+"""How fast a recipe trains, and in how much memory: its own step, measured for the methods and memory
+policies that are asked for.
 
-A step is `Step.take` on the rows a run would see, so clipping, update and the reading of the loss are in it; nothing is scored or
-saved. Its FLOP (one multiply-add is two) are counted from the lengths of its rows, padding left out. A linear of W weights costs a row of T
-tokens 2WT forward, 2WT more where the gradient passes, and 2WT more where the weights themselves train: with N weights in the blocks, 4N a
-token for LoRA on a frozen base and 6N for full fine-tuning. A head of V words adds 4hV for each token that is trained on, 6hV where it
-trains itself. Attention forward, over heads of width d together, is A = 4dT for each of T tokens, half of it if causal; backward 2A.
+A step is `Step.take` on the rows a run would see, so clipping, update and the reading of the loss are in it;
+nothing is scored or saved. Its FLOP (one multiply-add is two) are counted from the lengths of its rows,
+padding left out. A linear of W weights costs a row of T tokens 2WT forward, 2WT more where the gradient
+passes, and 2WT more where the weights themselves train: with N weights in the blocks, 4N a token for LoRA on
+a frozen base and 6N for full fine-tuning. A head of V words adds 4hV for each token that is trained on, 6hV
+where it trains itself. Attention forward, over heads of width d together, is A = 4dT for each of T tokens,
+half of it if causal; backward 2A.
 
 What a method adds to the base, and what is computed twice, is left out of these model FLOP (MFU) and counted
 in the executed ones (HFU), where attention's backward is 2.5A and what is recomputed follows from what each
@@ -47,7 +50,8 @@ PROBE = 1.0  # seconds
 
 
 class Again(NamedTuple):
-    """What a block keeps, in a word, and so the roles whose products its backward pass makes again, and whether attention too."""
+    """What a block keeps, in a word, and so the roles whose products its backward pass makes again, and
+    whether attention too."""
 
     name: str
     roles: frozenset[Role] = frozenset()
@@ -64,8 +68,9 @@ CHECKPOINT = Again("checkpoint", frozenset(get_args(Role)), True)  # the same, r
 
 @dataclass(frozen=True)
 class Linear:
-    """One site: weights of the base, and those its method put beside it. source: the stack whose tokens pass it, which of cross-attention's
-    keys is the encoder. width: of all heads, where attention leaves by it, else 0. reached: whether the gradient passes it."""
+    """One site: weights of the base, and those its method put beside it. source: the stack whose tokens pass
+    it, which of cross-attention's keys is the encoder. width: of all heads, where attention leaves by it,
+    else 0. reached: whether the gradient passes it."""
 
     stack: StackName
     block: int
@@ -98,7 +103,8 @@ class Flops:
         return total
 
     def executed(self, example: Example, kept: Kept) -> float:
-        """What is computed, the method's own work and what is made again included, where blocks keep `kept`."""
+        """What is computed, the method's own work and what is made again included, where blocks keep
+        `kept`."""
         lengths = _lengths(example, {one.stack for one in self.linears})
         total = self.model(example)
         for one in self.linears:
@@ -122,7 +128,11 @@ def flops_of(drawn: Sketch) -> Flops | None:
         reached = first is not None and (order.index(site.stack), site.block) >= first
         linears.append(_linear(site, reached, family.stacks[site.stack].causal))
     head = cast("Any", model).get_output_embeddings() if drawn.work.vocabulary_head else None
-    return Flops(tuple(linears), head.weight.numel() if head is not None else 0, head is not None and head.weight.requires_grad)
+    return Flops(
+        tuple(linears),
+        head.weight.numel() if head is not None else 0,
+        head is not None and head.weight.requires_grad,
+    )
 
 
 def _linear(site: Site, reached: bool, causal: bool) -> Linear:
@@ -144,7 +154,8 @@ def _linear(site: Site, reached: bool, causal: bool) -> Linear:
 
 
 def _lengths(example: Example, stacks: set[StackName]) -> dict[StackName, list[int]]:
-    """Tokens of each sequence of a row, by stack: several where rows are packed; a classifier's decoder reads what its encoder does."""
+    """Tokens of each sequence of a row, by stack: several where rows are packed; a classifier's decoder reads
+    what its encoder does."""
     whole = len(example.input_ids)
     if example.positions is None:
         read = [whole]
@@ -152,7 +163,9 @@ def _lengths(example: Example, stacks: set[StackName]) -> dict[StackName, list[i
         starts = [at for at, position in enumerate(example.positions) if position == 0]
         read = [end - start for start, end in zip(starts, [*starts[1:], whole], strict=True)]
     target = [len(example.labels)] if len(stacks) > 1 and isinstance(example.labels, list) else read
-    return {stack: target if stack == "decoder" and len(stacks) > 1 else read for stack in ("encoder", "decoder")}
+    return {
+        stack: target if stack == "decoder" and len(stacks) > 1 else read for stack in ("encoder", "decoder")
+    }
 
 
 def _attention(one: Linear, lengths: Mapping[StackName, Sequence[int]]) -> float:
@@ -176,8 +189,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of a case: tokens, seconds, and FLOP of the model and executed, where its family has a table. kept: what blocks kept, in words;
-    peak: bytes on the device, None on a CPU; host: bytes resident and pinned there. `error` says why there are none."""
+    """Steps of a case: tokens, seconds, and FLOP of the model and executed, where its family has a table.
+    kept: what blocks kept, in words; peak: bytes on the device, None on a CPU; host: bytes resident and
+    pinned there. `error` says why there are none."""
 
     case: Case
     tokens: tuple[int, ...] = ()
@@ -198,7 +212,9 @@ class Measured:
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """First quartile, median and third quartile of `speeds`."""
-        low, median, high = statistics.quantiles(self.speeds, n=4) if len(self.seconds) > 1 else self.speeds * 3
+        low, median, high = (
+            statistics.quantiles(self.speeds, n=4) if len(self.seconds) > 1 else self.speeds * 3
+        )
         return low, median, high
 
     def utilisation(self, rate: float) -> float | None:
@@ -211,12 +227,15 @@ class Measured:
 
 
 def cases(recipe: Recipe, methods: Sequence[str] = (), policies: Sequence[str] = ()) -> list[Case]:
-    """Every method under every policy (KEEP or KEEP/OFFLOAD), by default the recipe's own; its own method keeps its settings.
+    """Every method under every policy (KEEP or KEEP/OFFLOAD), by default the recipe's own; its own method
+    keeps its settings.
 
     Raises UsageError for a method or policy that does not exist, and for a recipe with a parallel plan.
     """
     if recipe.parallel != ParallelConfig():
-        raise UsageError("one process is measured at a time", where=recipe.where("parallel"), remedy="set parallel=none")
+        raise UsageError(
+            "one process is measured at a time", where=recipe.where("parallel"), remedy="set parallel=none"
+        )
     for name in methods:
         if name not in METHODS:
             raise UsageError(f"no method named {name!r}", where="--methods", expected=", ".join(METHODS))
@@ -224,7 +243,11 @@ def cases(recipe: Recipe, methods: Sequence[str] = (), policies: Sequence[str] =
     for method in methods or (recipe.method_name,):
         tuned = recipe if method == recipe.method_name else load_recipe(recipe, {"method": method})
         for policy in policies or (None,):
-            changed = tuned if policy is None else load_recipe(tuned, {"memory": {**_policy(policy), "stream": tuned.memory.stream}})
+            changed = (
+                tuned
+                if policy is None
+                else load_recipe(tuned, {"memory": {**_policy(policy), "stream": tuned.memory.stream}})
+            )
             found.append(Case(changed, method, policy))
     return found
 
@@ -239,7 +262,8 @@ def _policy(text: str) -> dict[str, str]:
 
 
 def measure(case: Case, steps: int, warm: float | None = None) -> Measured:
-    """Train for `steps` steps after a first one and `warm` seconds of others. Memory that runs out is a finding; all else is raised."""
+    """Train for `steps` steps after a first one and `warm` seconds of others. Memory that runs out is a
+    finding; all else is raised."""
     settled = load_recipe(case.recipe, {"schedule": "constant"})
     place = choose_place(settled)
     gc.collect()  # the model of the case before
@@ -269,8 +293,12 @@ def _measure(case: Case, step: Step, steps: int, warm: float) -> Measured:
         tokens=tuple(sum(example.tokens for example in row) for row in rows),
         seconds=seconds,
         flops=tuple(sum(map(counted.model, row)) for row in rows) if counted else (),
-        executed=tuple(sum(counted.executed(example, kept) for example in row) for row in rows) if counted else (),
-        kept=", ".join(f"{name} {count}" for name, count in Counter(one.name for one in kept.values()).items()),
+        executed=tuple(sum(counted.executed(example, kept) for example in row) for row in rows)
+        if counted
+        else (),
+        kept=", ".join(
+            f"{name} {count}" for name, count in Counter(one.name for one in kept.values()).items()
+        ),
         peak=peak_memory(device) if device.type == "cuda" else None,
         host=_on_host(device),
         loss=step.progress.last_loss or 0.0,
@@ -292,7 +320,9 @@ def _wait(device: torch.device) -> None:
 
 def _kept(step: Step, linears: Sequence[Linear]) -> Kept:
     """What each block kept in the last step."""
-    found = dict.fromkeys(((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL)
+    found = dict.fromkeys(
+        ((one.stack, one.block) for one in linears), CHECKPOINT if step.recipe.gradient_checkpointing else ALL
+    )
     if step.recipe.gradient_checkpointing:
         return found
     for stack in (module for module in step.model.modules() if isinstance(module, Stack)):
@@ -304,13 +334,18 @@ def _kept(step: Step, linears: Sequence[Linear]) -> Kept:
 
 
 def _on_host(device: torch.device) -> int:
-    """Bytes of this process in host memory: resident ones (where the system does not tell, the most there were), and pinned ones."""
-    pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if device.type == "cuda" else 0
+    """Bytes of this process in host memory: resident ones (where the system does not tell, the most there
+    were), and pinned ones."""
+    pinned = (
+        int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if device.type == "cuda" else 0
+    )
     if sys.platform != "linux":
         return peak_memory(torch.device("cpu")) + pinned
     import resource  # not on every system
 
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize() + pinned
+    return (
+        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize() + pinned
+    )
 
 
 def probe(recipe: Recipe, seconds: float = PROBE) -> float:
@@ -333,21 +368,43 @@ def probe(recipe: Recipe, seconds: float = PROBE) -> float:
 
 
 def draw(found: Sequence[Measured], rate: float, picture: Path) -> None:
-    """Speed over memory, one point a case, beside the speed its model FLOP allow at `rate`. Raises MachineError without matplotlib."""
+    """Speed over memory, one point a case, beside the speed its model FLOP allow at `rate`. Raises
+    MachineError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MachineError("a picture needs matplotlib", where="--plot", remedy="pip install 'petune[plot]'") from None
+        raise MachineError(
+            "a picture needs matplotlib", where="--plot", remedy="pip install 'petune[plot]'"
+        ) from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for at, one in enumerate(one for one in found if one.error is None):
         low, median, high = one.quartiles
         memory = (one.host if one.peak is None else one.peak) / 2**30
         name = " ".join(filter(None, (one.case.method, one.case.memory)))
-        axes.errorbar(memory, median, [[median - low], [high - median]], marker="o", capsize=3, color=f"C{at % 10}", label=name)
+        axes.errorbar(
+            memory,
+            median,
+            [[median - low], [high - median]],
+            marker="o",
+            capsize=3,
+            color=f"C{at % 10}",
+            label=name,
+        )
         if one.flops:
-            axes.plot(memory, sum(one.tokens) / sum(one.flops) * rate, marker="_", markersize=18, color=f"C{at % 10}", linestyle="none")
-    axes.set(xlabel="memory, GiB", ylabel="tokens/s", title=f"dashes: the model FLOP at {rate / 1e12:.3g} TFLOP/s, nothing else")
+            axes.plot(
+                memory,
+                sum(one.tokens) / sum(one.flops) * rate,
+                marker="_",
+                markersize=18,
+                color=f"C{at % 10}",
+                linestyle="none",
+            )
+    axes.set(
+        xlabel="memory, GiB",
+        ylabel="tokens/s",
+        title=f"dashes: the model FLOP at {rate / 1e12:.3g} TFLOP/s, nothing else",
+    )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     if axes.has_data():

@@ -1,8 +1,9 @@
-"""YAML -> a frozen Recipe, or every problem at once, each with its line, its key path and what was probably meant.
+"""YAML -> a frozen Recipe, or every problem at once, each with its line, its key path and what was probably
+meant.
 
-`read` finds and reads (`yaml_lines`: strict YAML with places), `check` validates against `schema` and `rules`, `suggest` guesses what
-was meant, `neutral` says what holds without a recipe, `resume` what a resumed run may not change. The only room that imports pydantic;
-checking a recipe needs no torch.
+`read` finds and reads (`yaml_lines`: strict YAML with places), `check` validates against `schema` and
+`rules`, `suggest` guesses what was meant, `neutral` says what holds without a recipe, `resume` what a resumed
+run may not change. The only room that imports pydantic; checking a recipe needs no torch.
 """
 
 from petune.recipe.neutral import far_from_known, neutral_settings

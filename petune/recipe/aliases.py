@@ -1,7 +1,7 @@
 """The classic names of parallel settings, accepted at the top level of a recipe and on the command line.
 
-Each is moved to its modern key together with the place it was written at, so that one check serves both. The three `*_parallel_method`
-together name a backend; the lists belong to the backend that is there.
+Each is moved to its modern key together with the place it was written at, so that one check serves both. The
+three `*_parallel_method` together name a backend; the lists belong to the backend that is there.
 """
 
 from __future__ import annotations
@@ -32,22 +32,33 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
 }
 _STAGES = "stage_num_hidden_layers_list"
 
-Fresh = Collection[KeyPath] | None  # the key paths written together with the classic keys; None: all there are
+# the key paths written together with the classic keys; None: all there are
+Fresh = Collection[KeyPath] | None
 
 
 def accept_classic_keys(written: Written, fresh: Fresh = None) -> list[Found]:
     """Move every classic key of `written` to its modern one; what is wrong with doing so.
 
-    A modern key written together with its classic one (`fresh`) contradicts it, an older one is overridden by it. No classic key is left.
+    A modern key written together with its classic one (`fresh`) contradicts it, an older one is overridden by
+    it. No classic key is left.
     """
     given = [key for key in written.tree if key in CLASSIC]
     if not given:
         return []
     section = written.tree.get(PARALLEL)
-    if _is_fresh((PARALLEL,), written, fresh) and (as_mapping((PARALLEL,), section) is None or section in ("none", None)):
-        problems = [_problem(written, given[0], f"{given[0]} beside a parallel it cannot be put in", "remove one of them")]
+    if _is_fresh((PARALLEL,), written, fresh) and (
+        as_mapping((PARALLEL,), section) is None or section in ("none", None)
+    ):
+        problems = [
+            _problem(
+                written, given[0], f"{given[0]} beside a parallel it cannot be put in", "remove one of them"
+            )
+        ]
     else:
-        methods, lists = [key for key in given if key in _METHODS], [key for key in given if key not in _METHODS]
+        methods, lists = (
+            [key for key in given if key in _METHODS],
+            [key for key in given if key not in _METHODS],
+        )
         backend, problems = _backend(written, methods, lists, fresh)
         for key in lists:
             axis = "pp" if key == _STAGES else backend
@@ -60,7 +71,11 @@ def accept_classic_keys(written: Written, fresh: Fresh = None) -> list[Found]:
 def in_classic_words(problem: Problem, written: Written) -> Problem:
     """`problem` with every key path that was given under a classic key called by that key."""
     for path, key in written.spelled.items():
-        texts = {name: text.replace(".".join(path), key) for name in ("what", "expected", "remedy") if (text := getattr(problem, name))}
+        texts = {
+            name: text.replace(".".join(path), key)
+            for name in ("what", "expected", "remedy")
+            if (text := getattr(problem, name))
+        }
         problem = replace(problem, **texts)
     return problem
 
@@ -76,13 +91,22 @@ def _is_fresh(path: KeyPath, written: Written, fresh: Fresh) -> bool:
     return any(one == path[: len(one)] or (path == one[: len(path)] and len(path) > 1) for one in fresh)
 
 
-def _problem(written: Written, key: str, what: str, remedy: str | None, expected: str | None = None, found: str | None = None) -> Found:
+def _problem(
+    written: Written,
+    key: str,
+    what: str,
+    remedy: str | None,
+    expected: str | None = None,
+    found: str | None = None,
+) -> Found:
     return (key,), Problem(what, written.where((key,)), expected, found, remedy)
 
 
 def _given_twice(written: Written, key: str, modern: KeyPath) -> Found:
     name = ".".join(modern)
-    return _problem(written, key, f"{key} beside {name}", "keep one of them", found=f"{name} at {written.where(modern)}")
+    return _problem(
+        written, key, f"{key} beside {name}", "keep one of them", found=f"{name} at {written.where(modern)}"
+    )
 
 
 def _move(written: Written, key: str, target: KeyPath, fresh: Fresh) -> list[Found]:
@@ -96,8 +120,11 @@ def _move(written: Written, key: str, target: KeyPath, fresh: Fresh) -> list[Fou
     return []
 
 
-def _backend(written: Written, methods: Sequence[str], lists: Sequence[str], fresh: Fresh) -> tuple[str, list[Found]]:
-    """The backend that lists about blocks belong to; "" where it cannot be told. One that methods name is there afterwards."""
+def _backend(
+    written: Written, methods: Sequence[str], lists: Sequence[str], fresh: Fresh
+) -> tuple[str, list[Found]]:
+    """The backend that lists about blocks belong to; "" where it cannot be told. One that methods name is
+    there afterwards."""
     there = [name for name in as_mapping((PARALLEL,), written.tree.get(PARALLEL)) or {} if name in CUTS]
     about_blocks = [key for key in lists if key != _STAGES]
     if methods:
@@ -105,7 +132,8 @@ def _backend(written: Written, methods: Sequence[str], lists: Sequence[str], fre
         if there and _is_fresh((PARALLEL, there[0]), written, fresh):
             problems.append(_given_twice(written, methods[0], (PARALLEL, there[0])))
         if problems:
-            return next(iter(there), "galaxy"), problems  # galaxy has a place for each list, so that each is looked at
+            # galaxy has a place for each list, so that each is looked at
+            return next(iter(there), "galaxy"), problems
         return _take_backend(written, there), []
     if there or len(about_blocks) == 3:
         return next(iter(there), "galaxy"), []  # galaxy is the one row that shares out all three
@@ -118,7 +146,8 @@ def _backend(written: Written, methods: Sequence[str], lists: Sequence[str], fre
 
 
 def _take_backend(written: Written, there: Sequence[str]) -> str:
-    """Put the backend the three methods name in the place of the one that was there before; it keeps its shares."""
+    """Put the backend the three methods name in the place of the one that was there before; it keeps its
+    shares."""
     found = {_setting(key): _METHODS[key][_word(written.tree[key])] for key in _METHODS}
     name = row_name(found)
     if len(there) == 1 and there[0] != name:
@@ -144,14 +173,37 @@ def _wrong_methods(written: Written, methods: Sequence[str]) -> list[Found]:
         if word not in _METHODS[key]:
             near = nearest(word[:64].upper(), _METHODS[key], 1)
             meant, expected = f"did you mean: {near[0]}" if near else None, " or ".join(_METHODS[key])
-            problems.append(_problem(written, key, f"{key} does not take this value", meant, expected, show(written.tree[key])))
+            problems.append(
+                _problem(
+                    written, key, f"{key} does not take this value", meant, expected, show(written.tree[key])
+                )
+            )
     if missing := [key for key in _METHODS if key not in methods]:
         remedy = f"give {' and '.join(missing)} too"
-        problems.append(_problem(written, methods[0], f"{methods[0]} without {' and '.join(missing)}", remedy, ", ".join(_METHODS)))
-    by_sequence = [key for key in ("att_parallel_method", "mlp_parallel_method") if _word(written.tree.get(key)) == "SP"]
-    if "con_parallel_method" in methods and _word(written.tree["con_parallel_method"]) == "None" and by_sequence:
-        what = f"con_parallel_method beside {' and '.join(by_sequence)} SP: an all-reduce would sum different tokens"
-        problems.append(_problem(written, "con_parallel_method", what, "set con_parallel_method: SP", "SP", "None"))
+        problems.append(
+            _problem(
+                written,
+                methods[0],
+                f"{methods[0]} without {' and '.join(missing)}",
+                remedy,
+                ", ".join(_METHODS),
+            )
+        )
+    by_sequence = [
+        key for key in ("att_parallel_method", "mlp_parallel_method") if _word(written.tree.get(key)) == "SP"
+    ]
+    if (
+        "con_parallel_method" in methods
+        and _word(written.tree["con_parallel_method"]) == "None"
+        and by_sequence
+    ):
+        what = (
+            f"con_parallel_method beside {' and '.join(by_sequence)} SP: an all-reduce would sum different"
+            " tokens"
+        )
+        problems.append(
+            _problem(written, "con_parallel_method", what, "set con_parallel_method: SP", "SP", "None")
+        )
     return problems
 
 

@@ -1,4 +1,5 @@
-"""Every problem of a written recipe at once, in the user's words: place, key path, expected against found, and what to write instead."""
+"""Every problem of a written recipe at once, in the user's words: place, key path, expected against found,
+and what to write instead."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from petune.tasks.configs import DataConfig
 
 
 def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
-    """The values of a Recipe, and all that is wrong with them in the order of the file: names, types and ranges, rules between keys."""
+    """The values of a Recipe, and all that is wrong with them in the order of the file: names, types and
+    ranges, rules between keys."""
     tree = written.tree
     if isinstance(tree.get("version", 1), int) and tree.get("version", 1) != 1:
         return {}, [_other_version(written)]
@@ -33,7 +35,9 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
     values = {key: value for key, value in tree.items() if key not in (*SECTIONS, PARALLEL)}
     data, problems = _section(written, "data", DataConfig, "", method_name)
     if method_name in METHODS:
-        values["method"], more = _section(written, "method", METHODS[method_name].config, method_name, method_name)
+        values["method"], more = _section(
+            written, "method", METHODS[method_name].config, method_name, method_name
+        )
         problems += more
     else:
         values["method"] = None
@@ -46,25 +50,36 @@ def validate(written: Written) -> tuple[dict[str, Any], list[Found]]:
     problems = _check(Recipe, values, written, (), method_name) + problems
     problems += broken_rules(written, values, [path for path, _ in problems])
     order = {path: index for index, path in enumerate(written.places)}
-    return values, sorted(problems, key=lambda one: next((order[up] for up in _upwards(one[0]) if up in order), -1))
+    return values, sorted(
+        problems, key=lambda one: next((order[up] for up in _upwards(one[0]) if up in order), -1)
+    )
 
 
 def _upwards(path: KeyPath) -> Iterator[KeyPath]:
     return (path[:end] for end in range(len(path), 0, -1))
 
 
-def _section(written: Written, key: str, config: type, name: str, method_name: str | None) -> tuple[Any, list[Found]]:
+def _section(
+    written: Written, key: str, config: type, name: str, method_name: str | None
+) -> tuple[Any, list[Found]]:
     """The config dataclass written under `key`, None when it cannot be made."""
     given = as_mapping((key,), written.tree.get(key))
     if given is None:
         missing = key not in written.tree
         what = f"{key} is missing" if missing else f"{key} does not take this value"
         found = None if missing else show(written.tree[key])
-        return None, [((key,), Problem(what, written.where((key,)), _FORMS[key], found, f"for example  {_EXAMPLES[key]}"))]
+        return None, [
+            (
+                (key,),
+                Problem(what, written.where((key,)), _FORMS[key], found, f"for example  {_EXAMPLES[key]}"),
+            )
+        ]
     problems = _check(section_model(config, name), given, written, (key,), method_name)
     if problems:
         return None, problems
-    return config(**{setting: value for setting, value in given.items() if not (name and setting == "name")}), []
+    return config(
+        **{setting: value for setting, value in given.items() if not (name and setting == "name")}
+    ), []
 
 
 def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
@@ -72,13 +87,22 @@ def _parallel(written: Written) -> tuple[ParallelConfig, list[Found]]:
     value = written.tree.get(PARALLEL)
     section = as_mapping((PARALLEL,), value)
     if section is None:
-        what, expected = "parallel does not take this value", f"none, {', '.join(BACKENDS)}, or a mapping of these to settings"
+        what, expected = (
+            "parallel does not take this value",
+            f"none, {', '.join(BACKENDS)}, or a mapping of these to settings",
+        )
         remedy = "for example  parallel: {dp: 2}, or parallel=dp:2 on a command line"
-        return ParallelConfig(), [((PARALLEL,), Problem(what, written.where((PARALLEL,)), expected, show(value), remedy))]
+        return ParallelConfig(), [
+            ((PARALLEL,), Problem(what, written.where((PARALLEL,)), expected, show(value), remedy))
+        ]
     axes: dict[str, Any] = {}
     problems: list[Found] = []
     for name, given in section.items():
-        wrong = _axis(written, name, BACKENDS[name], given) if name in BACKENDS else [_no_backend(written, name, len(problems))]
+        wrong = (
+            _axis(written, name, BACKENDS[name], given)
+            if name in BACKENDS
+            else [_no_backend(written, name, len(problems))]
+        )
         problems += wrong
         if not wrong:
             axes[name] = BACKENDS[name](**as_mapping((PARALLEL, name), given) or {})
@@ -92,18 +116,33 @@ def _axis(written: Written, name: str, config: type, given: Any) -> list[Found]:
         return _check(section_model(config), settings, written, path, None)
     expected = "a whole number of processes, or a mapping of settings, or null"
     remedy = f"for example  parallel: {{{name}: 2}}"
-    return [(path, Problem(f"{dotted(path)} does not take this value", written.where(path), expected, show(given), remedy))]
+    return [
+        (
+            path,
+            Problem(
+                f"{dotted(path)} does not take this value", written.where(path), expected, show(given), remedy
+            ),
+        )
+    ]
 
 
 def _no_backend(written: Written, name: str, before: int) -> Found:
     path = (PARALLEL, name)
     alone = not isinstance(written.tree[PARALLEL], dict)  # the short form: parallel: NAME
     what = f"{'parallel' if alone else dotted(path)}: no such backend"
-    meant = suggest(path, None) if before < MAX_PROBLEMS else None  # beyond what is shown, time spent for nobody
-    return path, Problem(what, written.where(path), f"one of none, {', '.join(BACKENDS)}", show(name) if alone else None, meant)
+    # beyond what is shown, time spent for nobody
+    meant = suggest(path, None) if before < MAX_PROBLEMS else None
+    return path, Problem(
+        what, written.where(path), f"one of none, {', '.join(BACKENDS)}", show(name) if alone else None, meant
+    )
 
 
-_EXAMPLES = {"model": "model: demo:minilm", "data": "data: demo:docstrings", "method": "method: lora", "memory": "memory: input"}
+_EXAMPLES = {
+    "model": "model: demo:minilm",
+    "data": "data: demo:docstrings",
+    "method": "method: lora",
+    "memory": "memory: input",
+}
 _FORMS = {
     "data": "a file, folder, glob, demo:NAME or hub id, or a mapping with path",
     "memory": f"one of {', '.join(KEEPS)}, or a mapping of settings",
@@ -114,22 +153,33 @@ def _no_method(written: Written, name: str | None) -> Found:
     given = written.tree.get("method")
     path: KeyPath = ("method", "name") if isinstance(given, dict) and "name" in given else ("method",)
     if "method" not in written.tree:
-        return path, Problem("method is missing", written.where(path), ", ".join(METHODS), remedy=f"for example  {_EXAMPLES['method']}")
+        return path, Problem(
+            "method is missing",
+            written.where(path),
+            ", ".join(METHODS),
+            remedy=f"for example  {_EXAMPLES['method']}",
+        )
     if isinstance(given, dict) and "name" not in given:
         remedy = "for example  method: {name: lora, r: 16}"
         return path, Problem("method.name is missing", written.where(path), ", ".join(METHODS), remedy=remedy)
     meant = _perhaps(meant_value(name or "", tuple(METHODS)))
     found = show(name or (given.get("name") if isinstance(given, dict) else given))
-    return path, Problem(f"{dotted(path)}: no such method", written.where(path), "one of " + ", ".join(METHODS), found, meant)
+    return path, Problem(
+        f"{dotted(path)}: no such method", written.where(path), "one of " + ", ".join(METHODS), found, meant
+    )
 
 
 def _other_version(written: Written) -> Found:
     found = show(written.tree["version"])
     remedy = "set version: 1 and check the keys, or use the petune release that reads it"
-    return ("version",), Problem("the recipe is of another version of the format", written.where(("version",)), "1", found, remedy)
+    return ("version",), Problem(
+        "the recipe is of another version of the format", written.where(("version",)), "1", found, remedy
+    )
 
 
-def _check(model: type[BaseModel], values: Mapping[str, Any], written: Written, at: KeyPath, method_name: str | None) -> list[Found]:
+def _check(
+    model: type[BaseModel], values: Mapping[str, Any], written: Written, at: KeyPath, method_name: str | None
+) -> list[Found]:
     """One problem per wrong key of a section, in the user's words."""
     try:
         model.model_validate(dict(values))
@@ -139,23 +189,41 @@ def _check(model: type[BaseModel], values: Mapping[str, Any], written: Written, 
             wrong.setdefault(str(one["loc"][0]), []).append(one)
         # beyond what is shown, a suggestion would be time spent for nobody
         shown = dict(list(wrong.items())[:MAX_PROBLEMS])
-        rest = [((*at, key), Problem(f"{dotted((*at, key))} is wrong", written.where((*at, key)))) for key in wrong if key not in shown]
-        return [_problem(model, key, faults, written, at, method_name) for key, faults in shown.items()] + rest
+        rest = [
+            ((*at, key), Problem(f"{dotted((*at, key))} is wrong", written.where((*at, key))))
+            for key in wrong
+            if key not in shown
+        ]
+        return [
+            _problem(model, key, faults, written, at, method_name) for key, faults in shown.items()
+        ] + rest
     return []
 
 
-def _problem(model: type[BaseModel], key: str, faults: list[Any], written: Written, at: KeyPath, method_name: str | None) -> Found:
+def _problem(
+    model: type[BaseModel],
+    key: str,
+    faults: list[Any],
+    written: Written,
+    at: KeyPath,
+    method_name: str | None,
+) -> Found:
     path = (*at, key)
     kind = faults[0]["type"]
     if kind == "extra_forbidden":
         of = f" of {method_name if at[0] == 'method' else at[-1]}" if at else ""
-        return path, Problem(f"{dotted(path)} is not a setting{of}", written.where(path), remedy=suggest(path, method_name))
+        return path, Problem(
+            f"{dotted(path)} is not a setting{of}", written.where(path), remedy=suggest(path, method_name)
+        )
     if kind == "missing":
         example = _EXAMPLES.get(key if not at else at[0])
-        return path, Problem(f"{dotted(path)} is missing", written.where(path), remedy=example and f"for example  {example}")
+        return path, Problem(
+            f"{dotted(path)} is missing", written.where(path), remedy=example and f"for example  {example}"
+        )
     info = model.model_fields[key]
     deepest = max((_inside(path, fault["loc"][1:], written) for fault in faults), key=len)
-    if any(fault["loc"][-1] == "[key]" for fault in faults):  # a name that is none of those the mapping may hold
+    # a name that is none of those the mapping may hold
+    if any(fault["loc"][-1] == "[key]" for fault in faults):
         names = _choices(get_args(info.annotation)[0])
         return path, Problem(
             f"{dotted(path)} does not take the name {deepest[-1]!r}",
@@ -167,14 +235,19 @@ def _problem(model: type[BaseModel], key: str, faults: list[Any], written: Writt
     value = functools.reduce(_item, deepest, written.tree)
     what = f"{dotted(deepest)} {_fault(faults)}"
     expected = _expected(info.annotation, info.metadata)
-    return path, Problem(what, written.where(deepest), expected, show(value), _value_remedy(info.annotation, value))
+    return path, Problem(
+        what, written.where(deepest), expected, show(value), _value_remedy(info.annotation, value)
+    )
 
 
 def _inside(path: KeyPath, location: Sequence[str | int], written: Written) -> KeyPath:
-    """The part of a list or mapping pydantic complains of; its names for union members are no part of the path."""
+    """The part of a list or mapping pydantic complains of; its names for union members are no part of the
+    path."""
     for part in location:
         value = functools.reduce(_item, path, written.tree)
-        if (isinstance(part, int) and isinstance(value, tuple)) or (isinstance(value, dict) and part in value):
+        if (isinstance(part, int) and isinstance(value, tuple)) or (
+            isinstance(value, dict) and part in value
+        ):
             path = (*path, str(part))
     return path
 
@@ -211,7 +284,12 @@ def _expected(kind: Any, metadata: Sequence[Any] = ()) -> str:
         key, value = (_expected(one).removeprefix("a ") for one in get_args(kind))
         return f"a mapping {{...}} of {key} to {value}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    return ", ".join([words.get(kind, str(kind)), *filter(None, (_range(entry) for entry in metadata if kind in (int, float)))])
+    return ", ".join(
+        [
+            words.get(kind, str(kind)),
+            *filter(None, (_range(entry) for entry in metadata if kind in (int, float))),
+        ]
+    )
 
 
 def _range(entry: Any) -> str | None:
@@ -245,7 +323,11 @@ def _value_remedy(kind: Any, value: Any) -> str | None:
         plain = value.strip().replace("_", "").replace(",", "")
         if not isinstance(scalar(plain), str | None | bool):
             return f"write the number plainly, without quotes or separators: {plain}"
-    if isinstance(value, str) and "true or false" in words and value.lower() in ("yes", "no", "on", "off", "y", "n"):
+    if (
+        isinstance(value, str)
+        and "true or false" in words
+        and value.lower() in ("yes", "no", "on", "off", "y", "n")
+    ):
         return f"write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
     if isinstance(value, bool | int | float) and "text" in words and not _choices(kind):
         return f'put it in quotes: "{short(write_scalar(value), 60)}"'

@@ -1,8 +1,8 @@
 """Settings of a run that has no recipe, and lines about settings that are far from what is known to work.
 
-The evidence: LoRA on all linears, the MLP's above all, at about ten times the learning rate of full fine-tuning, nearly whatever the rank;
-a rank is too small where its parameters cannot hold what the rows say, at 2 bits a parameter and about 1 bit a trained token (Schulman et
-al. 2025, "LoRA Without Regret").
+The evidence: LoRA on all linears, the MLP's above all, at about ten times the learning rate of full
+fine-tuning, nearly whatever the rank; a rank is too small where its parameters cannot hold what the rows say,
+at 2 bits a parameter and about 1 bit a trained token (Schulman et al. 2025, "LoRA Without Regret").
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from petune.recipe.raw import Written, as_mapping
 from petune.recipe.schema import Recipe
 
 FEW_STEPS = 30
-FAR = 10  # a learning rate this many times the method's usual one, or less than its share of it, is far from it
+# a learning rate this many times the method's usual one, or less than its share of it, is far from it
+FAR = 10
 BITS_OF_PARAMETER, BITS_OF_TOKEN = 2, 1
 
 # Settings of a demo recipe that were chosen for its model and rows; a user's own model and data want others.
@@ -26,8 +27,8 @@ _DECIDE = ("lr", "max_steps", "task", "class_weights")
 def neutral_settings() -> dict[str, Any]:
     """What is set besides `model` and `data` when there is no recipe: LoRA for 3 epochs.
 
-    Everything else has the default of its key: r 16, all linears of the blocks, the method's usual learning rate, the task that data and
-    model mean.
+    Everything else has the default of its key: r 16, all linears of the blocks, the method's usual learning
+    rate, the task that data and model mean.
     """
     return {"method": "lora", "epochs": 3}
 
@@ -37,13 +38,16 @@ def neutral_note(recipe: Recipe) -> str:
     rank = f" with r {recipe.method.r}" if hasattr(recipe.method, "r") else ""
     task = recipe.task or "by data and model"
     return (
-        f"no recipe was given, so the defaults hold: {recipe.method_name}{rank}, lr {recipe.learning_rate:g}, {recipe.epochs:g} epochs, "
-        f"task {task}; petune init writes a recipe to edit"
+        f"no recipe was given, so the defaults hold: {recipe.method_name}{rank}, lr {recipe.learning_rate:g},"
+        f" {recipe.epochs:g} epochs, task {task}; petune init writes a recipe to edit"
     )
 
 
-def demo_note(written: Written, before: Mapping[str, Any], fresh: Collection[str], recipe: Recipe) -> str | None:
-    """One line where `model`, `data` or the method of a demo recipe is replaced and settings that were chosen for them stay.
+def demo_note(
+    written: Written, before: Mapping[str, Any], fresh: Collection[str], recipe: Recipe
+) -> str | None:
+    """One line where `model`, `data` or the method of a demo recipe is replaced and settings that were chosen
+    for them stay.
 
     `before` holds what the file says, `fresh` the top-level keys set over it.
     """
@@ -56,8 +60,13 @@ def demo_note(written: Written, before: Mapping[str, Any], fresh: Collection[str
     if not replaced or not set(kept) & set(_DECIDE):
         return None
     usual = method_of(recipe.method).usual_lr
-    said = [f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual:g})" if key == "lr" else "") for key in kept]
-    nulls = " ".join(f"{key}={'none' if key == 'class_weights' else 'null'}" for key in kept if key in _DECIDE)
+    said = [
+        f"{key} {before[key]}" + (f" (usual for {recipe.method_name}: {usual:g})" if key == "lr" else "")
+        for key in kept
+    ]
+    nulls = " ".join(
+        f"{key}={'none' if key == 'class_weights' else 'null'}" for key in kept if key in _DECIDE
+    )
     return (
         f"{' and '.join(replaced)} replaced, but chosen for the demo and still in force: {', '.join(said)}; "
         f"give {nulls} for the usual values, or write a recipe of your own with petune init"
@@ -71,8 +80,9 @@ def _source(key: str, tree: Mapping[str, Any]) -> Any:
 def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None, steps: int) -> Iterator[str]:
     """Lines about a learning rate, a rank or a number of steps that is far from what is known to work.
 
-    `trainable`: parameters that train. `trained_tokens`: of the rows, each counted once; None where rows are trained, not tokens. Of rate
-    and rank nothing is said for the demo models, which are far smaller than those the evidence is about.
+    `trainable`: parameters that train. `trained_tokens`: of the rows, each counted once; None where rows are
+    trained, not tokens. Of rate and rank nothing is said for the demo models, which are far smaller than
+    those the evidence is about.
     """
     if steps < FEW_STEPS and recipe.max_steps is None:
         yield f"{steps} steps are few to learn from: raise epochs, or lower batch_size"
@@ -82,12 +92,16 @@ def far_from_known(recipe: Recipe, trainable: int, trained_tokens: int | None, s
     times = recipe.learning_rate / usual
     if times >= FAR or times <= 1 / FAR:
         ratio = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
-        yield f"lr {recipe.learning_rate:g} is {ratio} the usual {usual:g} of {recipe.method_name} for pretrained models"
+        yield (
+            f"lr {recipe.learning_rate:g} is {ratio} the usual {usual:g} of {recipe.method_name} for"
+            " pretrained models"
+        )
     rank = getattr(recipe.method, "r", None)
     if rank and trained_tokens and trained_tokens * BITS_OF_TOKEN > trainable * BITS_OF_PARAMETER:
         enough = rank * trained_tokens * BITS_OF_TOKEN / (trainable * BITS_OF_PARAMETER)
         wanted = next((power for power in (2**n for n in range(1, 11)) if power >= enough), 1024)
         yield (
-            f"r {rank} trains {trainable:,} parameters, which hold about {trainable * BITS_OF_PARAMETER:,} bits; {trained_tokens:,} "
-            f"trained tokens hold about {trained_tokens * BITS_OF_TOKEN:,}: r {wanted} or method full can learn more of them"
+            f"r {rank} trains {trainable:,} parameters, which hold about {trainable * BITS_OF_PARAMETER:,}"
+            f" bits; {trained_tokens:,} trained tokens hold about {trained_tokens * BITS_OF_TOKEN:,}: r"
+            f" {wanted} or method full can learn more of them"
         )

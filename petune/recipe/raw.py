@@ -1,6 +1,7 @@
 """A recipe as it was written: plain values without any default, and the place of each.
 
-Files, command-line overrides and Python arguments all end here, so that one check serves them and every problem can say where it stands.
+Files, command-line overrides and Python arguments all end here, so that one check serves them and every
+problem can say where it stands.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Found = tuple[KeyPath, Problem]  # a problem and the key path it is about; () wh
 
 
 def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
-    """The mapping that the short form of a section stands for: `method: lora`, `memory: input`, `parallel: pp`, `parallel: dp:2,tp:2`.
+    """The mapping that the short form of a section stands for: `method: lora`, `memory: input`, `parallel:
+    pp`, `parallel: dp:2,tp:2`.
 
     A mapping stands for itself; None where `value` is no form of the section `path`.
     """
@@ -35,7 +37,11 @@ def as_mapping(path: KeyPath, value: Any) -> dict[str, Any] | None:
         return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else None
     if path == (MEMORY,) and value is None:
         return {}
-    return {SECTIONS[path[0]]: value} if len(path) == 1 and path[0] in SECTIONS and isinstance(value, str) else None
+    return (
+        {SECTIONS[path[0]]: value}
+        if len(path) == 1 and path[0] in SECTIONS and isinstance(value, str)
+        else None
+    )
 
 
 def _sizes(text: str) -> dict[str, Any]:
@@ -87,7 +93,8 @@ class Written:
         return node
 
     def put(self, path: KeyPath, value: Any, place: str) -> None:
-        """Set one value; a section's short form (`method: lora`) becomes a mapping when a setting inside is given."""
+        """Set one value; a section's short form (`method: lora`) becomes a mapping when a setting inside is
+        given."""
         node = self._holder(path, place)
         if node is None:
             return
@@ -105,7 +112,8 @@ class Written:
                 del table[old]
 
     def move(self, old: KeyPath, new: KeyPath) -> None:
-        """Put the value at `old`, which was written, at `new`, where none is; it keeps its place, and its rank among the places."""
+        """Put the value at `old`, which was written, at `new`, where none is; it keeps its place, and its
+        rank among the places."""
         holder = self._holder(new, self.where(old))
         if holder is None:
             return
@@ -123,7 +131,8 @@ class Written:
         self.refused = {renamed(path) for path in self.refused}
 
     def _holder(self, path: KeyPath, place: str) -> dict[str, Any] | None:
-        """The mapping that is to hold `path`. None inside a wrong value of `parallel`, which stays there to be reported."""
+        """The mapping that is to hold `path`. None inside a wrong value of `parallel`, which stays there to
+        be reported."""
         node = self.tree
         for depth, key in enumerate(path[:-1], 1):
             child = as_mapping(path[:depth], node.get(key))

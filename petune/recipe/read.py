@@ -21,12 +21,15 @@ from petune.recipe.yaml_lines import MAX_BYTES, MAX_PROBLEMS, Document, KeyPath,
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
-def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, *overrides: Overrides) -> Recipe:
+def load_recipe(
+    source: str | Path | Recipe | Mapping[str, Any] | None = None, *overrides: Overrides
+) -> Recipe:
     """Read and check a recipe.
 
-    `source`: a file, the name of a shipped recipe (`bert_lora`), a mapping, or a Recipe to change. None: where `overrides` name a model or
-    data, these with neutral settings, else the demo recipe. Each of `overrides`: `key.sub=value` texts, or a mapping of key path to value;
-    later ones win. Raises RecipeError with every problem found.
+    `source`: a file, the name of a shipped recipe (`bert_lora`), a mapping, or a Recipe to change. None:
+    where `overrides` name a model or data, these with neutral settings, else the demo recipe. Each of
+    `overrides`: `key.sub=value` texts, or a mapping of key path to value; later ones win. Raises RecipeError
+    with every problem found.
     """
     neutral = source is None and _names_inputs(overrides)
     written, problems, file = (_neutral(), [], None) if neutral else _open_source(source)
@@ -39,15 +42,20 @@ def load_recipe(source: str | Path | Recipe | Mapping[str, Any] | None = None, *
     recipe = checked(written, file.stem if file else "run", problems)
     recipe._source = file
     recipe._folder = source.folder if isinstance(source, Recipe) else file.parent if file else Path()
-    note = neutral_note(recipe) if neutral else demo_note(written, before, {path[0] for path in fresh}, recipe)
+    note = (
+        neutral_note(recipe) if neutral else demo_note(written, before, {path[0] for path in fresh}, recipe)
+    )
     recipe._notes = (*(source.notes if isinstance(source, Recipe) else ()), *([note] if note else []))
     return recipe
 
 
 def checked(written: Written, name: str, problems: Sequence[Found] = ()) -> Recipe:
-    """The recipe of what is written, called `name` unless that says a name. Raises RecipeError with every problem found."""
+    """The recipe of what is written, called `name` unless that says a name. Raises RecipeError with every
+    problem found."""
     values, found = validate(written)
-    more = [(path, in_classic_words(problem, written)) for path, problem in found if not _explained(path, written)]
+    more = [
+        (path, in_classic_words(problem, written)) for path, problem in found if not _explained(path, written)
+    ]
     if every := [problem for _, problem in (*problems, *more)]:
         raise RecipeError(_shown(every, written.name))
     values.setdefault("name", name)
@@ -58,7 +66,11 @@ def checked(written: Written, name: str, problems: Sequence[Found] = ()) -> Reci
 
 def _names_inputs(overrides: Sequence[Overrides]) -> bool:
     """Whether any of `overrides` sets `model` or `data`, or a setting of data."""
-    keys = [key if isinstance(layer, Mapping) else str(key).partition("=")[0] for layer in overrides for key in layer]
+    keys = [
+        key if isinstance(layer, Mapping) else str(key).partition("=")[0]
+        for layer in overrides
+        for key in layer
+    ]
     return any(str(key).strip().split(".")[0] in ("model", "data") for key in keys)
 
 
@@ -76,10 +88,14 @@ def _explained(path: KeyPath, written: Written) -> bool:
 
 def _shown(problems: Sequence[Problem], name: str) -> list[Problem]:
     rest = len(problems) - MAX_PROBLEMS
-    return [*problems[:MAX_PROBLEMS], Problem(f"and {rest} more problems", name)] if rest > 0 else list(problems)
+    return (
+        [*problems[:MAX_PROBLEMS], Problem(f"and {rest} more problems", name)] if rest > 0 else list(problems)
+    )
 
 
-def _open_source(source: str | Path | Recipe | Mapping[str, Any] | None) -> tuple[Written, list[Found], Path | None]:
+def _open_source(
+    source: str | Path | Recipe | Mapping[str, Any] | None,
+) -> tuple[Written, list[Found], Path | None]:
     if isinstance(source, Recipe):
         return copy.deepcopy(source._written), [], source.source
     if isinstance(source, Mapping):
@@ -100,14 +116,21 @@ def _written(document: Document, name: str, problems: list[Found]) -> Written:
         what = "the recipe is empty" if tree is None else "a recipe is a mapping of keys to values"
         remedy = "model, data and method suffice; see `petune ls` for examples"
         found = None if tree is None else show(tree)
-        raise RecipeError([*(problem for _, problem in problems), Problem(what, f"{name}:1", found=found, remedy=remedy)])
+        raise RecipeError(
+            [*(problem for _, problem in problems), Problem(what, f"{name}:1", found=found, remedy=remedy)]
+        )
     return Written(
-        name, tree, document.lines, {(): f"{name}:1", **{path: f"{name}:{line}" for path, line in document.lines.items()}}, document.refused
+        name,
+        tree,
+        document.lines,
+        {(): f"{name}:1", **{path: f"{name}:{line}" for path, line in document.lines.items()}},
+        document.refused,
     )
 
 
 def _bytes(file: Path, name: str) -> bytes:
-    """At most one byte more than a recipe may have. Only regular files: a pipe would block, a device would never end."""
+    """At most one byte more than a recipe may have. Only regular files: a pipe would block, a device would
+    never end."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as stream:
@@ -131,26 +154,40 @@ def shipped_recipes() -> list[Path]:
 
 
 def demo_recipe() -> Path:
-    """The recipe of `petune train` without arguments: real MiniLM when its package is there, else the tiny Llama that ships."""
+    """The recipe of `petune train` without arguments: real MiniLM when its package is there, else the tiny
+    Llama that ships."""
     return recipe_folder() / ("bert_lora.yaml" if default_model().endswith("minilm") else "llama_lora.yaml")
 
 
 def find_recipe(text: str | Path) -> Path:
-    """The recipe file `text` means: a path, else the shipped recipe of that name. Raises RecipeError naming the nearest shipped ones."""
+    """The recipe file `text` means: a path, else the shipped recipe of that name. Raises RecipeError naming
+    the nearest shipped ones."""
     path = Path(os.path.expanduser(os.fspath(text)))
     shown = short(os.fspath(text), 300)
     try:
         if path.is_dir():
-            raise RecipeError("is a folder, not a recipe file", where=shown, remedy="give the .yaml file; a run folder holds recipe.yaml")
+            raise RecipeError(
+                "is a folder, not a recipe file",
+                where=shown,
+                remedy="give the .yaml file; a run folder holds recipe.yaml",
+            )
         if path.exists():
             return path
     except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}", where=shown) from None
+        raise RecipeError(
+            f"cannot be a recipe file: {error.strerror if isinstance(error, OSError) else error}", where=shown
+        ) from None
     shipped = {file.stem: file for file in shipped_recipes()}
-    if path.parent in (Path(), Path("recipes")) and path.suffix in ("", ".yaml", ".yml") and path.stem in shipped:
+    if (
+        path.parent in (Path(), Path("recipes"))
+        and path.suffix in ("", ".yaml", ".yml")
+        and path.stem in shipped
+    ):
         return shipped[path.stem]
     near = nearest(path.stem[:64], shipped)
-    remedy = (f"did you mean: {' or '.join(near)}   " if near else "") + "(`petune ls` lists the shipped recipes)"
+    remedy = (
+        f"did you mean: {' or '.join(near)}   " if near else ""
+    ) + "(`petune ls` lists the shipped recipes)"
     raise RecipeError("no such recipe file, and no shipped recipe of that name", where=shown, remedy=remedy)
 
 
@@ -167,19 +204,31 @@ def _override(written: Written, overrides: Overrides) -> tuple[set[KeyPath], lis
         key, equals, value = text.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            problems.append(((), Problem(f"{short(text)!r} is not an override", "command line", remedy="write key=value or key.sub=value")))
+            problems.append(
+                (
+                    (),
+                    Problem(
+                        f"{short(text)!r} is not an override",
+                        "command line",
+                        remedy="write key=value or key.sub=value",
+                    ),
+                )
+            )
             continue
         try:
             written.put(path, _command_line_value(value.strip()), "command line")
             fresh.add(path)
         except RecipeError as error:
             what = f"{dotted(path)}: {error.problems[0].what}"
-            problems.append((path, Problem(what, "command line", found=show(value), remedy=error.problems[0].remedy)))
+            problems.append(
+                (path, Problem(what, "command line", found=show(value), remedy=error.problems[0].remedy))
+            )
     return fresh, problems
 
 
 def _command_line_value(text: str) -> Any:
-    """A list, mapping or quoted text is YAML; anything else is one word, so that paths and patterns need no quoting."""
+    """A list, mapping or quoted text is YAML; anything else is one word, so that paths and patterns need no
+    quoting."""
     if not text.startswith(("[", "{", '"', "'")):
         return scalar(text)
     document = read(text, "command line")

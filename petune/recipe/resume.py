@@ -1,4 +1,5 @@
-"""What a resumed run may not change unasked: the keys that alter the numbers, and the comparison of two recipes by them."""
+"""What a resumed run may not change unasked: the keys that alter the numbers, and the comparison of two
+recipes by them."""
 
 from __future__ import annotations
 
@@ -10,19 +11,36 @@ from petune.recipe.schema import INPUTS, Recipe
 from petune.recipe.yaml_lines import KeyPath, dotted
 
 _DO_NOT_CHANGE_NUMBERS = (
-    *("version", "name", "out", "trackers", "save_every", "snapshot_every", "keep", "eval_batch_size", "head_only", "timeout"),
+    *(
+        "version",
+        "name",
+        "out",
+        "trackers",
+        "save_every",
+        "snapshot_every",
+        "keep",
+        "eval_batch_size",
+        "head_only",
+        "timeout",
+    ),
     *("device", "gradient_checkpointing", "kernels", "memory", "parallel"),
 )
-KEYS_THAT_CHANGE_NUMBERS: tuple[str, ...] = tuple(key for key in Recipe.model_fields if key not in _DO_NOT_CHANGE_NUMBERS)
+KEYS_THAT_CHANGE_NUMBERS: tuple[str, ...] = tuple(
+    key for key in Recipe.model_fields if key not in _DO_NOT_CHANGE_NUMBERS
+)
 # Settings that do, of keys that do not, and what they were before there was a setting.
 _CHANGE_NUMBERS_WITHIN: Mapping[KeyPath, Any] = {("memory", "stream"): "none"}
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
-    """(key path, old, new) of what a resumed run would compute differently; both as `Recipe.resolved()` gives them.
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], allow: Sequence[str] = ()
+) -> list[tuple[str, Any, Any]]:
+    """(key path, old, new) of what a resumed run would compute differently; both as `Recipe.resolved()` gives
+    them.
 
-    A key path in `allow` excuses itself and everything under it. Inputs are compared by their last path component: their content is
-    what counts, and whoever loads them compares that; a moved folder is no change.
+    A key path in `allow` excuses itself and everything under it. Inputs are compared by their last path
+    component: their content is what counts, and whoever loads them compares that; a moved folder is no
+    change.
     """
     before, after = ({**_CHANGE_NUMBERS_WITHIN, **dict(_flat(values))} for values in (old, new))
     return [

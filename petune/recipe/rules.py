@@ -1,4 +1,5 @@
-"""Rules between keys that need neither model nor data to be judged. Each is one row; what needs a model is checked where the model is."""
+"""Rules between keys that need neither model nor data to be judged. Each is one row; what needs a model is
+checked where the model is."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from petune.errors import Problem, UsageError
 from petune.files.patterns import compile_pattern
 from petune.kernels.configs import MemoryConfig
 from petune.methods.configs import method_of
-from petune.parallel.configs import CutConfig, ParallelConfig, axis_contradictions, layouts, size_of, too_many_cuts
+from petune.parallel.configs import (
+    CutConfig,
+    ParallelConfig,
+    axis_contradictions,
+    layouts,
+    size_of,
+    too_many_cuts,
+)
 from petune.recipe.raw import PARALLEL, Found, Written, as_mapping
 from petune.recipe.schema import Recipe
 from petune.recipe.yaml_lines import KeyPath
@@ -19,7 +27,8 @@ from petune.tasks.configs import METRICS
 
 
 class Rule(NamedTuple):
-    """Holds of every good recipe; checked when none of `keys` is wrong by itself. The problem is placed at the first of them."""
+    """Holds of every good recipe; checked when none of `keys` is wrong by itself. The problem is placed at
+    the first of them."""
 
     keys: tuple[str, ...]
     holds: Callable[[Recipe], bool]
@@ -29,7 +38,11 @@ class Rule(NamedTuple):
 
 def _metrics(recipe: Recipe) -> Mapping[str, str]:
     """The metrics the recipe can name: its task's, or every task's while the task is to be inferred."""
-    return METRICS[recipe.task] if recipe.task else {name: better for table in METRICS.values() for name, better in table.items()}
+    return (
+        METRICS[recipe.task]
+        if recipe.task
+        else {name: better for table in METRICS.values() for name, better in table.items()}
+    )
 
 
 def _task_is(recipe: Recipe, *tasks: str) -> bool:
@@ -44,7 +57,11 @@ def _cuts_rows(recipe: Recipe) -> bool:
     targets = getattr(recipe.method, "targets", ())
     if isinstance(targets, tuple) and targets and set(targets) <= set(_BY_OUTPUTS):
         return False
-    cuts = [(name, axis) for name, axis in recipe.parallel.axes.items() if isinstance(axis, CutConfig) and size_of(axis) != 1]
+    cuts = [
+        (name, axis)
+        for name, axis in recipe.parallel.axes.items()
+        if isinstance(axis, CutConfig) and size_of(axis) != 1
+    ]
     return any("heads" in layouts(name, axis).values() for name, axis in cuts)
 
 
@@ -75,22 +92,42 @@ _ASKS_FOR_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str]] = {
 }
 # Key -> whether it leaves the recipe without fused blocks, why, and what would not.
 _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
-    "kernels": (lambda recipe: recipe.kernels == "off", "it is about fused blocks, and kernels: off leaves none", "set kernels: auto"),
+    "kernels": (
+        lambda recipe: recipe.kernels == "off",
+        "it is about fused blocks, and kernels: off leaves none",
+        "set kernels: auto",
+    ),
     "compile": (lambda recipe: recipe.compile, "fused blocks do not go with compile", "set compile: false"),
-    "parallel": (lambda recipe: recipe.parallel.unfused, "it is about fused blocks, and under this plan none are", "use dp, tp or galaxy"),
+    "parallel": (
+        lambda recipe: recipe.parallel.unfused,
+        "it is about fused blocks, and under this plan none are",
+        "use dp, tp or galaxy",
+    ),
 }
-_EITHER = {"kernels": "parallel", "base_dtype": "parallel"}  # single modules are fused then; a rule of its own
+# single modules are fused then; a rule of its own
+_EITHER = {"kernels": "parallel", "base_dtype": "parallel"}
 
 
 def _fused(asking: str, leaving_none: str) -> Rule:
-    """No recipe asks for fused blocks with one key and leaves none with another: a setting without effect is an error."""
+    """No recipe asks for fused blocks with one key and leaves none with another: a setting without effect is
+    an error."""
     (asks, no_more), (leaves_none, why, instead) = _ASKS_FOR_FUSED[asking], _LEAVES_NONE_FUSED[leaving_none]
-    return Rule((asking, leaving_none), lambda recipe: not (asks(recipe) and leaves_none(recipe)), why, f"{no_more}, or {instead}")
+    return Rule(
+        (asking, leaving_none),
+        lambda recipe: not (asks(recipe) and leaves_none(recipe)),
+        why,
+        f"{no_more}, or {instead}",
+    )
 
 
 def _streamed(key: str, holds: Callable[[Recipe], bool], what: str, remedy: str) -> Rule:
     """What a recipe that streams its blocks must have of another key."""
-    return Rule((key, "memory"), lambda recipe: recipe.memory.stream == "none" or holds(recipe), what, f"{remedy}, or memory.stream: none")
+    return Rule(
+        (key, "memory"),
+        lambda recipe: recipe.memory.stream == "none" or holds(recipe),
+        what,
+        f"{remedy}, or memory.stream: none",
+    )
 
 
 STREAMED = (
@@ -127,18 +164,25 @@ STREAMED = (
     _streamed(
         "on_spike",
         lambda recipe: recipe.on_spike in ("off", "warn"),
-        "memory.stream has made the update inside the backward pass before the norm of all gradients is known",
+        "memory.stream has made the update inside the backward pass before the norm of all gradients is"
+        " known",
         "set on_spike: warn",
     ),
     _streamed(
         "snapshot_every",
         lambda recipe: recipe.snapshot_every is None,
-        "memory.stream changes the whole model inside the backward pass: there is no moment beside which to copy it",
+        "memory.stream changes the whole model inside the backward pass: there is no moment beside which to"
+        " copy it",
         "set snapshot_every: null, and save_every as often as you want",
     ),
 )
 RULES = (
-    Rule(("data.path",), lambda recipe: bool(recipe.data.path.strip()), "no data is named", "for example  data: demo:docstrings"),
+    Rule(
+        ("data.path",),
+        lambda recipe: bool(recipe.data.path.strip()),
+        "no data is named",
+        "for example  data: demo:docstrings",
+    ),
     *(
         Rule(
             (key,),
@@ -151,7 +195,8 @@ RULES = (
     Rule(
         ("method.targets",),
         lambda recipe: _is_pattern(getattr(recipe.method, "targets", "auto")),
-        "a single text is a regular expression for whole module names, and this is none, or one that may take too long",
+        "a single text is a regular expression for whole module names, and this is none, or one that may take"
+        " too long",
         "for roles or name suffixes write a list: [q, v]",
     ),
     Rule(
@@ -210,14 +255,20 @@ RULES = (
     ),
     Rule(
         ("direction", "metric", "task"),
-        lambda recipe: recipe.direction == "auto" or recipe.direction == _metrics(recipe).get(recipe.metric or "", recipe.direction),
+        lambda recipe: (
+            recipe.direction == "auto"
+            or recipe.direction == _metrics(recipe).get(recipe.metric or "", recipe.direction)
+        ),
         "it would keep the worst checkpoint by this metric",
         "remove direction; auto knows",
     ),
     Rule(
         ("patience", "eval_every", "max_steps"),
         lambda recipe: (
-            recipe.patience is None or recipe.max_steps is None or recipe.eval_every is None or recipe.eval_every <= recipe.max_steps
+            recipe.patience is None
+            or recipe.max_steps is None
+            or recipe.eval_every is None
+            or recipe.eval_every <= recipe.max_steps
         ),
         "it counts evaluations, and eval_every is beyond max_steps",
         "make eval_every smaller than max_steps",
@@ -233,7 +284,12 @@ RULES = (
         )
         for key in ("spike_window", "spike_threshold")
     ),
-    *(_fused(asking, other) for asking in _ASKS_FOR_FUSED for other in _LEAVES_NONE_FUSED if other not in (asking, _EITHER.get(asking))),
+    *(
+        _fused(asking, other)
+        for asking in _ASKS_FOR_FUSED
+        for other in _LEAVES_NONE_FUSED
+        if other not in (asking, _EITHER.get(asking))
+    ),
     *STREAMED,
     Rule(
         ("base_dtype", "parallel"),
@@ -250,7 +306,8 @@ RULES = (
     Rule(
         ("method", "parallel"),
         lambda recipe: method_of(recipe.method).row_cut or not _cuts_rows(recipe),
-        "it cannot cut a linear by its inputs, which `o` and `down` are under tp, galaxy, galaxy2 and heads of cut",
+        "it cannot cut a linear by its inputs, which `o` and `down` are under tp, galaxy, galaxy2 and heads"
+        " of cut",
         "set parallel: dp, sp or pp, or name targets among " + ", ".join(_BY_OUTPUTS),
     ),
     Rule(
@@ -259,7 +316,8 @@ RULES = (
         "it keeps the input of a block alone, and memory.keep says more",
         "remove gradient_checkpointing, or memory.keep",
     ),
-    # The two of memory alone are said again, in the same words, where a config made in Python meets them (kernels/policy.py).
+    # The two of memory alone are said again, in the same words, where a config made in Python meets them
+    # (kernels/policy.py).
     Rule(
         ("memory.offload",),
         lambda recipe: recipe.memory.keep != "input" or recipe.memory.offload != "attention",
@@ -288,7 +346,8 @@ def broken_rules(written: Written, values: Mapping[str, Any], wrong: Sequence[Ke
 
 
 def _broken_plan(written: Written, config: ParallelConfig) -> Iterator[Found]:
-    """The rules of `parallel`, which stand beside its settings. `config` holds the axes that are right by themselves."""
+    """The rules of `parallel`, which stand beside its settings. `config` holds the axes that are right by
+    themselves."""
     if any(path[:1] == (PARALLEL,) for path in written.refused):
         return
     named = as_mapping((PARALLEL,), written.tree.get(PARALLEL)) or {}

@@ -1,7 +1,7 @@
 """The keys of a recipe and the frozen object they become.
 
-Top-level keys are declared here; the settings of data, of a method, of memory and of an axis of parallel are read from their config
-dataclasses (type, default, range, doc), so a new setting there is a new key here.
+Top-level keys are declared here; the settings of data, of a method, of memory and of an axis of parallel are
+read from their config dataclasses (type, default, range, doc), so a new setting there is a new key here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
 from petune.tasks.configs import DataConfig
 
-# What the recipe names as input; a relative one is looked for beside the recipe, then in the working directory.
+# What the recipe names as input; a relative one is looked for beside the recipe, then in the working
+# directory.
 INPUTS: tuple[KeyPath, ...] = (("model",), ("data", "path"), ("data", "eval"), ("init_adapter",))
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -32,75 +33,155 @@ _WHOLE_LIMIT = 2**31  # a setting without an upper bound of its own stays below 
 _NUMBER_LIMIT = 1e9
 
 Count = Annotated[int, Field(ge=1, lt=_WHOLE_LIMIT)]
-Trackers = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
+Trackers = Literal[
+    "tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
+]
 
 
 class Recipe(BaseModel):
-    """What to train, on what, how. Frozen; made by `load_recipe`, which also checks the rules between keys."""
+    """What to train, on what, how. Frozen; made by `load_recipe`, which also checks the rules between
+    keys."""
 
     model_config = _STRICT
 
     version: Literal[1] = Field(1, description="version of the recipe format")
-    name: Annotated[str, Field(min_length=1)] = Field("run", description="name of the run, in its folder and README; the file's name")
-    model: str = Field(min_length=1, description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights")
-    data: SkipValidation[DataConfig] = Field(description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more")
+    name: Annotated[str, Field(min_length=1)] = Field(
+        "run", description="name of the run, in its folder and README; the file's name"
+    )
+    model: str = Field(
+        min_length=1, description="folder, hub id[@revision], demo:NAME, or config:FILE for random weights"
+    )
+    data: SkipValidation[DataConfig] = Field(
+        description="file, folder, glob, demo:NAME or hub id; or a mapping with path and more"
+    )
     task: Literal["classify", "tokens", "mlm", "seq2seq", "causal", "chat"] | None = Field(
-        None, description="classify, tokens, mlm, seq2seq, causal or chat; null: inferred from model and data where unambiguous"
+        None,
+        description=(
+            "classify, tokens, mlm, seq2seq, causal or chat; null: inferred from model and data where"
+            " unambiguous"
+        ),
     )
-    method: SkipValidation[MethodConfig] = Field(description=f"{', '.join(METHODS)}; or a mapping with name and settings")
-    epochs: Annotated[float, Field(gt=0, le=10_000)] = Field(1.0, description="passes over the training rows; fractions count")
-    max_steps: Count | None = Field(None, description="stop after this many optimizer steps, even if epochs would go on")
+    method: SkipValidation[MethodConfig] = Field(
+        description=f"{', '.join(METHODS)}; or a mapping with name and settings"
+    )
+    epochs: Annotated[float, Field(gt=0, le=10_000)] = Field(
+        1.0, description="passes over the training rows; fractions count"
+    )
+    max_steps: Count | None = Field(
+        None, description="stop after this many optimizer steps, even if epochs would go on"
+    )
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = Field(8, description="rows per forward pass")
-    accumulate: Annotated[int, Field(ge=1, le=65_536)] = Field(1, description="forward passes per optimizer step")
-    eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = Field(None, description="batch_size of evaluation; null: the same")
-    lr: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="peak learning rate; null: the method's usual one")
-    schedule: Literal["linear", "cosine", "constant"] = Field("linear", description="lr after the warm-up; linear and cosine end at 0")
-    warmup: Annotated[float, Field(ge=0, le=1_000_000)] = Field(0.03, description="below 1 a share of all steps, else a number of steps")
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="AdamW's decoupled weight decay")
+    accumulate: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        1, description="forward passes per optimizer step"
+    )
+    eval_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = Field(
+        None, description="batch_size of evaluation; null: the same"
+    )
+    lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        None, description="peak learning rate; null: the method's usual one"
+    )
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        "linear", description="lr after the warm-up; linear and cosine end at 0"
+    )
+    warmup: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
+        0.03, description="below 1 a share of all steps, else a number of steps"
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="AdamW's decoupled weight decay"
+    )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's decay of the gradient mean")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's decay of the squared gradient")
-    clip: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.999, description="AdamW's decay of the squared gradient"
+    )
+    clip: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] | None = Field(
+        1.0, description="largest gradient norm; null: no clipping"
+    )
     on_spike: Literal["off", "warn", "stop", "skip", "rewind"] = Field(
-        "off", description="a loss or gradient norm far outside its recent range: warn, stop, skip the step, rewind to the last saved state"
+        "off",
+        description=(
+            "a loss or gradient norm far outside its recent range: warn, stop, skip the step, rewind to the"
+            " last saved state"
+        ),
     )
-    spike_window: Annotated[int, Field(ge=16, le=10_000)] = Field(64, description="on_spike: steps that the recent range is made of")
+    spike_window: Annotated[int, Field(ge=16, le=10_000)] = Field(
+        64, description="on_spike: steps that the recent range is made of"
+    )
     spike_threshold: Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)] = Field(
-        10.0, description="on_spike: usual distances (1.48 median absolute deviations) above the median at which the range ends"
+        10.0,
+        description=(
+            "on_spike: usual distances (1.48 median absolute deviations) above the median at which the range"
+            " ends"
+        ),
     )
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="seed of initialisation, data order and dropout")
-    dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="of frozen weights and activations; auto: bf16 on cuda")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        0, description="seed of initialisation, data order and dropout"
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="of frozen weights and activations; auto: bf16 on cuda"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
-    compile: bool = Field(False, description="torch.compile the model")
-    kernels: KernelsName = Field("auto", description="fused blocks and loss; auto: where Triton can run; off: the model's own")
-    memory: SkipValidation[MemoryConfig] = Field(
-        MemoryConfig(), description=f"what fused blocks keep for the backward pass: {', '.join(KEEPS)}; or a mapping with keep and more"
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
     )
-    base_dtype: BaseDtype | None = Field(None, description="fp8: hold frozen weights of fused blocks in one byte each; not exact")
+    compile: bool = Field(False, description="torch.compile the model")
+    kernels: KernelsName = Field(
+        "auto", description="fused blocks and loss; auto: where Triton can run; off: the model's own"
+    )
+    memory: SkipValidation[MemoryConfig] = Field(
+        MemoryConfig(),
+        description=(
+            f"what fused blocks keep for the backward pass: {', '.join(KEEPS)}; or a mapping with keep and"
+            " more"
+        ),
+    )
+    base_dtype: BaseDtype | None = Field(
+        None, description="fp8: hold frozen weights of fused blocks in one byte each; not exact"
+    )
     parallel: SkipValidation[ParallelConfig] = Field(
-        ParallelConfig(), description="none; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a mapping of backends to size or settings"
+        ParallelConfig(),
+        description=(
+            "none; a backend (dp, tp, sp, galaxy, galaxy2, cut, pp); or a mapping of backends to size or"
+            " settings"
+        ),
     )
     eval_every: Count | None = Field(None, description="steps between evaluations; null: after each epoch")
     save_every: Count | None = Field(None, description="steps between checkpoints; null: after each epoch")
     snapshot_every: Count | None = Field(
-        None, description="steps between snapshots: copied beside the next step, written as the disk has time; null: none"
+        None,
+        description=(
+            "steps between snapshots: copied beside the next step, written as the disk has time; null: none"
+        ),
     )
-    keep: Annotated[int, Field(ge=2, le=1000)] = Field(2, description="checkpoints kept; the best one is kept besides")
-    metric: Annotated[str, Field(min_length=1)] | None = Field(None, description="decides which checkpoint is best; null: the task's own")
-    direction: Literal["auto", "min", "max"] = Field("auto", description="which metric is better; auto: known from the metric")
-    patience: Count | None = Field(None, description="stop after this many evaluations without a better metric; null: never")
-    class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)]] = Field(
-        "none", description="classify: balanced, or a mapping of label to weight in the loss"
+    keep: Annotated[int, Field(ge=2, le=1000)] = Field(
+        2, description="checkpoints kept; the best one is kept besides"
     )
-    head_only: bool = Field(True, description="classify: also train a head on the frozen model, as the score to beat")
+    metric: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="decides which checkpoint is best; null: the task's own"
+    )
+    direction: Literal["auto", "min", "max"] = Field(
+        "auto", description="which metric is better; auto: known from the metric"
+    )
+    patience: Count | None = Field(
+        None, description="stop after this many evaluations without a better metric; null: never"
+    )
+    class_weights: (
+        Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0, le=_NUMBER_LIMIT)]]
+    ) = Field("none", description="classify: balanced, or a mapping of label to weight in the loss")
+    head_only: bool = Field(
+        True, description="classify: also train a head on the frozen model, as the score to beat"
+    )
     timeout: Annotated[float, Field(ge=1, le=86_400)] = Field(
         60.0, description="several processes: seconds one may be silent before the run ends, naming it"
     )
-    trackers: tuple[Trackers, ...] = Field((), description="also log to these, through accelerate; metrics.jsonl is always written")
+    trackers: tuple[Trackers, ...] = Field(
+        (), description="also log to these, through accelerate; metrics.jsonl is always written"
+    )
     init_adapter: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="folder of tuned weights to start from, petune's or peft's"
     )
-    out: Annotated[str, Field(min_length=1)] | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
+    out: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="run folder; null: runs/<recipe>-<time>"
+    )
 
     _source: Path | None = PrivateAttr(None)
     _folder: Path = PrivateAttr(default_factory=Path)
@@ -119,17 +200,20 @@ class Recipe(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of these settings: that they are the neutral ones, or that some were chosen for a demo."""
+        """What a user should know of these settings: that they are the neutral ones, or that some were chosen
+        for a demo."""
         return self._notes
 
     @property
     def given(self) -> frozenset[KeyPath]:
-        """The key paths that were written, in the file, on the command line or in Python; all others have their defaults."""
+        """The key paths that were written, in the file, on the command line or in Python; all others have
+        their defaults."""
         return frozenset(self._written.places)
 
     @property
     def lines(self) -> Mapping[str, int]:
-        """Line in `source` of every key path the file sets (`method.r`, `trackers[0]`); settings from the command line have none."""
+        """Line in `source` of every key path the file sets (`method.r`, `trackers[0]`); settings from the
+        command line have none."""
         return {dotted(path): line for path, line in self._written.lines.items()}
 
     @property
@@ -143,20 +227,28 @@ class Recipe(BaseModel):
         return method_of(self.method).usual_lr if self.lr is None else self.lr
 
     def where(self, key: str) -> str:
-        """The place to name in an error about `key`: `recipe.yaml:4`, `command line`, or the file when the key has its default."""
+        """The place to name in an error about `key`: `recipe.yaml:4`, `command line`, or the file when the
+        key has its default."""
         path = tuple(key.split("."))
-        return self._written.where(next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self._written.places), ()))
+        return self._written.where(
+            next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self._written.places), ())
+        )
 
     def resolve_path(self, text: str) -> Path | None:
-        """The existing file or folder `text` means: beside the recipe, else from the working directory; None when neither is there."""
+        """The existing file or folder `text` means: beside the recipe, else from the working directory; None
+        when neither is there."""
         given = Path(os.path.expanduser(text))
         try:
             return next((path for path in (self._folder / given, given) if path.exists()), None)
-        except (OSError, ValueError):  # too long or with characters no path has: a hub id or a typing error, not a path
+        except (
+            OSError,
+            ValueError,
+        ):  # too long or with characters no path has: a hub id or a typing error, not a path
             return None
 
     def resolved(self) -> dict[str, Any]:
-        """Every value as plain data: the learning rate filled in, inputs that lie on this machine as absolute paths."""
+        """Every value as plain data: the learning rate filled in, inputs that lie on this machine as absolute
+        paths."""
         values: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         values["data"] = _as_dict(self.data)
         values["method"] = {"name": self.method_name, **_as_dict(self.method)}
@@ -199,7 +291,8 @@ class Recipe(BaseModel):
 
 
 def _bounded(kind: Any, metadata: Mapping[str, Any]) -> Any:
-    """The annotation `kind` of a config field with the ranges and choices of its metadata, as pydantic reads them."""
+    """The annotation `kind` of a config field with the ranges and choices of its metadata, as pydantic reads
+    them."""
     arguments = get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
         return Union[tuple(_bounded(one, metadata) for one in arguments)]  # noqa: UP007 - built at run time
@@ -251,12 +344,16 @@ def _line(key: str, value: Any, doc: str | None) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors; data, method, memory and parallel may be a text or a mapping. No classic keys."""
+    """The JSON schema of a recipe file, for editors; data, method, memory and parallel may be a text or a
+    mapping. No classic keys."""
     schema = Recipe.model_json_schema()
     schema.pop("$defs", None)
     sections = {
         "data": [{"type": "string"}, _section_schema(DataConfig)],
-        "method": [{"enum": list(METHODS)}, *(_section_schema(method.config, name) for name, method in METHODS.items())],
+        "method": [
+            {"enum": list(METHODS)},
+            *(_section_schema(method.config, name) for name, method in METHODS.items()),
+        ],
         MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
         PARALLEL: [{"enum": ["none", *BACKENDS, None]}, _parallel_schema()],
     }
@@ -269,7 +366,10 @@ def json_schema() -> dict[str, Any]:
 def _parallel_schema() -> dict[str, Any]:
     size = {"type": ["integer", "null"], "minimum": 1}
     docs = _docs(ParallelConfig)
-    axes = {name: {"anyOf": [size, _section_schema(config)], "description": docs[name]} for name, config in BACKENDS.items()}
+    axes = {
+        name: {"anyOf": [size, _section_schema(config)], "description": docs[name]}
+        for name, config in BACKENDS.items()
+    }
     return {"type": "object", "properties": axes, "additionalProperties": False}
 
 
@@ -278,7 +378,8 @@ def _section_schema(config: type, name: str = "") -> dict[str, Any]:
 
 
 def settings_text() -> str:
-    """The keys of a recipe that are no arguments of `petune.train` themselves, each with type, default and meaning, for help()."""
+    """The keys of a recipe that are no arguments of `petune.train` themselves, each with type, default and
+    meaning, for help()."""
     kinds, written = get_type_hints(Recipe), json_schema()["properties"]
     lines = []
     for name, info in Recipe.model_fields.items():
@@ -286,5 +387,8 @@ def settings_text() -> str:
             continue
         section = dataclasses.is_dataclass(info.default)
         kind = "str | Mapping[str, Any]" if section else formatannotation(kinds[name]).replace("typing.", "")
-        lines += [f"        {name}: {kind} = {written[name].get('default')!r}", f"            {info.description}"]
+        lines += [
+            f"        {name}: {kind} = {written[name].get('default')!r}",
+            f"            {info.description}",
+        ]
     return "\n".join(["", "    Settings:", *lines, "    "])

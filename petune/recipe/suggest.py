@@ -1,7 +1,7 @@
 """What an unknown key or value was probably meant to be.
 
-Suggestions only: no name of this table is accepted in place of the key; the classic ones that are stand in `aliases`. Spelling alone
-does not lead from `rank` to `r`, hence the table of the names other toolkits use.
+Suggestions only: no name of this table is accepted in place of the key; the classic ones that are stand in
+`aliases`. Spelling alone does not lead from `rank` to `r`, hence the table of the names other toolkits use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from petune.recipe.schema import Recipe
 from petune.recipe.yaml_lines import KeyPath
 from petune.tasks.configs import DataConfig
 
-# Names other toolkits and people use -> the key path here, or a sentence (it has a space) where there is none.
+# Names other toolkits and people use -> the key path here, or a sentence (it has a space) where there is
+# none.
 ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("rank", "lora_r", "lora_rank"), "method.r"),
     "lora_alpha": "method.alpha",
@@ -31,23 +32,41 @@ ALIASES: Mapping[str, str] = {
     "reduction_factor": "method.reduction",
     **dict.fromkeys(("peft", "peft_method", "finetuning_type", "adapter", "tuner"), "method"),
     **dict.fromkeys(("learning_rate", "peak_lr"), "lr"),
-    **dict.fromkeys(("bs", "batch", "per_device_train_batch_size", "train_batch_size", "micro_batch_size", "batchsize"), "batch_size"),
+    **dict.fromkeys(
+        ("bs", "batch", "per_device_train_batch_size", "train_batch_size", "micro_batch_size", "batchsize"),
+        "batch_size",
+    ),
     "per_device_eval_batch_size": "eval_batch_size",
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"), "accumulate"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
+        "accumulate",
+    ),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epoch", "n_epochs", "max_epochs"), "epochs"),
     **dict.fromkeys(("steps", "num_steps", "max_train_steps", "train_steps"), "max_steps"),
-    **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "model_path", "model_id", "checkpoint"), "model"),
-    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file", "train_data", "dataset_path", "data_path"), "data"),
-    **dict.fromkeys(("eval_dataset", "validation_file", "val_data", "eval_data", "eval_file", "test_data"), "data.eval"),
+    **dict.fromkeys(
+        ("model_name_or_path", "model_name", "base_model", "model_path", "model_id", "checkpoint"), "model"
+    ),
+    **dict.fromkeys(
+        ("dataset", "datasets", "dataset_name", "train_file", "train_data", "dataset_path", "data_path"),
+        "data",
+    ),
+    **dict.fromkeys(
+        ("eval_dataset", "validation_file", "val_data", "eval_data", "eval_file", "test_data"), "data.eval"
+    ),
     **dict.fromkeys(("val_set_size", "val_size", "validation_split", "test_size"), "data.split"),
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "max_len", "seq_len"), "data.max_length"),
+    **dict.fromkeys(
+        ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "max_len", "seq_len"),
+        "data.max_length",
+    ),
     **dict.fromkeys(("sample_packing", "pack"), "data.packing"),
     **dict.fromkeys(("max_samples", "max_train_samples"), "data.max_rows"),
     "truncation_side": "data.truncation",
     **dict.fromkeys(("output_dir", "output", "out_dir", "run_dir", "save_dir"), "out"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "schedule"),
     **dict.fromkeys(("warmup_ratio", "warmup_steps", "num_warmup_steps", "warm_up"), "warmup"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip", "clip_grad_norm", "gradient_clipping"), "clip"),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip_val", "grad_clip", "clip_grad_norm", "gradient_clipping"), "clip"
+    ),
     **dict.fromkeys(("logging", "report_to", "loggers", "tracker", "log_with"), "trackers"),
     **dict.fromkeys(("eval_steps", "evaluation_steps"), "eval_every"),
     "save_steps": "save_every",
@@ -59,17 +78,32 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("precision", "torch_dtype", "bf16", "mixed_precision"), "dtype"),
     "activation_checkpointing": "gradient_checkpointing",
     "torch_compile": "compile",
-    **dict.fromkeys(("use_liger_kernel", "liger_kernel", "liger", "fused_kernels", "use_triton", "triton"), "kernels"),
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel", "liger", "fused_kernels", "use_triton", "triton"), "kernels"
+    ),
     **dict.fromkeys(("recompute_granularity", "selective_checkpointing", "save_activations"), "memory.keep"),
-    **dict.fromkeys(("activation_offloading", "offload_activations", "enable_activation_offloading"), "memory.offload"),
+    **dict.fromkeys(
+        ("activation_offloading", "offload_activations", "enable_activation_offloading"), "memory.offload"
+    ),
     **dict.fromkeys(("tiled_mlp", "mlp_tile", "tile_size"), "memory.tile"),
     **dict.fromkeys(("gpu_memory", "max_memory", "gpu_memory_limit"), "memory.budget"),
     **dict.fromkeys(("pinned_memory", "cpu_memory", "host_memory"), "memory.host"),
     **dict.fromkeys(("load_in_8bit", "fp8", "base_quantization"), "base_dtype"),
-    **dict.fromkeys(("data_parallel_size", "data_parallel", "dp_size", "ddp", "num_processes", "nproc_per_node"), "parallel.dp"),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_parallel", "tp_size", "tensor_model_parallel_size"), "parallel.tp"),
-    **dict.fromkeys(("sequence_parallel_size", "sequence_parallel", "sp_size", "context_parallel_size", "cp_size"), "parallel.sp"),
-    **dict.fromkeys(("pipeline_parallel_size", "pipeline_parallel", "pp_size", "pipeline_model_parallel_size"), "parallel.pp"),
+    **dict.fromkeys(
+        ("data_parallel_size", "data_parallel", "dp_size", "ddp", "num_processes", "nproc_per_node"),
+        "parallel.dp",
+    ),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "tensor_parallel", "tp_size", "tensor_model_parallel_size"), "parallel.tp"
+    ),
+    **dict.fromkeys(
+        ("sequence_parallel_size", "sequence_parallel", "sp_size", "context_parallel_size", "cp_size"),
+        "parallel.sp",
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "pipeline_parallel", "pp_size", "pipeline_model_parallel_size"),
+        "parallel.pp",
+    ),
     **dict.fromkeys(("fsdp", "fsdp2", "zero3", "hybrid_shard"), "parallel.dp.shard"),
     **dict.fromkeys(("micro_batches", "num_microbatches", "chunks"), "parallel.pp.microbatches"),
     "parallelism": "parallel",
@@ -79,9 +113,12 @@ ALIASES: Mapping[str, str] = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     **dict.fromkeys(("resume_from_checkpoint", "resume"), "to resume:  petune train RECIPE --resume"),
-    **dict.fromkeys(("overwrite_output_dir", "overwrite"), "to start afresh:  petune train RECIPE --overwrite"),
     **dict.fromkeys(
-        ("load_in_4bit", "quantization", "quantization_bit"), "not supported: frozen weights are whole, or of 8 bits with base_dtype: fp8"
+        ("overwrite_output_dir", "overwrite"), "to start afresh:  petune train RECIPE --overwrite"
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "quantization", "quantization_bit"),
+        "not supported: frozen weights are whole, or of 8 bits with base_dtype: fp8",
     ),
     "fp16": "not supported: use dtype: bf16 or dtype: fp32",
     **dict.fromkeys(("optim", "optimizer"), "the optimizer is AdamW (weight_decay, beta1, beta2)"),
@@ -158,7 +195,10 @@ def suggest(path: KeyPath, method_name: str | None) -> str:
     leaf = path[-1][:64].lower().lstrip("-").replace("-", "_").replace(" ", "_")
     if "." in leaf and leaf.split(".")[0] in (*SECTIONS, PARALLEL, *BACKENDS):
         outer, *inner = leaf.split(".")
-        return f"in a file, nest it:  {outer}: {{{': {'.join(inner)}: ...{'}' * len(inner)}; dots are for the command line"
+        return (
+            f"in a file, nest it:  {outer}: {{{': {'.join(inner)}: ...{'}' * len(inner)}; dots are for the"
+            " command line"
+        )
     if path[0] == PARALLEL and len(path) > 1:
         return _suggest_of_axis(path, leaf)
     if leaf in ALIASES:
@@ -167,35 +207,63 @@ def suggest(path: KeyPath, method_name: str | None) -> str:
     table = _settings()
     prefix = f"{path[0]}." if len(path) > 1 else ""
     if leaf in table:
-        return _did_you_mean([name for name in table[leaf] if name != ".".join(path)] or list(table[leaf]), method_name)
-    here = [key for key, paths in table.items() for full, methods in paths.items() if _belongs(full, methods, prefix, method_name)]
+        return _did_you_mean(
+            [name for name in table[leaf] if name != ".".join(path)] or list(table[leaf]), method_name
+        )
+    here = [
+        key
+        for key, paths in table.items()
+        for full, methods in paths.items()
+        if _belongs(full, methods, prefix, method_name)
+    ]
     near = [f"{prefix}{key}" for key in nearest(leaf, here)]
     if not near:
-        near = [_best_path(table[key], method_name) for key in nearest(leaf, [*table, *ALIASES]) if key in table]
+        near = [
+            _best_path(table[key], method_name) for key in nearest(leaf, [*table, *ALIASES]) if key in table
+        ]
         near = near or [ALIASES[key] for key in nearest(leaf, ALIASES) if " " not in ALIASES[key]]
-        near = nearest(leaf, CLASSIC, 1) if nearest(leaf, CLASSIC, 1) == nearest(leaf, [*table, *ALIASES, *CLASSIC], 1) else near
+        near = (
+            nearest(leaf, CLASSIC, 1)
+            if nearest(leaf, CLASSIC, 1) == nearest(leaf, [*table, *ALIASES, *CLASSIC], 1)
+            else near
+        )
     return _did_you_mean(near[:2], method_name) if near else _ALL.strip().strip("()")
 
 
 def setting_of(option: str) -> str | None:
-    """The key path that a command-line option stands for (`--learning-rate`: lr); None for what is no setting."""
+    """The key path that a command-line option stands for (`--learning-rate`: lr); None for what is no
+    setting."""
     key = option.lstrip("-").replace("-", "_")
-    known = {path: path for paths in _settings().values() for path in paths} | {name: name for name in Recipe.model_fields}
+    known = {path: path for paths in _settings().values() for path in paths} | {
+        name: name for name in Recipe.model_fields
+    }
     meant = known.get(key) or ALIASES.get(key) or next(iter(_settings().get(key, ())), None)
     return None if meant is None or " " in meant else meant
 
 
 def _suggest_of_axis(path: KeyPath, leaf: str) -> str:
     """What an unknown backend, or an unknown setting of one, was meant to be."""
-    own = {entry.name: f"{PARALLEL}.{path[1]}.{entry.name}" for entry in dataclasses.fields(BACKENDS[path[1]])} if len(path) > 2 else {}
+    own = (
+        {entry.name: f"{PARALLEL}.{path[1]}.{entry.name}" for entry in dataclasses.fields(BACKENDS[path[1]])}
+        if len(path) > 2
+        else {}
+    )
     near = nearest(leaf, own, 1) if own else [one] if (one := meant_value(leaf, tuple(BACKENDS))) else []
-    known = {**_axis_settings(), **CLASSIC, **{key: to for key, to in ALIASES.items() if to.startswith(PARALLEL + ".")}}
+    known = {
+        **_axis_settings(),
+        **CLASSIC,
+        **{key: to for key, to in ALIASES.items() if to.startswith(PARALLEL + ".")},
+    }
     if leaf in known and not (leaf in BACKENDS and not own):
         setting = known[leaf].rpartition(".")[2]
         return _did_you_mean([own.get(setting, known[leaf])], None)
     if near:
         return _did_you_mean([own[near[0]] if own else f"{PARALLEL}.{near[0]}"], None)
-    return _did_you_mean([known[one] for one in nearest(leaf, known, 1)], None) if nearest(leaf, known, 1) else _ALL.strip().strip("()")
+    return (
+        _did_you_mean([known[one] for one in nearest(leaf, known, 1)], None)
+        if nearest(leaf, known, 1)
+        else _ALL.strip().strip("()")
+    )
 
 
 def _belongs(full: str, methods: tuple[str, ...], prefix: str, method_name: str | None) -> bool:
@@ -203,7 +271,9 @@ def _belongs(full: str, methods: tuple[str, ...], prefix: str, method_name: str 
 
 
 def _best_path(paths: Mapping[str, tuple[str, ...]], method_name: str | None) -> str:
-    return next((full for full, methods in paths.items() if not methods or method_name in methods), next(iter(paths)))
+    return next(
+        (full for full, methods in paths.items() if not methods or method_name in methods), next(iter(paths))
+    )
 
 
 def _did_you_mean(paths: Sequence[str], method_name: str | None) -> str:

@@ -1,8 +1,8 @@
 """Strict YAML in which every value knows its line.
 
-Read from parser events, so depth and size are bounded before anything is built and no Python object is ever made from a tag.
-Plain words mean what YAML 1.2 says (`1e-4` is a number; `no`, `on` and `12:30` are text). Anchors, aliases, tags and repeated
-keys are refused.
+Read from parser events, so depth and size are bounded before anything is built and no Python object is ever
+made from a tag. Plain words mean what YAML 1.2 says (`1e-4` is a number; `no`, `on` and `12:30` are text).
+Anchors, aliases, tags and repeated keys are refused.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ KeyPath = tuple[str, ...]  # a list item is named by its index, written as text
 
 _NULLS = frozenset(("", "~", "null", "Null", "NULL"))
 _TRUTH = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INT = re.compile(r"[-+]?[0-9]{1,300}")  # more digits are read as a float: no setting takes them, and int() may refuse
+# more digits are read as a float: no setting takes them, and int() may refuse
+_INT = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _HINTS = {
-    "mapping values are not allowed here": "a ': ' inside a text? put the text in quotes. Else check the indentation",
+    "mapping values are not allowed here": (
+        "a ': ' inside a text? put the text in quotes. Else check the indentation"
+    ),
     "could not find expected ':'": "write 'key: value', with a space after the colon",
     "found unexpected end of stream": "a quote or bracket is not closed",
 }
@@ -37,7 +40,8 @@ _HINTS = {
 
 @dataclass
 class Document:
-    """What a file says. `lines` and `problems` count lines from 1; `refused` are the paths whose value could not be taken."""
+    """What a file says. `lines` and `problems` count lines from 1; `refused` are the paths whose value could
+    not be taken."""
 
     tree: Any = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -63,7 +67,10 @@ def scalar(text: str) -> bool | int | float | str | None:
 def dotted(path: KeyPath) -> str:
     """`("method", "targets", "1")` as a reader writes it: `method.targets[1]`."""
     shown = [short(part, 60) for part in path]
-    return "".join(f"[{part}]" if part.isdigit() and index else ("." if index else "") + part for index, part in enumerate(shown))
+    return "".join(
+        f"[{part}]" if part.isdigit() and index else ("." if index else "") + part
+        for index, part in enumerate(shown)
+    )
 
 
 def short(text: str, limit: int = 80) -> str:
@@ -84,25 +91,37 @@ def decode(data: bytes, name: str) -> str:
 
     if len(data) > MAX_BYTES:
         expected = f"at most {MAX_BYTES} bytes"
-        raise RecipeError("the file is too large for a recipe", where=f"{name}:1:1", expected=expected, remedy="is it a data file?")
+        raise RecipeError(
+            "the file is too large for a recipe",
+            where=f"{name}:1:1",
+            expected=expected,
+            remedy="is it a data file?",
+        )
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise refuse("the file is UTF-16 text", 0, "save it as UTF-8")
     if b"\0" in data:
-        raise refuse("a NUL byte: this is not a text file, or it is UTF-16", data.index(b"\0"), "save the recipe as UTF-8 text")
+        raise refuse(
+            "a NUL byte: this is not a text file, or it is UTF-16",
+            data.index(b"\0"),
+            "save the recipe as UTF-8 text",
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         # utf-8-sig counts from after the BOM
         offset = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
-        raise refuse(f"byte 0x{data[offset]:02x} is not UTF-8 text", offset, "save the file as UTF-8") from None
+        raise refuse(
+            f"byte 0x{data[offset]:02x} is not UTF-8 text", offset, "save the file as UTF-8"
+        ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read(data: bytes | str, name: str) -> Document:
     """Read one YAML document. `name` stands for the file in messages.
 
-    Raises RecipeError for what leaves no structure to look at (encoding, syntax, depth, size); what can be passed over (a repeated key, an
-    anchor, a tag) is collected in `problems`, so that a reader of the tree can report everything at once.
+    Raises RecipeError for what leaves no structure to look at (encoding, syntax, depth, size); what can be
+    passed over (a repeated key, an anchor, a tag) is collected in `problems`, so that a reader of the tree
+    can report everything at once.
     """
     text = decode(data, name) if isinstance(data, bytes) else data
     builder = _Builder(name)
@@ -111,7 +130,9 @@ def read(data: bytes | str, name: str) -> Document:
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         where = f"{name}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
-        raise RecipeError(f"the character U+{ord(text[error.position]):04X} is not allowed", where=where, remedy="delete it") from None
+        raise RecipeError(
+            f"the character U+{ord(text[error.position]):04X} is not allowed", where=where, remedy="delete it"
+        ) from None
     try:
         for event in _events(loader):
             builder.take(event)
@@ -121,7 +142,9 @@ def read(data: bytes | str, name: str) -> Document:
     except RecipeError:
         raise
     except (ValueError, OverflowError):  # an escape beyond Unicode, a directive with an endless number
-        raise RecipeError("an escape or directive YAML does not have", where=_at(name, loader.get_mark())) from None
+        raise RecipeError(
+            "an escape or directive YAML does not have", where=_at(name, loader.get_mark())
+        ) from None
     return builder.document
 
 
@@ -142,7 +165,11 @@ def _syntax(error: yaml.MarkedYAMLError, mark: Any, text: str, name: str) -> Pro
     line = text.split("\n")[mark.line] if mark.line <= text.count("\n") else ""
     if "\t" in line[: mark.column + 1]:
         column = line.index("\t") + 1
-        return Problem("a tab where YAML allows only spaces", f"{name}:{mark.line + 1}:{column}", remedy="replace the tab by spaces")
+        return Problem(
+            "a tab where YAML allows only spaces",
+            f"{name}:{mark.line + 1}:{column}",
+            remedy="replace the tab by spaces",
+        )
     what = error.problem or error.context or "not YAML"
     return Problem(f"not YAML: {short(what)}", _at(name, mark), remedy=_HINTS.get(what))
 
@@ -197,7 +224,11 @@ class _Builder:
         self.refuse_extras(event, path)
         self.text_is_storable(event, path)
         if event.value in frame.seen:
-            self.soft(f"{dotted(path)} is set twice", event, f"first set on line {self.document.lines.get(path, 0)}; keep one of them")
+            self.soft(
+                f"{dotted(path)} is set twice",
+                event,
+                f"first set on line {self.document.lines.get(path, 0)}; keep one of them",
+            )
             frame.repeated = True
         else:
             frame.seen.add(event.value)
@@ -224,23 +255,42 @@ class _Builder:
             frame.items.append(value)
             return
         assert frame.key is not None
-        if not frame.repeated:  # of a repeated key the first value stands, so that its own errors are reported too
+        # of a repeated key the first value stands, so that its own errors are reported too
+        if not frame.repeated:
             frame.mapping[frame.key] = value
         frame.key, frame.repeated = None, False
 
     def refuse_extras(self, event: Any, path: KeyPath) -> None:
         if isinstance(event, yaml.AliasEvent):
-            self.soft(f"the alias *{short(str(event.anchor), 40)}", event, "write the value out; recipes have no anchors and aliases", path)
+            self.soft(
+                f"the alias *{short(str(event.anchor), 40)}",
+                event,
+                "write the value out; recipes have no anchors and aliases",
+                path,
+            )
         elif event.anchor is not None:
             self.soft(
-                f"the anchor &{short(str(event.anchor), 40)}", event, "write the value out; recipes have no anchors and aliases", path
+                f"the anchor &{short(str(event.anchor), 40)}",
+                event,
+                "write the value out; recipes have no anchors and aliases",
+                path,
             )
         if getattr(event, "tag", None) is not None:
-            self.soft(f"the tag {short(event.tag, 60)}", event, "a recipe holds plain values only; remove the tag", path)
+            self.soft(
+                f"the tag {short(event.tag, 60)}",
+                event,
+                "a recipe holds plain values only; remove the tag",
+                path,
+            )
 
     def text_is_storable(self, event: Any, path: KeyPath) -> None:
         if any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in event.value):
-            self.soft("an escape that is no character (NUL or half a surrogate pair)", event, "write the character itself", path)
+            self.soft(
+                "an escape that is no character (NUL or half a surrogate pair)",
+                event,
+                "write the character itself",
+                path,
+            )
 
     def soft(self, what: str, event: Any, remedy: str, path: KeyPath | None = None) -> None:
         if len(self.document.problems) >= MAX_PROBLEMS:
@@ -250,7 +300,9 @@ class _Builder:
             self.document.refused.add(path)
 
     def stop(self, what: str, event: Any, remedy: str) -> RecipeError:
-        return RecipeError([*self.document.problems, Problem(what, _at(self.name, event.start_mark), remedy=remedy)])
+        return RecipeError(
+            [*self.document.problems, Problem(what, _at(self.name, event.start_mark), remedy=remedy)]
+        )
 
 
 @dataclass
@@ -276,7 +328,11 @@ def write_scalar(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(write_scalar(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{write_text(str(key))}: {write_scalar(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{write_text(str(key))}: {write_scalar(item)}" for key, item in value.items())
+            + "}"
+        )
     return write_text(str(value))
 
 

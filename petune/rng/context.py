@@ -1,9 +1,11 @@
-"""Where the tensors that are being computed right now lie in the whole batch: bound around each call, read by whoever needs it.
+"""Where the tensors that are being computed right now lie in the whole batch: bound around each call, read by
+whoever needs it.
 
-A rank may hold some rows of a batch, some positions of each row, some heads or columns of a layer. Hooks, exchanges and dropout need to
-know which, and must not remember it: two micro-batches of different length may be on their way at once, and recomputing the first after
-the second must see the first one's sizes. So it is bound for the length of a call, by whoever starts the call, and again when a call is
-recomputed. It is thread-local, as autograd recomputes on a thread of its own.
+A rank may hold some rows of a batch, some positions of each row, some heads or columns of a layer. Hooks,
+exchanges and dropout need to know which, and must not remember it: two micro-batches of different length may
+be on their way at once, and recomputing the first after the second must see the first one's sizes. So it is
+bound for the length of a call, by whoever starts the call, and again when a call is recomputed. It is
+thread-local, as autograd recomputes on a thread of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from torch import Tensor
 
 @dataclass
 class Running:
-    """What is known of the running call. Fields are replaced on entering a narrower call and put back on leaving it.
+    """What is known of the running call. Fields are replaced on entering a narrower call and put back on
+    leaving it.
 
-    rows: [batch] int64, the number of each row within the optimizer step, or None outside training. key: what the step's dropout is drawn
-    from. site: names the place in the model, `stack.block`; drawn counts the dropouts of that site so far. sizes: tokens per rank of the tp
-    axis when the sequence is cut, else empty. token, feature: the place in the whole sequence and in the whole last dim of the first
-    element that is held here. segments: which tokens of a padded or packed batch are kept and attend to each other
-    (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the encoder's tokens, inside a
-    decoder that attends across to them.
+    rows: [batch] int64, the number of each row within the optimizer step, or None outside training. key: what
+    the step's dropout is drawn from. site: names the place in the model, `stack.block`; drawn counts the
+    dropouts of that site so far. sizes: tokens per rank of the tp axis when the sequence is cut, else empty.
+    token, feature: the place in the whole sequence and in the whole last dim of the first element that is
+    held here. segments: which tokens of a padded or packed batch are kept and attend to each other
+    (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the
+    encoder's tokens, inside a decoder that attends across to them.
     """
 
     rows: Tensor | None = None

@@ -1,15 +1,18 @@
-"""Dropout whose masks are a function of seed, step, place in the model and place in the batch, and of nothing else.
+"""Dropout whose masks are a function of seed, step, place in the model and place in the batch, and of nothing
+else.
 
-torch draws a mask from a stream: what an element gets depends on what was drawn before it, so a rank that holds half of a tensor draws
-another mask than one process would. Here an element is dropped or not by a hash of where it lies in the whole, so any rank that holds it,
-and any recomputation of it, draws the same:
+torch draws a mask from a stream: what an element gets depends on what was drawn before it, so a rank that
+holds half of a tensor draws another mask than one process would. Here an element is dropped or not by a hash
+of where it lies in the whole, so any rank that holds it, and any recomputation of it, draws the same:
 
-        kept(i) = hash(key, site, ordinal, row, token, feature) / 2^32 >= p          key = step_key(seed, step)
+        kept(i) = hash(key, site, ordinal, row, token, feature) / 2^32 >= p          key = step_key(seed,
+                                                                                     step)
 
-Inside `drawing`, whatever calls torch.nn.functional.dropout, nn.Dropout among them, gets that mask; models are not rewritten for it. In the
-families of `petune.models` dropout meets three shapes, and no other: [rows, features] in the heads of classifiers, [rows, tokens, features]
-in embeddings and blocks, and attention probabilities [rows, heads, queries, keys]. Random layers that hide their draws in torch's own
-kernels cannot be drawn so, and are refused.
+Inside `drawing`, whatever calls torch.nn.functional.dropout, nn.Dropout among them, gets that mask; models
+are not rewritten for it. In the families of `petune.models` dropout meets three shapes, and no other: [rows,
+features] in the heads of classifiers, [rows, tokens, features] in embeddings and blocks, and attention
+probabilities [rows, heads, queries, keys]. Random layers that hide their draws in torch's own kernels cannot
+be drawn so, and are refused.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ from petune.rng.context import Running, bound_to, running
 
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are spread evenly
-# splitmix64's multipliers 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers (Steele, Lea, Flood 2014)
+# splitmix64's multipliers 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers (Steele, Lea, Flood
+# 2014)
 MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-MIX32 = (-0x7A143595, -0x3D4D51CB)  # murmur3's multipliers 0x85EBCA6B and 0xC2B2AE35, signed too (Appleby 2011)
-_CPU_PORTION, _PORTION = 2**17, 2**26  # elements hashed at once: what stays in a CPU's cache, and elsewhere what bounds passing memory
+# murmur3's multipliers 0x85EBCA6B and 0xC2B2AE35, signed too (Appleby 2011)
+MIX32 = (-0x7A143595, -0x3D4D51CB)
+# elements hashed at once: what stays in a CPU's cache, and elsewhere what bounds passing memory
+_CPU_PORTION, _PORTION = 2**17, 2**26
 
 
 # ------------------------------------------------------------------ keys
@@ -69,11 +75,13 @@ def _signed(number: int) -> int:
 
 
 class Drop(NamedTuple):
-    """One draw, for a matrix [places, features]: what the mask is a function of, so its backward needs no more.
+    """One draw, for a matrix [places, features]: what the mask is a function of, so its backward needs no
+    more.
 
-    numbers: [places] int64, each (row << 32) + token, or a hash of outer dims plus the index in the last but one. base: int64, of key, site
-    and ordinal; it is added to numbers. On a device it may be a tensor [1], which a CUDA graph reads anew at every replay. p: the
-    probability of dropping. feature: the number of the first feature.
+    numbers: [places] int64, each (row << 32) + token, or a hash of outer dims plus the index in the last but
+    one. base: int64, of key, site and ordinal; it is added to numbers. On a device it may be a tensor [1],
+    which a CUDA graph reads anew at every replay. p: the probability of dropping. feature: the number of the
+    first feature.
     """
 
     numbers: Tensor
@@ -82,25 +90,28 @@ class Drop(NamedTuple):
     feature: int
 
 
-# Device: what drops a matrix there in one kernel, `dropped` to the bit; rows may be strided, any dtype but float64.
-# petune.kernels.triton.dropout enters itself.
+# Device: what drops a matrix there in one kernel, `dropped` to the bit; rows may be strided, any dtype but
+# float64. petune.kernels.triton.dropout enters itself.
 FUSED: dict[str, Callable[[Tensor, Drop], Tensor]] = {}
 
 
 def places(batch: int, length: int, device: torch.device) -> Tensor:
-    """The numbers of the rows of a matrix that stands for [batch, length, features]: [batch * length] int64, placed by `running()`.
+    """The numbers of the rows of a matrix that stands for [batch, length, features]: [batch * length] int64,
+    placed by `running()`.
 
-    Of a batch whose padding was left out, index them as the tokens were. Raises UsageError when `running().rows` are not `batch`.
+    Of a batch whose padding was left out, index them as the tokens were. Raises UsageError when
+    `running().rows` are not `batch`.
     """
     shape = (batch, length)
     return ((_rows(shape, device) << 32).unsqueeze(-1) + _numbers(length, running().token, device)).view(-1)
 
 
 def draw(numbers: Tensor, p: float) -> Drop:
-    """The next draw of `running().site` for a matrix with these `places`: the mask, and the count, of `drop` on what it stands for.
+    """The next draw of `running().site` for a matrix with these `places`: the mask, and the count, of `drop`
+    on what it stands for.
 
-    Without a key in `running()` one is drawn from torch's generator on the CPU. Counts nothing for p = 0. Raises ValueError for a p that is
-    no probability.
+    Without a key in `running()` one is drawn from torch's generator on the CPU. Counts nothing for p = 0.
+    Raises ValueError for a p that is no probability.
     """
     _check(p)
     now = running()
@@ -131,11 +142,13 @@ def _check(p: float) -> None:
 
 
 def drop(x: Tensor, p: float) -> Tensor:
-    """Dropout of `x` by index: zero with probability `p`, else x / (1 - p); same dtype and shape, and the gradient has the same mask.
+    """Dropout of `x` by index: zero with probability `p`, else x / (1 - p); same dtype and shape, and the
+    gradient has the same mask.
 
-    x: [rows, features], [rows, tokens, features] or [rows, ..., features], dim 0 as long as `running().rows`, which number its rows (None:
-    0, 1, ...). `running().token` and `running().feature` number the first token and feature. Counts as one draw of `running().site`.
-    Without a key in `running()` this is torch's own dropout. Raises UsageError when x cannot be placed in the whole batch.
+    x: [rows, features], [rows, tokens, features] or [rows, ..., features], dim 0 as long as `running().rows`,
+    which number its rows (None: 0, 1, ...). `running().token` and `running().feature` number the first token
+    and feature. Counts as one draw of `running().site`. Without a key in `running()` this is torch's own
+    dropout. Raises UsageError when x cannot be placed in the whole batch.
     """
     now = running()
     if now.key is None:
@@ -149,7 +162,8 @@ def drop(x: Tensor, p: float) -> Tensor:
 def drop_attention(probabilities: Tensor, p: float, head: int, query: int) -> Tensor:
     """`drop` for attention probabilities [rows, heads, queries, keys], keys whole.
 
-    head: the number in the whole model of the first head held here. query: the number in the whole sequence of the first query.
+    head: the number in the whole model of the first head held here. query: the number in the whole sequence
+    of the first query.
     """
     if running().key is None:
         return F.dropout(probabilities, p, True)
@@ -168,15 +182,18 @@ def _dropped(x: Tensor, p: float, firsts: tuple[int, ...]) -> Tensor:
 
 
 def dropped(x: Tensor, how: Drop) -> Tensor:
-    """`x`, a matrix or what one stands for, with `how` applied to it, in plain torch; autograd passes through."""
+    """`x`, a matrix or what one stands for, with `how` applied to it, in plain torch; autograd passes
+    through."""
     return _thinned(x, _kept(how, _width(x)).view(x.shape), how.p)
 
 
 def dropped_attention(probabilities: Tensor, how: Drop, keys: Tensor | None = None) -> Tensor:
-    """`drop_attention` for probabilities [heads, n, k] of `n` queries, whose places in the batch `how.numbers` [n] are.
+    """`drop_attention` for probabilities [heads, n, k] of `n` queries, whose places in the batch
+    `how.numbers` [n] are.
 
-    keys: [k] int64, the keys' tokens in their row, padding counted; None for attention of the `n` tokens to one another. So tokens beside
-    which padding was left out are dropped as they would be with it. `how.base` is that of the draw; in plain torch.
+    keys: [k] int64, the keys' tokens in their row, padding counted; None for attention of the `n` tokens to
+    one another. So tokens beside which padding was left out are dropped as they would be with it. `how.base`
+    is that of the draw; in plain torch.
     """
     with torch.no_grad():
         row, token = how.numbers >> 32 << 32, how.numbers & 0xFFFFFFFF
@@ -186,7 +203,8 @@ def dropped_attention(probabilities: Tensor, how: Drop, keys: Tensor | None = No
 
 
 def _thinned(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    return x * keep if p == 1 else (x * keep).mul_(1 / (1 - p))  # the product saves the mask alone for the backward pass
+    # the product saves the mask alone for the backward pass
+    return x * keep if p == 1 else (x * keep).mul_(1 / (1 - p))
 
 
 class _Fused(torch.autograd.Function):
@@ -220,8 +238,9 @@ def _drawn(x: Tensor, p: float, firsts: tuple[int, ...]) -> Drop:
 def _kept(how: Drop, features: int) -> Tensor:
     """The mask of a draw, bool [places, features].
 
-    As in splitmix (Steele, Lea, Flood 2014), each place has a stream of its own: a start and an odd stride, the halves of a 64-bit hash of
-    its indices. Feature k gets the mixed value of start + k * stride. So places cost a small tensor, elements 32-bit arithmetic.
+    As in splitmix (Steele, Lea, Flood 2014), each place has a stream of its own: a start and an odd stride,
+    the halves of a 64-bit hash of its indices. Feature k gets the mixed value of start + k * stride. So
+    places cost a small tensor, elements 32-bit arithmetic.
     """
     feature = _numbers(features, how.feature, how.numbers.device).to(torch.int32)
     return _compared(_hashed(how.numbers + how.base).unsqueeze(-1), feature, how.p)
@@ -236,7 +255,9 @@ def _rows(shape: Sequence[int], device: torch.device) -> Tensor:
     """The numbers of the rows of a tensor of this shape within the step, [rows] int64."""
     rows = running().rows
     if not shape or (rows is not None and rows.shape[0] != shape[0]):
-        raise _unplaced(f"a tensor of shape {list(shape)}", None if rows is None else f"{rows.shape[0]} rows in dim 0")
+        raise _unplaced(
+            f"a tensor of shape {list(shape)}", None if rows is None else f"{rows.shape[0]} rows in dim 0"
+        )
     return _numbers(shape[0], 0, device) if rows is None else rows.to(device, torch.int64)
 
 
@@ -246,8 +267,8 @@ def _numbers(count: int, first: int, device: torch.device) -> Tensor:
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, which wraps around. torch shifts the sign in, so a number and its complement hash alike: one more
-    chance in 2^63 that two places share a mask, and a pass less."""
+    """splitmix64's finaliser on int64, which wraps around. torch shifts the sign in, so a number and its
+    complement hash alike: one more chance in 2^63 that two places share a mask, and a pass less."""
     numbers = (numbers ^ (numbers >> 30)) * MIX[0]
     numbers = (numbers ^ (numbers >> 27)) * MIX[1]
     return numbers ^ (numbers >> 31)
@@ -259,7 +280,8 @@ def threshold(p: float) -> int:
 
 
 def _compared(place: Tensor, feature: Tensor, p: float) -> Tensor:
-    """Which elements stay, bool [places, features], of the hashes of places [places, 1] int64 and feature numbers [features] int32."""
+    """Which elements stay, bool [places, features], of the hashes of places [places, 1] int64 and feature
+    numbers [features] int32."""
     start, stride = place.to(torch.int32), (place >> 32).to(torch.int32) | 1
     keep = torch.empty(place.shape[0], feature.shape[0], dtype=torch.bool, device=place.device)
     if p == 1:
@@ -269,7 +291,8 @@ def _compared(place: Tensor, feature: Tensor, p: float) -> Tensor:
     for a, b, out in zip(start.split(count), stride.split(count), keep.split(count), strict=True):
         value = (feature * b).add_(a)
         for shift, multiplier in zip((16, 13), MIX32, strict=True):
-            value.bitwise_xor_(value >> shift).mul_(multiplier)  # the last product has its best bits on top, which decide
+            # the last product has its best bits on top, which decide
+            value.bitwise_xor_(value >> shift).mul_(multiplier)
         torch.ge(value, least, out=out)
     return keep
 
@@ -277,7 +300,8 @@ def _compared(place: Tensor, feature: Tensor, p: float) -> Tensor:
 def _unplaced(what: str, expected: str | None = None) -> UsageError:
     """The complaint about a tensor whose elements have no known place in the whole batch."""
     return UsageError(
-        f"dropout on {what} cannot be drawn by index: which row, token and feature an element is cannot be told",
+        f"dropout on {what} cannot be drawn by index: which row, token and feature an element is cannot be"
+        " told",
         where=running().site or None,
         expected=expected,
         remedy="set that dropout to 0 in the model's config",
@@ -318,12 +342,15 @@ def _attention_draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _recurrent_draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether torch.lstm and its kin would draw between layers: dropout is their only float, and `train` follows it."""
+    """Whether torch.lstm and its kin would draw between layers: dropout is their only float, and `train`
+    follows it."""
     found = [place for place, value in enumerate(args) if isinstance(value, float) and value > 0]
     return bool(found and args[found[0] + 1])
 
 
-_ATTENTION = "use petune's own attention function (petune.models.attention.use), or set the attention dropout to 0"
+_ATTENTION = (
+    "use petune's own attention function (petune.models.attention.use), or set the attention dropout to 0"
+)
 _ELEMENTS = "use torch.nn.Dropout, or set that dropout to 0"
 _ZERO = "set that dropout to 0"
 
@@ -336,7 +363,10 @@ _DRAWN: dict[Any, Callable[..., Tensor]] = {
 _REFUSED: dict[Any, tuple[Callable[[Any, Any, Any], bool], str]] = {
     F.scaled_dot_product_attention: (_attention_draws, _ATTENTION),
     F.multi_head_attention_forward: (_draws, _ZERO),
-    **{func: (_draws, _ELEMENTS) for func in (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
+    **{
+        func: (_draws, _ELEMENTS)
+        for func in (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+    },
     **{func: (_recurrent_draws, _ZERO) for func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
 
@@ -354,8 +384,13 @@ class _ByIndex(TorchFunctionMode):
         if func in _REFUSED and running().key is not None:
             draws, remedy = _REFUSED[func]
             if draws(func, args, kwargs):
-                raise UsageError(f"dropout inside {func.__name__} cannot be drawn by index", where=running().site or None, remedy=remedy)
-        # torch takes a mode off for the length of a call. A backward pass is one, and what it recomputes must put the mode on again.
+                raise UsageError(
+                    f"dropout inside {func.__name__} cannot be drawn by index",
+                    where=running().site or None,
+                    remedy=remedy,
+                )
+        # torch takes a mode off for the length of a call. A backward pass is one, and what it recomputes must
+        # put the mode on again.
         _on.here = False
         try:
             return func(*args, **kwargs)
@@ -365,13 +400,16 @@ class _ByIndex(TorchFunctionMode):
 
 @contextmanager
 def drawing(here: Running) -> Iterator[None]:
-    """Bind `here` and, if it has a key, draw every dropout inside from it; without one torch's own dropout acts.
+    """Bind `here` and, if it has a key, draw every dropout inside from it; without one torch's own dropout
+    acts.
 
-    Inside, functions of torch that drop out in a way of their own raise UsageError: alpha and feature dropout, dropout of
-    scaled_dot_product_attention, of torch's own multi-head attention and of its recurrent layers.
+    Inside, functions of torch that drop out in a way of their own raise UsageError: alpha and feature
+    dropout, dropout of scaled_dot_product_attention, of torch's own multi-head attention and of its recurrent
+    layers.
     """
     with bound_to(here):
-        if here.key is None or getattr(_on, "here", False):  # the mode reads what is bound when it is asked, so one is enough
+        # the mode reads what is bound when it is asked, so one is enough
+        if here.key is None or getattr(_on, "here", False):
             yield
             return
         _on.here = True

@@ -1,4 +1,5 @@
-"""The random generators of a process as tensors and JSON: what a checkpoint keeps of them, and the way back."""
+"""The random generators of a process as tensors and JSON: what a checkpoint keeps of them, and the way
+back."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def seed_others(seed: int) -> None:
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of every generator a run may draw from: torch's on the CPU and, once used, on each GPU, Python's, numpy's if imported.
+    """The state of every generator a run may draw from: torch's on the CPU and, once used, on each GPU,
+    Python's, numpy's if imported.
 
     Returns tensors ("rng/...") and JSON.
     """
@@ -36,12 +38,18 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     if numpy := sys.modules.get("numpy"):
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         tensors["rng/numpy"] = torch.tensor(keys.tolist(), dtype=torch.int64)
-        facts["numpy"] = {"kind": kind, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
+        facts["numpy"] = {
+            "kind": kind,
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
     return tensors, facts
 
 
 def set_rng_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], where: str) -> None:
-    """Set every generator to a state from `rng_state`; `where` names the checkpoint in errors. Raises FileError, then nothing is set.
+    """Set every generator to a state from `rng_state`; `where` names the checkpoint in errors. Raises
+    FileError, then nothing is set.
 
     GPU states are for the same number of GPUs; with another number they are left out with a warning.
     """
@@ -56,14 +64,23 @@ def set_rng_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], where
 
 def _apply_rng(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     torch.set_rng_state(tensors["rng/torch"])
-    random.setstate((facts["python"]["version"], tuple(tensors["rng/python"].tolist()), facts["python"]["gauss"]))
+    random.setstate(
+        (facts["python"]["version"], tuple(tensors["rng/python"].tolist()), facts["python"]["gauss"])
+    )
     if saved := facts.get("numpy"):
         import numpy
 
         keys = numpy.array(tensors["rng/numpy"].tolist(), dtype=numpy.uint32)
         numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
-    cuda = [tensors[key] for key in sorted(tensors, key=lambda key: (len(key), key)) if key.startswith("rng/cuda-")]
+    cuda = [
+        tensors[key]
+        for key in sorted(tensors, key=lambda key: (len(key), key))
+        if key.startswith("rng/cuda-")
+    ]
     if cuda and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
     elif cuda:
-        warn(f"the checkpoint is of a run on {len(cuda)} GPUs, here are {torch.cuda.device_count()}: their random numbers start anew")
+        warn(
+            f"the checkpoint is of a run on {len(cuda)} GPUs, here are {torch.cuda.device_count()}: their"
+            " random numbers start anew"
+        )

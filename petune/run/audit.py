@@ -1,9 +1,10 @@
 """Proof, while it trains, that a run trains what it says and nothing else.
 
-Every tuned tensor must have had a gradient that is not all zero within two updates and have moved within three (LoRA's A waits one update
-for B); every frozen tensor must have the same checksum at each save as at the start. A fault names the tensors, as the usual cause is a
-layer that the forward pass never reaches. Of a bfloat16 weight that is streamed, which a small step moves by chance or not yet, what must
-have moved is what its steps add up in.
+Every tuned tensor must have had a gradient that is not all zero within two updates and have moved within
+three (LoRA's A waits one update for B); every frozen tensor must have the same checksum at each save as at
+the start. A fault names the tensors, as the usual cause is a layer that the forward pass never reaches. Of a
+bfloat16 weight that is streamed, which a small step moves by chance or not yet, what must have moved is what
+its steps add up in.
 """
 
 from __future__ import annotations
@@ -26,29 +27,36 @@ GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
 CHECKSUM_VERSION = 2  # stands before every digest: values of another version are not comparable
 _COLUMNS = 1024  # 32-bit words in a row of a checksum
-_PORTION = 128 << 20  # bytes of a tensor on a device that are multiplied at once: the products take twice as many
+# bytes of a tensor on a device that are multiplied at once: the products take twice as many
+_PORTION = 128 << 20
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit checksum of the bits of `tensor`, position included: the same on every device and with any number of threads.
+    """A 64-bit checksum of the bits of `tensor`, position included: the same on every device and with any
+    number of threads.
 
-    The contiguous bits, as signed 32-bit words and filled up with zeros, are multiplied by odd 64-bit weights, one for each position, and
-    added modulo 2^64. So one changed word always changes the sum, and of other changes about one in 2^32 is missed at the worst (two
-    words of which only the signs change). Shape and dtype are not part of it.
+    The contiguous bits, as signed 32-bit words and filled up with zeros, are multiplied by odd 64-bit
+    weights, one for each position, and added modulo 2^64. So one changed word always changes the sum, and of
+    other changes about one in 2^32 is missed at the worst (two words of which only the signs change). Shape
+    and dtype are not part of it.
     """
     return checksums({"": tensor})[""]
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each device with one wait.
+    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each
+    device with one wait.
 
-    That of a quantised weight is an odd multiple of each of those of the tensors that it is held in, added up.
+    That of a quantised weight is an odd multiple of each of those of the tensors that it is held in, added
+    up.
     """
     found: dict[tuple[str, int], int] = {}
     parts = {(name, at): part for name, value in tensors.items() for at, part in enumerate(bytes_in(value))}
     for device in {value.device for value in parts.values()}:
         here = {name: value for name, value in parts.items() if value.device == device}
-        weights = _weights(_COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device)
+        weights = _weights(
+            _COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device
+        )
         add_up = partial(_weighted_sum, weights=weights)
         if device.type == "cpu":
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
@@ -57,7 +65,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             sums = [add_up(value) for value in here.values()]
         found |= zip(here, torch.stack(sums).tolist(), strict=True)
     counts = {name: len(bytes_in(value)) for name, value in tensors.items()}
-    return {name: sum((2 * at + 1) * found[name, at] for at in range(count)) % 2**64 for name, count in counts.items()}
+    return {
+        name: sum((2 * at + 1) * found[name, at] for at in range(count)) % 2**64
+        for name, count in counts.items()
+    }
 
 
 @torch.no_grad()
@@ -69,7 +80,8 @@ def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of `tensor` as int32 words: whole rows of _COLUMNS, a view where it can be one, and a last row filled up with zeros."""
+    """The bits of `tensor` as int32 words: whole rows of _COLUMNS, a view where it can be one, and a last row
+    filled up with zeros."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 4:
         flat = flat.clone()
@@ -81,7 +93,8 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_sums(words: Tensor, columns: Tensor) -> Tensor:
-    """The weighted sum of each row: numpy widens in its registers on the CPU; a device multiplies a portion at a time."""
+    """The weighted sum of each row: numpy widens in its registers on the CPU; a device multiplies a portion
+    at a time."""
     if words.device.type == "cpu":
         return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), columns.numpy()))
     portions = words.split(_PORTION // (4 * _COLUMNS))
@@ -89,7 +102,8 @@ def _row_sums(words: Tensor, columns: Tensor) -> Tensor:
 
 
 def _weights(number: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers without a pattern, always the same: the steps of splitmix64, with shifts that keep the sign."""
+    """Odd 64-bit numbers without a pattern, always the same: the steps of splitmix64, with shifts that keep
+    the sign."""
     mixed = torch.arange(1, number + 1, device=device).mul_(_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
@@ -120,10 +134,12 @@ Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any pr
 
 
 class Audit:
-    """Watches one run. `tuned` and `frozen` are live tensors by name: those of this process, or its parts of them.
+    """Watches one run. `tuned` and `frozen` are live tensors by name: those of this process, or its parts of
+    them.
 
-    `names` are all tuned tensors, those of other processes included; `anyone` joins what every process has seen of each. `has_gradient`
-    tells of a tuned tensor, by name, whether its gradient is not all zero; None: its `grad` does.
+    `names` are all tuned tensors, those of other processes included; `anyone` joins what every process has
+    seen of each. `has_gradient` tells of a tuned tensor, by name, whether its gradient is not all zero; None:
+    its `grad` does.
     """
 
     def __init__(
@@ -143,14 +159,20 @@ class Audit:
         self.updates = 0
 
     def after_backward(self) -> None:
-        """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has none."""
+        """Note which tensors have a gradient. Raises TrainingFault after the second update's if one still has
+        none."""
         if self.updates >= GRADIENT_WITHIN:
             return
         seen = self.anyone([self.has_gradient(name) for name in self.waiting])
-        self.waiting = [name for name, has_gradient in zip(self.waiting, seen, strict=True) if not has_gradient]
+        self.waiting = [
+            name for name, has_gradient in zip(self.waiting, seen, strict=True) if not has_gradient
+        ]
         if self.updates + 1 == GRADIENT_WITHIN and self.waiting:
             raise TrainingFault(
-                [Problem(f"has had no gradient in {GRADIENT_WITHIN} updates", where=name) for name in sorted(self.waiting)[:10]]
+                [
+                    Problem(f"has had no gradient in {GRADIENT_WITHIN} updates", where=name)
+                    for name in sorted(self.waiting)[:10]
+                ]
             )
 
     def _has_gradient(self, name: str) -> bool:
@@ -167,8 +189,15 @@ class Audit:
         self.still = [name for name, has_moved in zip(self.still, moved, strict=True) if not has_moved]
         if self.updates == MOVED_WITHIN and self.still:
             raise TrainingFault(
-                [Problem(f"has not moved in {MOVED_WITHIN} updates", where=name) for name in sorted(self.still)[:10]]
-                + [Problem("the learning rate may be too small for the size of these values", remedy="raise lr")]
+                [
+                    Problem(f"has not moved in {MOVED_WITHIN} updates", where=name)
+                    for name in sorted(self.still)[:10]
+                ]
+                + [
+                    Problem(
+                        "the learning rate may be too small for the size of these values", remedy="raise lr"
+                    )
+                ]
             )
 
     def check_frozen(self) -> None:
@@ -177,5 +206,8 @@ class Audit:
         moved = [name for name, before in self.frozen_before.items() if now[name] != before]
         if self.anyone([bool(moved)])[0]:
             raise TrainingFault(
-                [Problem("is frozen but has changed", where=name) for name in moved[:10] or ["a tensor of another process"]]
+                [
+                    Problem("is frozen but has changed", where=name)
+                    for name in moved[:10] or ["a tensor of another process"]
+                ]
             )

@@ -1,8 +1,10 @@
-"""The order of passes, in one place: data and tokenizer, then load -> tune, and by the Runner stack -> cut -> place.
+"""The order of passes, in one place: data and tokenizer, then load -> tune, and by the Runner stack -> cut ->
+place.
 
-`prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and writes nothing. `build` makes
-the whole tuned model on the CPU; new tensors are drawn there from the recipe's seed, so every device and every plan starts from the same
-numbers. `run_on` hands it to a Runner, which cuts it and places it.
+`prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and
+writes nothing. `build` makes the whole tuned model on the CPU; new tensors are drawn there from the recipe's
+seed, so every device and every plan starts from the same numbers. `run_on` hands it to a Runner, which cuts
+it and places it.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model runs and in what: the device, the dtype of frozen weights, and autocast around every forward."""
+    """Where a model runs and in what: the device, the dtype of frozen weights, and autocast around every
+    forward."""
 
     device: torch.device
     dtype: torch.dtype
@@ -93,7 +96,9 @@ def choose_place(recipe: Recipe) -> Place:
     """The device and dtype a recipe means here. Raises MachineError for cuda without a CUDA device."""
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:
-        raise MachineError("device: cuda, but this machine shows no CUDA device", remedy="use device: auto or cpu")
+        raise MachineError(
+            "device: cuda, but this machine shows no CUDA device", remedy="use device: auto or cpu"
+        )
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and available)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and device.type == "cuda")
@@ -102,7 +107,8 @@ def choose_place(recipe: Recipe) -> Place:
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a recipe names, before a weight is read. Each fact is read when it is first asked for, and once.
+    """The model that a recipe names, before a weight is read. Each fact is read when it is first asked for,
+    and once.
 
     Raises FileError then for a model that is not there.
     """
@@ -129,9 +135,10 @@ def prepare(
 ) -> Prepared:
     """Find the model, read and check the rows, tokenize them. Loads no weights and writes nothing.
 
-    `objects` are what was given from Python and the recipe names by fingerprint. `labels` are the classes of a model that is already
-    trained, in the order of their ids; the rows may have no others. `base`: the model, where it was found already.
-    Raises UsageError when task, data and model do not go together, DataError for bad rows, FileError for a model that is not there.
+    `objects` are what was given from Python and the recipe names by fingerprint. `labels` are the classes of
+    a model that is already trained, in the order of their ids; the rows may have no others. `base`: the
+    model, where it was found already. Raises UsageError when task, data and model do not go together,
+    DataError for bad rows, FileError for a model that is not there.
     """
     base = base or Base(recipe, objects)
     source, config = base.source, base.config
@@ -140,13 +147,24 @@ def prepare(
     check_fit(name, kind, recipe.data.packing)
     labels = labels or (objects.labels if TASKS[name].names_classes else None)
     rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels, objects=objects.data)
-    tokenizer = load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
-    encoded = encode(rows, name, tokenizer, recipe.data, model_kind=kind, max_positions=positions_of(config), vocab_size=config.vocab_size)
+    tokenizer = (
+        load_tokenizer(source) if objects.tokenizer is None else with_padding(objects.tokenizer, "tokenizer")
+    )
+    encoded = encode(
+        rows,
+        name,
+        tokenizer,
+        recipe.data,
+        model_kind=kind,
+        max_positions=positions_of(config),
+        vocab_size=config.vocab_size,
+    )
     return Prepared(recipe, source, config, TASKS[name], tokenizer, rows, encoded, objects)
 
 
 def positions_of(config: Any) -> int | None:
-    """The longest sequence a model of this config takes, in tokens; None when its positions are relative and know no end."""
+    """The longest sequence a model of this config takes, in tokens; None when its positions are relative and
+    know no end."""
     family = FAMILIES.get(config.model_type)
     return getattr(config, "max_position_embeddings", None) if family is None or family.bounded else None
 
@@ -160,7 +178,8 @@ def load_base(
     given: PreTrainedModel | None = None,
     config: Any = None,
 ) -> Loaded:
-    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one that was `given` in memory.
+    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one
+    that was `given` in memory.
 
     config: the model's, where it was read already; it stays as it is.
     """
@@ -179,8 +198,9 @@ def load_base(
 def build(prepared: Prepared) -> nn.Module:
     """Load and tune the model of a recipe, whole, on the CPU, in eval mode.
 
-    Modules the checkpoint had no weights for train beside the method, or they would stay random for ever; tensors that train are float32,
-    but for those of a streamed model. Raises UsageError for a recipe that cannot be streamed here.
+    Modules the checkpoint had no weights for train beside the method, or they would stay random for ever;
+    tensors that train are float32, but for those of a streamed model. Raises UsageError for a recipe that
+    cannot be streamed here.
     """
     recipe, place = prepared.recipe, prepared.place
     refuse_unstreamable(recipe, place.dtype, place.device)
@@ -201,14 +221,19 @@ def build(prepared: Prepared) -> nn.Module:
         warn(line)
     for name, parameter in tuned_parameters(model).items():
         if not parameter.is_floating_point():
-            raise UsageError("this tensor cannot train: it is not of floating point", where=name, found=str(parameter.dtype))
+            raise UsageError(
+                "this tensor cannot train: it is not of floating point",
+                where=name,
+                found=str(parameter.dtype),
+            )
         if not streams(recipe):
             parameter.data = parameter.data.float()
     return model
 
 
 def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) -> ParallelPlan:
-    """The parallel plan of a recipe, over `world` processes that exist, or over as many as it asks for. Loads no weights.
+    """The parallel plan of a recipe, over `world` processes that exist, or over as many as it asks for. Loads
+    no weights.
 
     base: the model, where it was found already.
     Raises UsageError for a plan that cannot be, with every reason.
@@ -218,18 +243,33 @@ def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) 
     config = (base or Base(recipe)).config
     family = FAMILIES.get(config.model_type)
     if recipe.compile:
-        raise UsageError("compile does not go with a parallel plan", where=recipe.where("compile"), remedy="set compile: false")
+        raise UsageError(
+            "compile does not go with a parallel plan",
+            where=recipe.where("compile"),
+            remedy="set compile: false",
+        )
     task = recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind_of(config))
     available = torch.cuda.device_count() if choose_place(recipe).device.type == "cuda" else 2
-    return make_plan(recipe.parallel, family, config, world, recipe.batch_size, available, vocabulary_head=TASKS[task].over_vocabulary)
+    return make_plan(
+        recipe.parallel,
+        family,
+        config,
+        world,
+        recipe.batch_size,
+        available,
+        vocabulary_head=TASKS[task].over_vocabulary,
+    )
 
 
 def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | None) -> Runner:
-    """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the mesh's device."""
+    """The tuned model cut and placed by the plan of `mesh`. `weights` are the classes' in the loss, on the
+    mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
     objective = replace(objective_of(prepared.task, weights), autocast=prepared.place.autocast)
     with phase(f"moving the model to {mesh.device}"):
-        where = parallelize(model, family, mesh.plan, mesh, objective.tuned, recompute=again, streams=streams(recipe))
+        where = parallelize(
+            model, family, mesh.plan, mesh, objective.tuned, recompute=again, streams=streams(recipe)
+        )
         runner = Runner(where, objective)
     with phase("fusing the blocks"):
         _fuse(runner, recipe)
@@ -237,7 +277,11 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
         stream(runner, recipe, prepared.place.autocast())
     if recipe.gradient_checkpointing and not runner.owned and mesh.plan.world > 1:
         remedy = "set gradient_checkpointing: false, or parallel: none"
-        raise UsageError("replicas of this model cannot recompute: its blocks are not ours", where="gradient_checkpointing", remedy=remedy)
+        raise UsageError(
+            "replicas of this model cannot recompute: its blocks are not ours",
+            where="gradient_checkpointing",
+            remedy=remedy,
+        )
     if recipe.gradient_checkpointing and not runner.owned:
         _checkpoint_activations(runner.model)
     if recipe.compile:
@@ -246,7 +290,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
 
 
 def _fuse(runner: Runner, recipe: Recipe) -> None:
-    """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single modules."""
+    """Fused blocks, which recompute by themselves what `memory` says, and a loss without logits; else single
+    modules."""
     if recipe.kernels == "off" or recipe.compile:
         return
     plan, device = runner.plan, runner.mesh.device
@@ -261,25 +306,36 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in the backward pass, in the form that does not need inputs to require gradients."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the second is the older transformers'
+    """Recompute activations in the backward pass, in the form that does not need inputs to require
+    gradients."""
+    # the second is the older transformers'
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
-        raise UsageError("this model has no gradient checkpointing", where="gradient_checkpointing", found=type(model).__name__)
+        raise UsageError(
+            "this model has no gradient checkpointing",
+            where="gradient_checkpointing",
+            found=type(model).__name__,
+        )
     enable({"use_reentrant": False})
 
 
 def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the method must be the same."""
+    """The model tuned as the folder of `init_adapter` says; its settings count, not the recipe's, but the
+    method must be the same."""
     assert recipe.init_adapter is not None
     folder = recipe.resolve_path(recipe.init_adapter)
     if folder is None:
-        raise FileError("init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter)
+        raise FileError(
+            "init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter
+        )
     model = export.load(model, folder)
     say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
     if tuning(model).method != recipe.method_name:
         where = recipe.where("init_adapter")
-        raise UsageError(f"{folder} was tuned with {tuning(model).method}", where=where, expected=recipe.method_name)
+        raise UsageError(
+            f"{folder} was tuned with {tuning(model).method}", where=where, expected=recipe.method_name
+        )
     return model
 
 

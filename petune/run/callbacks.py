@@ -9,9 +9,11 @@ from petune.errors import UsageError
 
 
 class Callback(Protocol):
-    """Called by `petune.train` while it trains. Subclass it and write the methods you need; True from on_step or on_eval ends the run.
+    """Called by `petune.train` while it trains. Subclass it and write the methods you need; True from on_step
+    or on_eval ends the run.
 
-    A run that is ended so is evaluated, saved and finished like any other. An exception in a callback ends the run with a UsageError.
+    A run that is ended so is evaluated, saved and finished like any other. An exception in a callback ends
+    the run with a UsageError.
 
         >>> class Enough(petune.Callback):
         ...     def on_eval(self, step, metrics):
@@ -19,11 +21,13 @@ class Callback(Protocol):
     """
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> bool | None:
-        """After optimizer step `step` (from 1); `metrics`: epoch, loss, lr, grad_norm, tokens, tokens_per_s."""
+        """After optimizer step `step` (from 1); `metrics`: epoch, loss, lr, grad_norm, tokens,
+        tokens_per_s."""
         return None
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> bool | None:
-        """After each evaluation of the tuned model; `metrics`: epoch, eval_loss and the other scores of the task, each as eval_NAME."""
+        """After each evaluation of the tuned model; `metrics`: epoch, eval_loss and the other scores of the
+        task, each as eval_NAME."""
         return None
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
@@ -44,7 +48,9 @@ class Callbacks:
             if lost or isinstance(one, type):
                 what, remedy = "this is not a callback", "give an object of a subclass of petune.Callback"
                 expected = "an object, not a class" if isinstance(one, type) else ", ".join(lost)
-                raise UsageError(what, where="callbacks", expected=expected, found=repr(one)[:80], remedy=remedy)
+                raise UsageError(
+                    what, where="callbacks", expected=expected, found=repr(one)[:80], remedy=remedy
+                )
         self.callbacks = tuple(callbacks)
         self.ended_by: str | None = None
 
@@ -67,7 +73,9 @@ class Callbacks:
             answer = self._ask(one, method, step, step, dict(metrics))
             if answer is not None and not isinstance(answer, bool):
                 where, found = f"{type(one).__name__}.{method}", repr(answer)[:80]
-                raise UsageError("a callback answers True, which ends the run, False or None", where=where, found=found)
+                raise UsageError(
+                    "a callback answers True, which ends the run, False or None", where=where, found=found
+                )
             if answer:
                 self.ended_by = self.ended_by or type(one).__name__
 

@@ -1,4 +1,5 @@
-"""Whether a run folder is whole: its state, every checkpoint and tuned file against its hashes, the ids, and what a start would do."""
+"""Whether a run folder is whole: its state, every checkpoint and tuned file against its hashes, the ids, and
+what a start would do."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Checkup:
     problems: list[Problem] = field(default_factory=list)
 
     def attempt(self, test: Callable[[], _T], gone: Path | None = None) -> _T | None:
-        """What `test` returns; what it raises is kept, unless `gone` is no longer there: a run that goes on deletes too."""
+        """What `test` returns; what it raises is kept, unless `gone` is no longer there: a run that goes on
+        deletes too."""
         try:
             return test()
         except PetuneError as error:
@@ -51,9 +53,15 @@ def check_up(path: Path) -> Checkup:
     state = folder.state() if path.is_dir() else "absent"
     if state in ("absent", "foreign") or not folder.has_resolved():
         what = "holds no run" if path.is_dir() else "is not a folder"
-        raise FileError(what, where=str(path), expected="a folder with resolved.yaml", remedy="give what `out` was")
+        raise FileError(
+            what, where=str(path), expected="a folder with resolved.yaml", remedy="give what `out` was"
+        )
     found.attempt(partial(refuse_links, folder))
-    found.facts += [("run", str(path)), ("state", state), ("id", folder.run_id() or "none: an earlier petune began it")]
+    found.facts += [
+        ("run", str(path)),
+        ("state", state),
+        ("id", folder.run_id() or "none: an earlier petune began it"),
+    ]
     _settings(found, path)
     resume = _checkpoints(found, folder, state)
     _shipped(found, folder, state)
@@ -61,7 +69,11 @@ def check_up(path: Path) -> Checkup:
     left = folder.leftovers() if state != "running" else []
     found.facts.append(("leftovers", f"{', '.join(left)}; the next start removes them" if left else "none"))
     if state == "replaced":
-        found.problems.append(Problem("an --overwrite of this run was cut off", str(path), remedy="start it again, without --resume"))
+        found.problems.append(
+            Problem(
+                "an --overwrite of this run was cut off", str(path), remedy="start it again, without --resume"
+            )
+        )
     found.facts.append(("--resume", _RESUME.get(state, resume)))
     found.facts.append(("verdict", f"damaged: {len(found.problems)} problems" if found.problems else "whole"))
     return found
@@ -84,12 +96,16 @@ def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:
         found.attempt(partial(folder.refuse_other_run, manifest.run_id, path))
         whole[path] = folder.run_id() in (None, manifest.run_id)
         size = human(sum(int(entry["size"]) for entry in manifest.files.values()))
-        found.facts.append((kind, f"{path.name} is whole, {size}" + ("" if whole[path] else ", BUT OF ANOTHER RUN")))
+        found.facts.append(
+            (kind, f"{path.name} is whole, {size}" + ("" if whole[path] else ", BUT OF ANOTHER RUN"))
+        )
     best = folder.path / "best"
     if best.is_file():
         place = (best.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[0]
         if whole and folder.path / place not in whole and state != "running":
-            found.problems.append(Problem("names a checkpoint that is not here or not whole", str(best), found=place))
+            found.problems.append(
+                Problem("names a checkpoint that is not here or not whole", str(best), found=place)
+            )
         found.facts.append(("best", place if place.isprintable() else repr(place)))
     newest = next(iter(whole), None)
     if newest is None:
@@ -100,7 +116,9 @@ def _checkpoints(found: Checkup, folder: RunFolder, state: State) -> str:
 def _shipped(found: Checkup, folder: RunFolder, state: State) -> None:
     """Verify `tuned/` and what was made of it; `tuned/` must be the very folder that the run wrote."""
     if state == "finished" and not folder.tuned.is_dir():
-        found.problems.append(Problem("is missing, though the run has finished", str(folder.tuned), remedy="use another copy"))
+        found.problems.append(
+            Problem("is missing, though the run has finished", str(folder.tuned), remedy="use another copy")
+        )
     for place in (folder.tuned, *(folder.path / name for name in SHIPPED)):
         if place.is_dir():
             said = found.attempt(partial(export.verify, place), place if state == "running" else None)
@@ -120,21 +138,30 @@ def _records(found: Checkup, folder: RunFolder, state: State) -> None:
     lines = folder.metrics.read_bytes().split(b"\n") if folder.metrics.is_file() else []
     bad = [at for at, line in enumerate(lines, 1) if line and not _is_record(line)]
     if bad and (bad != [len(lines)] or state == "finished"):
-        found.problems.append(Problem("is not a record", f"{folder.metrics}:{bad[0]}", "a JSON object with a step"))
+        found.problems.append(
+            Problem("is not a record", f"{folder.metrics}:{bad[0]}", "a JSON object with a step")
+        )
     found.facts.append(("records", f"{len([line for line in lines if line]) - len(bad)} in metrics.jsonl"))
 
 
 def _refuse_other_id(path: Path, known: str | None) -> None:
     own = read_json(path).get("run_id")
     if known and own != known:
-        raise FileError("is of another run than resolved.yaml", where=str(path), expected=known, found=str(own)[:40])
+        raise FileError(
+            "is of another run than resolved.yaml", where=str(path), expected=known, found=str(own)[:40]
+        )
 
 
 def _refuse_other_tuned(folder: RunFolder) -> None:
     noted = read_json(folder.path / "summary.json").get("tuned_sha256")
     if noted is not None and noted != (own := export.identity(folder.tuned)):  # an earlier petune noted none
         sides = {"expected": f"a manifest of sha256 {str(noted)[:16]}…", "found": f"{own[:16]}…"}
-        raise FileError("is not what this run wrote", where=str(folder.tuned), remedy="use another copy of the run", **sides)
+        raise FileError(
+            "is not what this run wrote",
+            where=str(folder.tuned),
+            remedy="use another copy of the run",
+            **sides,
+        )
 
 
 def _is_record(line: bytes) -> bool:

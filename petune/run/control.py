@@ -27,10 +27,13 @@ def untouched_base(modules: Sequence[nn.Module], method: MethodConfig) -> Iterat
         yield
 
 
-def head_only_control(runner: Runner, prepared: Prepared, check_stop: Callable[[], None], weights: Tensor | None) -> float | None:
+def head_only_control(
+    runner: Runner, prepared: Prepared, check_stop: Callable[[], None], weights: Tensor | None
+) -> float | None:
     """Accuracy of a head trained on the model as it is now; None where it has no head of its own.
 
-    weights: the classes' in the loss. Every process must call this. Raises what `check_stop` does, which it asks between passes.
+    weights: the classes' in the loss. Every process must call this. Raises what `check_stop` does, which it
+    asks between passes.
     """
     model, encoded = runner.modules[-1], prepared.encoded
     heads = head_modules(model, family_of(model), "auto")
@@ -39,6 +42,14 @@ def head_only_control(runner: Runner, prepared: Prepared, check_stop: Callable[[
     pad, shortest = pad_token_id(prepared.tokenizer), runner.plan.tp
     sides = [batches(rows, 32, prepared.task.name, pad, shortest) for rows in (encoded.train, encoded.eval)]
     with phase("training the control, a head on the frozen base"), scoring(*runner.modules):
-        found = head_only(model, heads[0], (sides[0], sides[1]), runner.logits, check_stop, seed=prepared.recipe.seed, weights=weights)
+        found = head_only(
+            model,
+            heads[0],
+            (sides[0], sides[1]),
+            runner.logits,
+            check_stop,
+            seed=prepared.recipe.seed,
+            weights=weights,
+        )
     runner.barrier()  # only where logits come out was there something to fit
     return runner.sum([found or 0.0])[0] / runner.plan.dp

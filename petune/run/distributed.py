@@ -1,4 +1,5 @@
-"""A run in several processes: what starts them, how one of them joins, and what they must agree on before the first weight is cut."""
+"""A run in several processes: what starts them, how one of them joins, and what they must agree on before the
+first weight is cut."""
 
 from __future__ import annotations
 
@@ -32,27 +33,40 @@ MUST_AGREE = ("petune", "torch", "transformers")  # packages of one version on e
 
 
 def wanted(recipe: Recipe, base: Base | None = None) -> ParallelPlan:
-    """The plan of a recipe for the processes that were started, or, where only this one was, for those it asks for.
+    """The plan of a recipe for the processes that were started, or, where only this one was, for those it
+    asks for.
 
-    base: its model, where that was found already.
-    Raises UsageError for a plan that cannot be, or one that needs another number of processes than a launcher has started.
+    base: its model, where that was found already. Raises UsageError for a plan that cannot be, or one that
+    needs another number of processes than a launcher has started.
     """
     started = process_group.started()[1]
     plan = plan_of(recipe, started if started > 1 else None, base)
     if started > 1 and plan.world != started:
-        remedy = "name a backend: parallel=dp" if plan.world == 1 else "start as many, or let petune train start them"
+        remedy = (
+            "name a backend: parallel=dp"
+            if plan.world == 1
+            else "start as many, or let petune train start them"
+        )
         expected, found = f"{plan.world} processes", str(started)
-        raise UsageError("the plan is for another number of processes", where="parallel", expected=expected, found=found, remedy=remedy)
+        raise UsageError(
+            "the plan is for another number of processes",
+            where="parallel",
+            expected=expected,
+            found=found,
+            remedy=remedy,
+        )
     return plan
 
 
 def launch_ranks(plan: ParallelPlan, job: Job, restarts: int = 0) -> None:
-    """Start every rank of a job on this machine and wait for their end; up to `restarts` times one that was killed or froze is replaced.
+    """Start every rank of a job on this machine and wait for their end; up to `restarts` times one that was
+    killed or froze is replaced.
 
     Raises what the first of them to fail has raised.
     """
     recipe = job.recipe
-    for note in recipe.notes if recipe.source is None else ():  # the ranks are given a file, and say nothing of it
+    # the ranks are given a file, and say nothing of it
+    for note in recipe.notes if recipe.source is None else ():
         say(f"recipe   {note}")
     with tempfile.TemporaryDirectory(prefix="petune-") as scratch:
         file = replace(job, since=time.time()).write(Path(scratch))
@@ -61,7 +75,8 @@ def launch_ranks(plan: ParallelPlan, job: Job, restarts: int = 0) -> None:
 
 
 def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for what lives in this process alone beside a parallel plan, whose processes read everything from files."""
+    """Raise UsageError for what lives in this process alone beside a parallel plan, whose processes read
+    everything from files."""
     for name, value in given.items():
         if value and recipe.parallel != ParallelConfig():
             remedy = {
@@ -74,9 +89,11 @@ def refuse_objects(recipe: Recipe, given: Mapping[str, Any]) -> None:
 
 
 def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
-    """This process in the plan: alone, or in the group of those that were started with it, which is joined here.
+    """This process in the plan: alone, or in the group of those that were started with it, which is joined
+    here.
 
-    Raises DistributedError when ranks are missing or cannot be reached, MachineError without a GPU for this one.
+    Raises DistributedError when ranks are missing or cannot be reached, MachineError without a GPU for this
+    one.
     """
     place = choose_place(recipe)
     if plan.world == 1:
@@ -86,7 +103,8 @@ def join(recipe: Recipe, plan: ParallelPlan) -> Mesh:
 
 
 def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) -> None:
-    """Join the group again after a rank was replaced, and agree with it as at a start. model: what `agree_on_model` gave there."""
+    """Join the group again after a rank was replaced, and agree with it as at a start. model: what
+    `agree_on_model` gave there."""
     process_group.rejoin()
     renew(runner.mesh)
     one_folder(folder)
@@ -98,7 +116,11 @@ def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) ->
 
 def one_folder(folder: RunFolder) -> RunFolder:
     """The run folder as the first rank names it: a name made of the time may differ."""
-    return replace(folder, path=Path(process_group.gather(str(folder.path))[0])) if process_group.inside() else folder
+    return (
+        replace(folder, path=Path(process_group.gather(str(folder.path))[0]))
+        if process_group.inside()
+        else folder
+    )
 
 
 def outlive(work: Callable[[], None], meet_again: Callable[[], None], whole: str | None) -> None:
@@ -123,25 +145,33 @@ def outlive(work: Callable[[], None], meet_again: Callable[[], None], whole: str
 
 
 def agree(prepared: Prepared) -> None:
-    """Compare over all ranks what would make them compute different things. Raises DistributedError naming it, on every rank."""
+    """Compare over all ranks what would make them compute different things. Raises DistributedError naming
+    it, on every rank."""
     recipe = prepared.recipe
-    settings = {key: value for key, value in recipe.resolved().items() if key not in ("name", "out", "device")}
+    settings = {
+        key: value for key, value in recipe.resolved().items() if key not in ("name", "out", "device")
+    }
     facts = {f"version of {package}": version(package) for package in MUST_AGREE}
-    facts["recipe"] = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    facts["recipe"] = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
     facts["data"] = prepared.rows.sha256[:16]
     process_group.agree(facts)
 
 
 def agree_on_model(model: nn.Module) -> str:
     """The same for the base model, whole; what was compared. Raises as `agree`."""
-    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
     process_group.agree({"model": found})
     return found
 
 
 @contextmanager
 def among(plan: ParallelPlan) -> Iterator[None]:
-    """Leave the group when the block has ended well, or was stopped, as every rank then is; a group that broke is left as it is."""
+    """Leave the group when the block has ended well, or was stopped, as every rank then is; a group that
+    broke is left as it is."""
     try:
         yield
     except Stopped:

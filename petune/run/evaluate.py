@@ -1,4 +1,5 @@
-"""Scoring a model on held-out rows, the control every classifier is held against, and what is to be said of a run that is no success.
+"""Scoring a model on held-out rows, the control every classifier is held against, and what is to be said of a
+run that is no success.
 
 The control is a head trained on the frozen backbone alone.
 """
@@ -19,8 +20,11 @@ from petune.recipe import Recipe
 from petune.tasks import METRICS, Example, Scorer, Task, collate, loss_sum
 
 
-def batches(examples: Sequence[Example], size: int, task: str, pad_token_id: int, shortest: int = 1) -> Iterator[Batch]:
-    """Padded batches of `size` examples, in order, none shorter than `shortest` tokens; tensors on the CPU."""
+def batches(
+    examples: Sequence[Example], size: int, task: str, pad_token_id: int, shortest: int = 1
+) -> Iterator[Batch]:
+    """Padded batches of `size` examples, in order, none shorter than `shortest` tokens; tensors on the
+    CPU."""
     for start in range(0, len(examples), size):
         yield collate(examples[start : start + size], task, pad_token_id, shortest=shortest)
 
@@ -68,7 +72,8 @@ class Metric(NamedTuple):
 
 
 def metric_of(recipe: Recipe, task: Task) -> Metric:
-    """The metric that a recipe names, or its task's own. Raises RecipeError for one that the task does not have."""
+    """The metric that a recipe names, or its task's own. Raises RecipeError for one that the task does not
+    have."""
     name, known = recipe.metric or task.metric, METRICS[task.name]
     if name not in known:
         what, expected = f"task {task.name} has no metric {name!r}", ", ".join(known)
@@ -81,11 +86,18 @@ Add = Callable[[Sequence[float]], list[float]]  # numbers summed over all proces
 
 
 def evaluate(
-    ask: Ask, rows: Iterable[Batch | None], task: str, labels: Sequence[str], add: Add = list, check: Callable[[], None] = lambda: None
+    ask: Ask,
+    rows: Iterable[Batch | None],
+    task: str,
+    labels: Sequence[str],
+    add: Add = list,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The task's metrics over `rows`. `check` runs before each batch and may raise; None is a batch this process has no part in.
+    """The task's metrics over `rows`. `check` runs before each batch and may raise; None is a batch this
+    process has no part in.
 
-    `labels` are the classes or tags in the order of their ids, none for other tasks. Raises TrainingFault when the loss is not finite.
+    `labels` are the classes or tags in the order of their ids, none for other tasks. Raises TrainingFault
+    when the loss is not finite.
     """
     scorer = Scorer(task, labels)
     for batch in rows:
@@ -102,7 +114,9 @@ def evaluate(
     return scores
 
 
-def asking(model: nn.Module, device: torch.device, autocast: Callable[[], AbstractContextManager[Any]]) -> Ask:
+def asking(
+    model: nn.Module, device: torch.device, autocast: Callable[[], AbstractContextManager[Any]]
+) -> Ask:
     """Logits of a model that is whole in this process."""
 
     @torch.no_grad()
@@ -130,14 +144,21 @@ FEW_ROWS = 20  # of fewer held-out rows, a score that counts rows can differ by 
 
 
 def undecided(summary: Mapping[str, Any]) -> list[str]:
-    """Why the held-out rows of a summary cannot show a difference to the untouched base, in one line; nothing where they can."""
+    """Why the held-out rows of a summary cannot show a difference to the untouched base, in one line; nothing
+    where they can."""
     metric, rows = str(summary["metric"]), summary.get("held_out")
     before, after = summary["before"][metric], summary["after"][metric]
     number = "" if rows is None else f"{rows:,} row{'s' * (rows != 1)} "
     if _by_chance(summary, before, after):
-        return [f"{number}held out cannot show a difference ({metric} {before:.4f} -> {after:.4f}); some hundreds are wanted"]
+        return [
+            f"{number}held out cannot show a difference ({metric} {before:.4f} -> {after:.4f}); some hundreds"
+            " are wanted"
+        ]
     if before == after == 1 and _counts(summary):
-        return [f"the untouched base is right already ({metric} 1.0000): the {number}held out cannot show a difference; take harder ones"]
+        return [
+            f"the untouched base is right already ({metric} 1.0000): the {number}held out cannot show a"
+            " difference; take harder ones"
+        ]
     return []
 
 
@@ -153,11 +174,12 @@ def _by_chance(summary: Mapping[str, Any], one: float, other: float) -> bool:
 
 
 def shortcomings(summary: Mapping[str, Any]) -> list[str]:
-    """Why the run of a summary is no success, one line each with the numbers and what to do; nothing where it is one.
+    """Why the run of a summary is no success, one line each with the numbers and what to do; nothing where it
+    is one.
 
-    It diverged where the training loss ended above its start and the held-out loss above the untouched base's: the first alone may be the
-    noise of one batch, the second overfitting. A score equal to the base's is no better, unless the rows are `undecided`; the control must
-    be better to be named.
+    It diverged where the training loss ended above its start and the held-out loss above the untouched
+    base's: the first alone may be the noise of one batch, the second overfitting. A score equal to the base's
+    is no better, unless the rows are `undecided`; the control must be better to be named.
     """
     metric, before, after = str(summary["metric"]), summary["before"], summary["after"]
     (first, last), at_end, rate = summary["loss"], summary.get("last") or after, summary.get("lr")
@@ -167,17 +189,31 @@ def shortcomings(summary: Mapping[str, Any]) -> list[str]:
     diverged = last > first and at_end["loss"] > before["loss"]
     if diverged:
         lines.append(
-            f"training diverged: loss {first:.4f} -> {last:.4f}, held out {before['loss']:.4f} -> {at_end['loss']:.4f}; "
-            f"{lower} or raise warmup"
+            f"training diverged: loss {first:.4f} -> {last:.4f}, held out {before['loss']:.4f} ->"
+            f" {at_end['loss']:.4f}; {lower} or raise warmup"
         )
     worse = after[metric] <= before[metric] if direction == "max" else after[metric] >= before[metric]
     if worse and not undecided(summary):
-        remedy = lower if diverged else "try another lr, more epochs or more data, and look at the rows with petune data"
-        lines.append(f"no better than the untouched base: {metric} {before[metric]:.4f} -> {after[metric]:.4f}, held out; {remedy}")
+        remedy = (
+            lower
+            if diverged
+            else "try another lr, more epochs or more data, and look at the rows with petune data"
+        )
+        lines.append(
+            f"no better than the untouched base: {metric} {before[metric]:.4f} -> {after[metric]:.4f}, held"
+            f" out; {remedy}"
+        )
     control = summary.get("head_only")
-    if control is not None and control > after["accuracy"] and not _by_chance(summary, control, after["accuracy"]):
+    if (
+        control is not None
+        and control > after["accuracy"]
+        and not _by_chance(summary, control, after["accuracy"])
+    ):
         remedy = "try another lr, more epochs or more data"
-        lines.append(f"a head alone on the frozen base does better: accuracy {control:.4f}, tuned {after['accuracy']:.4f}; {remedy}")
+        lines.append(
+            f"a head alone on the frozen base does better: accuracy {control:.4f}, tuned"
+            f" {after['accuracy']:.4f}; {remedy}"
+        )
     return lines
 
 
@@ -194,21 +230,29 @@ def head_only(
 ) -> float | None:
     """Accuracy of a linear head trained on the frozen model's features: what tuning has to beat.
 
-    Two kinds of features are tried and the better result counts, which favours the control: what enters the model's own head (its pooled
-    token), and the mean of the last hidden states over the tokens. Both are computed once in eval mode and standardised. `sides` are the
-    rows to train on and the held-out ones. AdamW at 1e-2 with cosine decay, batches of 32, under the run's class weights.
-    None in a process that sees no logits.
+    Two kinds of features are tried and the better result counts, which favours the control: what enters the
+    model's own head (its pooled token), and the mean of the last hidden states over the tokens. Both are
+    computed once in eval mode and standardised. `sides` are the rows to train on and the held-out ones. AdamW
+    at 1e-2 with cosine decay, batches of 32, under the run's class weights. None in a process that sees no
+    logits.
     """
     trained, held_out = (_features(model, head_name, rows, ask, check) for rows in sides)
     if not trained:
         return None
     labels, wanted = trained.pop("labels"), held_out.pop("labels")
-    with torch.random.fork_rng(devices=[labels.device] if labels.device.type == "cuda" else []), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices=[labels.device] if labels.device.type == "cuda" else []),
+        torch.enable_grad(),
+    ):
         torch.manual_seed(seed)
-        return max(_fit_linear(trained[kind], labels, held_out[kind], wanted, weights, epochs) for kind in trained)
+        return max(
+            _fit_linear(trained[kind], labels, held_out[kind], wanted, weights, epochs) for kind in trained
+        )
 
 
-def _fit_linear(inputs: Tensor, labels: Tensor, tests: Tensor, wanted: Tensor, weights: Tensor | None, epochs: int) -> float:
+def _fit_linear(
+    inputs: Tensor, labels: Tensor, tests: Tensor, wanted: Tensor, weights: Tensor | None, epochs: int
+) -> float:
     """Held-out accuracy of one linear layer on standardised features [rows, width]."""
     mean, spread = inputs.mean(0), inputs.std(0) + 1e-6
     inputs, tests = (inputs - mean) / spread, (tests - mean) / spread
@@ -227,8 +271,11 @@ def _fit_linear(inputs: Tensor, labels: Tensor, tests: Tensor, wanted: Tensor, w
 
 
 @torch.no_grad()
-def _features(model: nn.Module, head_name: str, rows: Iterable[Batch], ask: Ask, check: Callable[[], None]) -> dict[str, Tensor]:
-    """Features by kind, [rows, width] in float32, and "labels" [rows]. A head that sees every token is asked for the last one alone."""
+def _features(
+    model: nn.Module, head_name: str, rows: Iterable[Batch], ask: Ask, check: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Features by kind, [rows, width] in float32, and "labels" [rows]. A head that sees every token is asked
+    for the last one alone."""
     seen: dict[str, list[Tensor]] = {}  # of one batch, which may go through in several pieces
 
     def keep_pooled(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -238,7 +285,10 @@ def _features(model: nn.Module, head_name: str, rows: Iterable[Batch], ask: Ask,
         seen.setdefault("mean", []).append(output.last_hidden_state)
 
     backbone = getattr(model, "base_model", model)
-    handles = [model.get_submodule(head_name).register_forward_pre_hook(keep_pooled), backbone.register_forward_hook(keep_tokens)]
+    handles = [
+        model.get_submodule(head_name).register_forward_pre_hook(keep_pooled),
+        backbone.register_forward_hook(keep_tokens),
+    ]
     found: dict[str, list[Tensor]] = {}
     try:
         for batch in rows:
@@ -249,7 +299,8 @@ def _features(model: nn.Module, head_name: str, rows: Iterable[Batch], ask: Ask,
                 continue
             batch = to_device(batch, logits.device)
             mask = batch["attention_mask"]
-            features = {kind: torch.cat(parts)[: len(mask)] for kind, parts in seen.items()}  # rows that fill up a piece come last
+            # rows that fill up a piece come last
+            features = {kind: torch.cat(parts)[: len(mask)] for kind, parts in seen.items()}
             if features["pooled"].dim() == 3:
                 last = mask.long().cumsum(-1).argmax(-1)
                 features["pooled"] = features["pooled"][torch.arange(len(last), device=last.device), last]

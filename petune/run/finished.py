@@ -31,7 +31,8 @@ from petune.tasks.configs import FORMATS
 
 
 class Run:
-    """A run on disk. Nothing is loaded until a model is needed. `folder` holds its files, `recipe` is what it was trained by."""
+    """A run on disk. Nothing is loaded until a model is needed. `folder` holds its files, `recipe` is what it
+    was trained by."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class Run:
         objects: Objects = NO_OBJECTS,
         tuned: tuple[nn.Module, PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        """`objects`: what the run was given in memory; its model is untouched, unless `tuned` holds it as it was trained."""
+        """`objects`: what the run was given in memory; its model is untouched, unless `tuned` holds it as it
+        was trained."""
         self.folder, self.verify_base, self.objects, self._tuned = folder, verify_base, objects, tuned
         self.merge_report: str | None = None
         self.recipe = load_recipe(folder / "resolved.yaml", {"out": str(folder)})
@@ -50,19 +52,26 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Scores before and after, losses, time, tokens, memory. Raises FileError for a run that has not finished."""
+        """Scores before and after, losses, time, tokens, memory. Raises FileError for a run that has not
+        finished."""
         if not (self.folder / "summary.json").is_file():
-            raise FileError("this run has not finished", where=str(self.folder), remedy=f"petune train {self.folder} --resume")
+            raise FileError(
+                "this run has not finished",
+                where=str(self.folder),
+                remedy=f"petune train {self.folder} --resume",
+            )
         return read_summary(self.folder / "summary.json", METRICS, FORMATS)
 
     @property
     def model(self) -> nn.Module:
-        """The tuned model in eval mode on its device: as trained where it was given in memory, else loaded from tuned/ when asked."""
+        """The tuned model in eval mode on its device: as trained where it was given in memory, else loaded
+        from tuned/ when asked."""
         return self.speaker.model
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """One mapping per step, in order: step, epoch, loss, lr, grad_norm, tokens, tokens_per_s, and eval_NAME where it was evaluated.
+        """One mapping per step, in order: step, epoch, loss, lr, grad_norm, tokens, tokens_per_s, and
+        eval_NAME where it was evaluated.
 
         The first, step 0, holds the scores of the untouched base alone.
 
@@ -76,7 +85,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the folder, the scores before and after, the loss curve."""
-        return run_html(repr(self), self.summary if (self.folder / "summary.json").is_file() else {}, self.metrics())
+        return run_html(
+            repr(self), self.summary if (self.folder / "summary.json").is_file() else {}, self.metrics()
+        )
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every record of metrics.jsonl: steps and evaluations apart."""
@@ -91,14 +102,24 @@ class Run:
     def speaker(self) -> Speaker:
         """The tuned model, ready to be asked."""
         summary, given = self.summary, self.objects.model
-        model, tokenizer = self._tuned or rebuild(self.recipe, self._record, summary["task"], self.verify_base, given)
-        return Speaker(model, tokenizer, TASKS[summary["task"]], self.recipe.data, summary["format"], choose_place(self.recipe))
+        model, tokenizer = self._tuned or rebuild(
+            self.recipe, self._record, summary["task"], self.verify_base, given
+        )
+        return Speaker(
+            model,
+            tokenizer,
+            TASKS[summary["task"]],
+            self.recipe.data,
+            summary["format"],
+            choose_place(self.recipe),
+        )
 
     @cached_property
     def base(self) -> Speaker | None:
         """The untouched model of a full fine-tuning, loaded again.
 
-        None for the other methods, which can be switched off, and for a model given in memory, which was tuned in place.
+        None for the other methods, which can be switched off, and for a model given in memory, which was
+        tuned in place.
         """
         source = resolve_model(self.recipe.model, self.recipe.folder)
         if not method_of(self.recipe.method).trains_base or source.kind == "object":
@@ -116,9 +137,10 @@ class Run:
     def generate(self, prompt: str | Sequence[str], **options: Any) -> str | list[str]:
         """The tuned model's answer to a text, or a list of answers to a list of texts, each asked by itself.
 
-        That is the label for classify, a line `word<tab>tag` a word for tokens, and the text with its masks filled in for mlm.
-        `options` are transformers' generation options. Greedy unless one of sampling (`temperature=0.7`, `top_p=0.9`, ...) is given.
-        Raises UsageError for prompts that are no texts and for options that are unknown, out of range or contradict each other.
+        That is the label for classify, a line `word<tab>tag` a word for tokens, and the text with its masks
+        filled in for mlm. `options` are transformers' generation options. Greedy unless one of sampling
+        (`temperature=0.7`, `top_p=0.9`, ...) is given. Raises UsageError for prompts that are no texts and
+        for options that are unknown, out of range or contradict each other.
         """
         if isinstance(prompt, list | tuple):
             return self.generate_many(prompt, **options)
@@ -127,7 +149,11 @@ class Run:
     def generate_many(self, prompts: Sequence[str], **options: Any) -> list[str]:
         """`generate` for each text of a list. Raises UsageError as it does, before the first answer."""
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-            raise UsageError("generate_many takes a list of texts", found=repr(prompts)[:80], remedy="for one text use generate")
+            raise UsageError(
+                "generate_many takes a list of texts",
+                found=repr(prompts)[:80],
+                remedy="for one text use generate",
+            )
         return [self.speaker.ask(prompt, **options) for prompt in [text_of(prompt) for prompt in prompts]]
 
     def chat(self, **options: Any) -> Chat:
@@ -135,14 +161,19 @@ class Run:
         return Chat(self.speaker, self.base, options)
 
     def eval(self) -> dict[str, Any]:
-        """Score the tuned model and the untouched base on the recipe's held-out rows; also written to eval.json.
+        """Score the tuned model and the untouched base on the recipe's held-out rows; also written to
+        eval.json.
 
-        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says why the run is no success,
-        "notes" why the rows cannot show it.
-        Raises DataError for a label the model does not know.
+        The base's scores are those of the run when the rows are the same, else measured anew. "warnings" says
+        why the run is no success, "notes" why the rows cannot show it. Raises DataError for a label the model
+        does not know.
         """
         summary = self.summary
-        objects = self.objects if self.objects.model is None else replace(self.objects, tokenizer=self.speaker.tokenizer)
+        objects = (
+            self.objects
+            if self.objects.model is None
+            else replace(self.objects, tokenizer=self.speaker.tokenizer)
+        )
         prepared = prepare(self.recipe, self._record.labels, objects)
         after = self._score(self.speaker.model, prepared)
         same = prepared.rows.sha256 == summary["rows"]
@@ -154,7 +185,11 @@ class Run:
             with without_tuning(self.speaker.model):
                 before = self._score(self.speaker.model, prepared)
         rows = len(prepared.encoded.eval)
-        found = summary | {"before": before, "after": after, "held_out": rows} | ({} if same else {"last": after, "head_only": None})
+        found = (
+            summary
+            | {"before": before, "after": after, "held_out": rows}
+            | ({} if same else {"last": after, "head_only": None})
+        )
         said = {"warnings": shortcomings(found), "notes": undecided(found)}
         scores = {"base": before, "tuned": after, "rows": rows, **said}
         checkpoint.write_json(self.folder / "eval.json", scores)
@@ -165,20 +200,26 @@ class Run:
         size = self.recipe.eval_batch_size or self.recipe.batch_size
         held_out = batches(prepared.encoded.eval, size, task, pad_token_id(prepared.tokenizer))
         with scoring(model):
-            return evaluate(asking(model, place.device, place.autocast), held_out, task, prepared.rows.labels or ())
+            return evaluate(
+                asking(model, place.device, place.autocast), held_out, task, prepared.rows.labels or ()
+            )
 
     def merge(self, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write a plain Hugging Face checkpoint with the tuning in its weights; `merge_report` then says what rounding cost.
+        """Write a plain Hugging Face checkpoint with the tuning in its weights; `merge_report` then says what
+        rounding cost.
 
         Raises UsageError for adapter and side, and for an occupied folder without `overwrite`.
         """
         place = Path(out) if out else self.folder / "merged"
         speaker = self.speaker
-        self.merge_report = str(export.save_merged(speaker.model, place, speaker.tokenizer, overwrite=overwrite))
+        self.merge_report = str(
+            export.save_merged(speaker.model, place, speaker.tokenizer, overwrite=overwrite)
+        )
         return place
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write what another library reads: `peft` (lora) or `hf` (lora and full). Raises UsageError for other formats and methods."""
+        """Write what another library reads: `peft` (lora) or `hf` (lora and full). Raises UsageError for
+        other formats and methods."""
         if to == "hf":
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
         if to != "peft":
@@ -189,7 +230,13 @@ class Run:
             raise UsageError(f"peft reads LoRA, not {name}", remedy=remedy)
         place = Path(out) if out else self.folder / "peft"
         speaker = self.speaker
-        return export.write_peft(speaker.model, place, tokenizer=speaker.tokenizer, base_name=base_name(self.recipe), overwrite=overwrite)
+        return export.write_peft(
+            speaker.model,
+            place,
+            tokenizer=speaker.tokenizer,
+            base_name=base_name(self.recipe),
+            overwrite=overwrite,
+        )
 
 
 def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_base: bool = False) -> Run:
@@ -198,29 +245,37 @@ def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_
         >>> run = petune.load_run("runs/first")
         >>> answer = run.generate("red sun", max_new_tokens=4)
 
-    `base` is the untouched base model where the run was given one in memory; it is tuned in place when the model is needed. `verify_base`
-    compares the whole base with the one it was trained on then. Raises FileError when the folder is not a run's.
+    `base` is the untouched base model where the run was given one in memory; it is tuned in place when the
+    model is needed. `verify_base` compares the whole base with the one it was trained on then. Raises
+    FileError when the folder is not a run's.
     """
     path = Path(folder).expanduser()
     if not (path / "resolved.yaml").is_file():
-        raise FileError("this is not a run folder", where=str(path), expected="a folder with resolved.yaml", remedy="give what `out` was")
+        raise FileError(
+            "this is not a run folder",
+            where=str(path),
+            expected="a folder with resolved.yaml",
+            remedy="give what `out` was",
+        )
     return Run(path, verify_base, replace(NO_OBJECTS, model=base))
 
 
 def rebuild(
     recipe: Recipe, record: Record, task: str, verify_base: bool = False, given: PreTrainedModel | None = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`) loaded strictly, in eval mode on
-    its device.
+    """The tuned model of a finished run: the recipe's base with the folder of `record` (a run's `tuned/`)
+    loaded strictly, in eval mode on its device.
 
-    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared with the hashes stored when the
-    run ended; `verify_base` reads all of them again, or the tensors of a base that was in memory. Raises FileError.
+    `given` is the base where it is in memory already; it is tuned in place. The base's files are compared
+    with the hashes stored when the run ended; `verify_base` reads all of them again, or the tensors of a base
+    that was in memory. Raises FileError.
     """
     source = resolve_model(recipe.model, recipe.folder)
     tokenizer = load_tokenizer(replace(source, kind="folder", place=str(record.file.parent), revision=None))
     files = {} if given is not None or source.kind == "config" else model_files(source.place, source.revision)
     record.check_files(files, weights=False)  # before a config is read that could say anything
-    with FileHashes({} if verify_base else files, afresh=False) as hashes:  # beside the loading; what is found is remembered
+    # beside the loading; what is found is remembered
+    with FileHashes({} if verify_base else files, afresh=False) as hashes:
         base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
         hashes.result()
     model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)

@@ -1,9 +1,12 @@
-"""The run folder: what lies where, which state it is in, and the writing of everything in it but checkpoints and tuned weights.
+"""The run folder: what lies where, which state it is in, and the writing of everything in it but checkpoints
+and tuned weights.
 
-recipe.yaml  resolved.yaml  env.json  metrics.jsonl  loss.png  run.log  summary.json  checkpoints/step-N/  best  tuned/  README.md
+recipe.yaml  resolved.yaml  env.json  metrics.jsonl  loss.png  run.log  summary.json  checkpoints/step-N/
+             best  tuned/  README.md
 
-A run is what its resolved.yaml says, whose first line is the run's id. Whatever call a process is killed in, the state that is left has a
-way on (docs/reliability.md has the table), and the next start removes what was left half-made.
+A run is what its resolved.yaml says, whose first line is the run's id. Whatever call a process is killed in,
+the state that is left has a way on (docs/reliability.md has the table), and the next start removes what was
+left half-made.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ State = Literal["absent", "begun", "running", "stopped", "finished", "replaced",
 RANK_LOGS = "ranks"  # what processes other than the first have printed
 APPENDED = ("metrics.jsonl", "run.log")
 _RESOLVED, _SUMMARY, _REPLACING = "resolved.yaml", "summary.json", ".replacing"
-_LASTING = ("recipe.yaml", _RESOLVED, _REPLACING)  # what an --overwrite replaces, or removes last, when all else is cleared
+# what an --overwrite replaces, or removes last, when all else is cleared
+_LASTING = ("recipe.yaml", _RESOLVED, _REPLACING)
 _PASSING = (*APPENDED, _SUMMARY, "env.json", "loss.png", "eval.json", "README.md", "best")
 _WRITTEN = ("checkpoints", "tuned")  # by the run, which holds the lock
 SHIPPED = ("merged", "hf", "peft")  # by other commands, which do not
@@ -86,10 +90,13 @@ class RunFolder:
     # ------------------------------------------------------------ what is here
 
     def state(self) -> State:
-        """What the folder holds, by names alone: nothing in it is read. The lock of a process that lives counts first."""
+        """What the folder holds, by names alone: nothing in it is read. The lock of a process that lives
+        counts first."""
         if RunLock(self.path).is_held():
             return "running"
-        if not os.path.lexists(self.path) or (self.path.is_dir() and all(is_beginning(name) for name in os.listdir(self.path))):
+        if not os.path.lexists(self.path) or (
+            self.path.is_dir() and all(is_beginning(name) for name in os.listdir(self.path))
+        ):
             return "absent"
         if not self.has_resolved():
             return "foreign"
@@ -100,7 +107,8 @@ class RunFolder:
         return "stopped" if checkpoint.candidates(self.checkpoints) else "begun"
 
     def leftovers(self) -> list[str]:
-        """Names of what killed processes left half-made here: the next start removes them, or ends what they were at."""
+        """Names of what killed processes left half-made here: the next start removes them, or ends what they
+        were at."""
         top = [name for name in names(self.path) if is_beginning(name) and name not in (RANK_LOGS, ".lock")]
         return top + [f"checkpoints/{name}" for name in checkpoint.leftovers(self.checkpoints)]
 
@@ -121,7 +129,8 @@ class RunFolder:
         return (self.path / _REPLACING).is_file()
 
     def run_id(self) -> str | None:
-        """The id of the run that began here; None where none did, and of a run of an earlier petune, whose checkpoints alone have it."""
+        """The id of the run that began here; None where none did, and of a run of an earlier petune, whose
+        checkpoints alone have it."""
         try:
             with (self.path / _RESOLVED).open("rb") as file:
                 match = _ID.match(file.read(64))
@@ -134,43 +143,64 @@ class RunFolder:
         return not self.has_resolved() or self.run_id() not in (run_id, None)
 
     def refuse_other_run(self, run_id: str, path: Path) -> None:
-        """Raise FileError for the checkpoint at `path`, of run `run_id`, where that is not the run that began here."""
+        """Raise FileError for the checkpoint at `path`, of run `run_id`, where that is not the run that began
+        here."""
         known = self.run_id() or run_id  # an earlier petune did not write it down
         if run_id != known:
-            remedy = "move it out of this folder, or go on from another checkpoint; for its weights alone: init_adapter"
+            remedy = (
+                "move it out of this folder, or go on from another checkpoint; for its weights alone:"
+                " init_adapter"
+            )
             sides = {"expected": f"run {known}", "found": f"run {run_id}"}
-            raise FileError("is a checkpoint of another run than the one that began here", where=str(path), remedy=remedy, **sides)
+            raise FileError(
+                "is a checkpoint of another run than the one that began here",
+                where=str(path),
+                remedy=remedy,
+                **sides,
+            )
 
     def lost(self, kept: str, remedy: str) -> MachineError:
         """The error of a run whose folder is lost; `kept` says what is where instead."""
-        return MachineError(f"the run folder was removed, moved or taken by another run; {kept}", where=str(self.path), remedy=remedy)
+        return MachineError(
+            f"the run folder was removed, moved or taken by another run; {kept}",
+            where=str(self.path),
+            remedy=remedy,
+        )
 
     # ------------------------------------------------------------ its beginning
 
     def clear_rank_logs(self) -> None:
-        """Delete what the processes of the run that is here have printed; before those of the next one start, which write there."""
+        """Delete what the processes of the run that is here have printed; before those of the next one start,
+        which write there."""
         if (self.path / RANK_LOGS).is_dir():
             with writing(self.path / RANK_LOGS):
                 shutil.rmtree(self.path / RANK_LOGS)
 
     def begin(self, run_id: str, *, overwrite: bool = False) -> None:
-        """Write what is known before the first step; a run that is resumed counts as unfinished from here on. Call it holding the lock."""
-        source = self.recipe.source  # it may lie in this very folder, so it is read before anything is cleared
-        written = source.read_bytes() if source is not None and source.is_file() else self.recipe.to_yaml().encode()
+        """Write what is known before the first step; a run that is resumed counts as unfinished from here on.
+        Call it holding the lock."""
+        # it may lie in this very folder, so it is read before anything is cleared
+        source = self.recipe.source
+        written = (
+            source.read_bytes() if source is not None and source.is_file() else self.recipe.to_yaml().encode()
+        )
         with writing(self.path):
             self.sweep()
             replacing = self.has_resolved() and (overwrite or self.is_being_replaced())
             if replacing:
                 self._clear()
             (self.path / _SUMMARY).unlink(missing_ok=True)
-            write_file(self.path / _RESOLVED, [f"# run {run_id}\n{self.recipe.to_yaml()}".encode()], sync=True)
+            write_file(
+                self.path / _RESOLVED, [f"# run {run_id}\n{self.recipe.to_yaml()}".encode()], sync=True
+            )
             if replacing or not (self.path / "recipe.yaml").exists():
                 write_file(self.path / "recipe.yaml", [written])
             (self.path / _REPLACING).unlink(missing_ok=True)
             checkpoint.write_json(self.path / "env.json", {"run_id": run_id, **environment()})
 
     def _clear(self) -> None:
-        """Delete the run that is here but for its recipe. The mark comes first: killed meanwhile, a start finds it and clears the rest."""
+        """Delete the run that is here but for its recipe. The mark comes first: killed meanwhile, a start
+        finds it and clears the rest."""
         write_file(self.path / _REPLACING, [b""], sync=True)
         for name in _PASSING:
             (self.path / name).unlink(missing_ok=True)
@@ -180,7 +210,8 @@ class RunFolder:
         sync_folder(self.path)
 
     def sweep(self) -> list[str]:
-        """Remove what killed processes left half-made, or end what they were at; call it holding the lock. Returns the names."""
+        """Remove what killed processes left half-made, or end what they were at; call it holding the lock.
+        Returns the names."""
         swept = sweep(self.path, (*FILES, *_WRITTEN), alone=True)
         swept += sweep(self.path, SHIPPED)
         return swept + checkpoint.sweep(self.checkpoints)
@@ -196,7 +227,8 @@ class RunFolder:
         write_file(self.path / "best", [f"checkpoints/step-{step}\n{metric} {value}\n".encode()], sync=True)
 
     def cut_metrics(self, step: int) -> int:
-        """Drop records after `step`: the resumed run writes them again. Returns the last step that had a record, at least `step`."""
+        """Drop records after `step`: the resumed run writes them again. Returns the last step that had a
+        record, at least `step`."""
         if not self.metrics.exists():
             return step
         lines = self.metrics.read_text(encoding="utf-8").splitlines()
@@ -207,13 +239,15 @@ class RunFolder:
         return max([step, *(own for own in steps if own < _CUT_OFF)])
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write loss.png (with the plot extra), README.md and, last, summary.json, which marks the run as finished."""
+        """Write loss.png (with the plot extra), README.md and, last, summary.json, which marks the run as
+        finished."""
         draw_loss(self.metrics, self.picture)
         write_file(self.path / "README.md", [readme(self.recipe, self.path, summary).encode()])
         checkpoint.write_json(self.path / _SUMMARY, sealed(summary), sync=True)
 
     def beside(self) -> RunFolder:
-        """A new, empty folder next to this one, or where none can be made there in the working directory, under a name that says whose."""
+        """A new, empty folder next to this one, or where none can be made there in the working directory,
+        under a name that says whose."""
         for parent in (self.path.parent, Path()):
             for number in range(1, 100):
                 place = parent / f"{self.path.name}-rescued-{number}"
@@ -224,7 +258,11 @@ class RunFolder:
                 except OSError:
                     break
                 return replace(self, path=place)
-        raise MachineError("the run folder is gone, and no other can be made", where=str(self.path), remedy="look at the disk")
+        raise MachineError(
+            "the run folder is gone, and no other can be made",
+            where=str(self.path),
+            remedy="look at the disk",
+        )
 
 
 def names(folder: Path) -> list[str]:
@@ -233,7 +271,8 @@ def names(folder: Path) -> list[str]:
 
 
 def is_beginning(name: str) -> bool:
-    """Whether a name is of what petune makes before a run has begun, or leaves when it is killed: a folder of such names alone is free."""
+    """Whether a name is of what petune makes before a run has begun, or leaves when it is killed: a folder of
+    such names alone is free."""
     match = LEFTOVER.fullmatch(name)
     return name in (".lock", RANK_LOGS, _REPLACING) or bool(match and match[1] in (*FILES, *FOLDERS))
 

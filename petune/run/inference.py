@@ -1,6 +1,8 @@
-"""Asking a tuned model: one prompt, many, or a conversation, written to the model the way its training rows were.
+"""Asking a tuned model: one prompt, many, or a conversation, written to the model the way its training rows
+were.
 
-What is asked for is done or refused: an option of sampling samples, and one that is unknown, out of range or against another is an error.
+What is asked for is done or refused: an option of sampling samples, and one that is unknown, out of range or
+against another is an error.
 """
 
 from __future__ import annotations
@@ -22,21 +24,41 @@ from petune.tasks import DataConfig, Message, Task, encode_prompt, make_coder, p
 from petune.tasks.examples import Coder, cut_on
 from petune.tasks.tokens import encode_words
 
-_WHOLE = {"max_new_tokens": 1, "min_new_tokens": 0, "max_length": 1, "min_length": 0, "num_beams": 1, "top_k": 0, "no_repeat_ngram_size": 0}
+_WHOLE = {
+    "max_new_tokens": 1,
+    "min_new_tokens": 0,
+    "max_length": 1,
+    "min_length": 0,
+    "num_beams": 1,
+    "top_k": 0,
+    "no_repeat_ngram_size": 0,
+}
 _NUMBERS = {"temperature": math.inf, "top_p": 1.0, "min_p": 1.0}  # from 0 to
 _TRUTHS = ("do_sample", "use_cache")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")  # idle without do_sample
-_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "streamer")  # of generate itself
-_OTHER_ANSWERS = {"num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits", "output_attentions"}
+# idle without do_sample
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+# of generate itself
+_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "streamer")
+_OTHER_ANSWERS = {
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+}
 _NOT_OPTIONS = _OTHER_ANSWERS | {"output_hidden_states", "transformers_version"}
 
 
 def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers' generation options, completed: an option of sampling turns sampling on, temperature 0 turns it off, 128 new tokens.
+    """transformers' generation options, completed: an option of sampling turns sampling on, temperature 0
+    turns it off, 128 new tokens.
 
-    Raises UsageError naming the options that are unknown, of another type or out of range, or that contradict each other.
+    Raises UsageError naming the options that are unknown, of another type or out of range, or that contradict
+    each other.
     """
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _NOT_OPTIONS]
+    known = [
+        name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _NOT_OPTIONS
+    ]
     problems = [_unknown(name, (*known, *_CALLED)) for name in options if name not in (*known, *_CALLED)]
     said = {name: value for name, value in options.items() if value is not None}
     problems += [problem for name, value in said.items() if (problem := _misfit(name, value)) is not None]
@@ -44,18 +66,38 @@ def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(problems)
     sampling, greedy = [name for name in _SAMPLING if name in said], said.get("temperature") == 0
     if greedy and (said.get("do_sample") or len(sampling) > 1):
-        other = "do_sample=True" if said.get("do_sample") else next(name for name in sampling if name != "temperature")
-        raise UsageError(f"temperature=0 is greedy and {other} samples", where="generate", remedy="give one of the two")
+        other = (
+            "do_sample=True"
+            if said.get("do_sample")
+            else next(name for name in sampling if name != "temperature")
+        )
+        raise UsageError(
+            f"temperature=0 is greedy and {other} samples", where="generate", remedy="give one of the two"
+        )
     if said.get("do_sample") is False and sampling and not greedy:
-        raise UsageError(f"{sampling[0]} samples and do_sample=False does not", where="generate", remedy="give one of the two")
+        raise UsageError(
+            f"{sampling[0]} samples and do_sample=False does not",
+            where="generate",
+            remedy="give one of the two",
+        )
     if "max_new_tokens" in said and "max_length" in said:
-        raise UsageError("max_new_tokens and max_length are two limits", where="generate", remedy="give max_new_tokens alone")
+        raise UsageError(
+            "max_new_tokens and max_length are two limits",
+            where="generate",
+            remedy="give max_new_tokens alone",
+        )
     least, most = said.get("min_new_tokens", 0), said.get("max_new_tokens", math.inf)
     if least > most:
-        raise UsageError("min_new_tokens is above max_new_tokens", where="generate", expected=f"at most {most}", found=str(least))
+        raise UsageError(
+            "min_new_tokens is above max_new_tokens",
+            where="generate",
+            expected=f"at most {most}",
+            found=str(least),
+        )
     if greedy:
         del said["temperature"]
-    said |= {name: float(said[name]) for name in _NUMBERS if name in said}  # transformers takes no whole number there
+    # transformers takes no whole number there
+    said |= {name: float(said[name]) for name in _NUMBERS if name in said}
     limit = {} if "max_length" in said else {"max_new_tokens": max(128, said.get("min_new_tokens", 0))}
     return {**limit, "do_sample": bool(sampling) and not greedy, **said}
 
@@ -63,10 +105,14 @@ def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _unknown(name: str, known: Sequence[str]) -> Problem:
     if name in _NOT_OPTIONS:
         return Problem(
-            f"{name} asks for more than one text", "generate", remedy="use the model's own generate: run.speaker.model.generate(...)"
+            f"{name} asks for more than one text",
+            "generate",
+            remedy="use the model's own generate: run.speaker.model.generate(...)",
         )
     near = nearest(name, known, 1)
-    return Problem(f"{name!r} is no generation option", "generate", remedy=f"did you mean: {near[0]}" if near else None)
+    return Problem(
+        f"{name!r} is no generation option", "generate", remedy=f"did you mean: {near[0]}" if near else None
+    )
 
 
 def _misfit(name: str, value: Any) -> Problem | None:
@@ -75,7 +121,10 @@ def _misfit(name: str, value: Any) -> Problem | None:
     if name in _TRUTHS:
         wanted, fits = "true or false", truth
     elif name in _WHOLE:
-        wanted, fits = f"a whole number, at least {_WHOLE[name]}", isinstance(value, Integral) and not truth and int(value) >= _WHOLE[name]
+        wanted, fits = (
+            f"a whole number, at least {_WHOLE[name]}",
+            isinstance(value, Integral) and not truth and int(value) >= _WHOLE[name],
+        )
     elif name in _NUMBERS:
         most = _NUMBERS[name]
         wanted = "a number, at least 0" + (f" and at most {most:g}" if most < math.inf else "")
@@ -97,7 +146,8 @@ class Speaker:
     place: Place
 
     def settle(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options` as they are meant for this model. Raises UsageError as `settle_options`, and for any where nothing is generated."""
+        """`options` as they are meant for this model. Raises UsageError as `settle_options`, and for any
+        where nothing is generated."""
         if self.task.name not in _ANSWERS:
             return settle_options(options)
         if options:
@@ -106,22 +156,34 @@ class Speaker:
         return {}
 
     def ask(self, prompt: str | Sequence[Message], **options: Any) -> str:
-        """The model's answer to one prompt, a text or, for chat, a conversation; for classify the label, for tokens a line `word<tab>tag`
-        per word, for mlm the masks filled in.
+        """The model's answer to one prompt, a text or, for chat, a conversation; for classify the label, for
+        tokens a line `word<tab>tag` per word, for mlm the masks filled in.
 
-        `options` are transformers' generation options (max_new_tokens, temperature, top_p, num_beams, ...); greedy, 128 new tokens unless
-        said, and sampled where one of sampling is given. Raises UsageError for any other prompt, for options that are unknown or do not
-        fit, and for a prompt longer than the model's positions.
+        `options` are transformers' generation options (max_new_tokens, temperature, top_p, num_beams, ...);
+        greedy, 128 new tokens unless said, and sampled where one of sampling is given. Raises UsageError for
+        any other prompt, for options that are unknown or do not fit, and for a prompt longer than the model's
+        positions.
         """
         settings = self.settle(options)
         if answer := _ANSWERS.get(self.task.name):
             return answer(self, text_of(prompt))
-        talk = self.task.name == "chat" and isinstance(prompt, list | tuple) and all(isinstance(turn, Message) for turn in prompt)
+        talk = (
+            self.task.name == "chat"
+            and isinstance(prompt, list | tuple)
+            and all(isinstance(turn, Message) for turn in prompt)
+        )
         prompt = prompt if talk and prompt else text_of(prompt)
-        ids = torch.tensor([encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)], device=self.place.device)
+        ids = torch.tensor(
+            [encode_prompt(prompt, self.task.name, self.tokenizer, self.data, format=self.format)],
+            device=self.place.device,
+        )
         limit = positions_of(self.model.config)
         if limit is not None and ids.shape[1] > limit:
-            raise UsageError("the prompt is longer than the model's positions", expected=f"at most {limit} tokens", found=str(ids.shape[1]))
+            raise UsageError(
+                "the prompt is longer than the model's positions",
+                expected=f"at most {limit} tokens",
+                found=str(ids.shape[1]),
+            )
         settings = {"pad_token_id": pad_token_id(self.tokenizer)} | settings
         if "stop_strings" in settings:
             settings["tokenizer"] = self.tokenizer
@@ -130,22 +192,28 @@ class Speaker:
                 found = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)[0]  # type: ignore[operator]
             except ValueError as error:  # transformers' word for an option it cannot take
                 what = (str(error).splitlines() or ["no reason is given"])[0]
-                raise UsageError(f"transformers refuses: {what}", where="generate", found=", ".join(options)) from error
+                raise UsageError(
+                    f"transformers refuses: {what}", where="generate", found=", ".join(options)
+                ) from error
         start = 0 if self.task.name == "seq2seq" else ids.shape[1]
         return str(self.tokenizer.decode(found[start:], skip_special_tokens=True)).strip()
 
     def classify(self, text: str) -> tuple[str, float]:
-        """The most probable label of `text`, cut as in training, and its probability. Raises UsageError for anything but a text."""
+        """The most probable label of `text`, cut as in training, and its probability. Raises UsageError for
+        anything but a text."""
         text, limit = text_of(text), self._coder().limit
         with cut_on(self.tokenizer, self.data.truncation):
-            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(self.place.device)
+            inputs = self.tokenizer(text, truncation=True, max_length=limit, return_tensors="pt").to(
+                self.place.device
+            )
         with torch.no_grad(), self.place.autocast():
             probabilities = self.model(**inputs).logits[0].float().softmax(-1)
         best = int(probabilities.argmax())
         return str(self.model.config.id2label[best]), float(probabilities[best])  # type: ignore[union-attr, index]
 
     def tag(self, text: str) -> str:
-        """Each word of `text`, as blanks part them, with its tag: lines `word<tab>tag`. Raises UsageError for one that is too long."""
+        """Each word of `text`, as blanks part them, with its tag: lines `word<tab>tag`. Raises UsageError for
+        one that is too long."""
         words = text.split()
         if not words:
             raise UsageError("the text has no words")
@@ -157,7 +225,8 @@ class Speaker:
         return "\n".join(f"{word}\t{tag}" for word, tag in zip(words, tags, strict=True))
 
     def fill_masks(self, text: str) -> str:
-        """`text` with the most probable token for each [MASK]. Raises UsageError for a text without one, and for one that is too long."""
+        """`text` with the most probable token for each [MASK]. Raises UsageError for a text without one, and
+        for one that is too long."""
         mask = str(self.tokenizer.mask_token)
         text = text.replace("[MASK]", mask)
         if mask not in text:
@@ -165,7 +234,10 @@ class Speaker:
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         self._refuse_long(len(ids))
         best = self._logits(ids).argmax(-1).tolist()
-        filled = [guess if token == self.tokenizer.mask_token_id else token for token, guess in zip(ids, best, strict=True)]
+        filled = [
+            guess if token == self.tokenizer.mask_token_id else token
+            for token, guess in zip(ids, best, strict=True)
+        ]
         return str(self.tokenizer.decode(filled, skip_special_tokens=True)).strip()
 
     def _coder(self) -> Coder:
@@ -173,7 +245,11 @@ class Speaker:
 
     def _refuse_long(self, length: int) -> None:
         if length > (limit := self._coder().limit):
-            raise UsageError("the text is longer than what the model was trained on", expected=f"at most {limit} tokens", found=str(length))
+            raise UsageError(
+                "the text is longer than what the model was trained on",
+                expected=f"at most {limit} tokens",
+                found=str(length),
+            )
 
     def _logits(self, ids: list[int]) -> Tensor:
         """What the model says of each token, [tokens, labels or vocabulary]."""
@@ -196,7 +272,11 @@ def text_of(prompt: object) -> str:
         return prompt
     remedy = "Run.generate takes a text or a list of texts, Run.chat() keeps a conversation"
     raise UsageError(
-        "a prompt is a text", where="generate", expected="str", found=f"{type(prompt).__name__}: {prompt!r}"[:100], remedy=remedy
+        "a prompt is a text",
+        where="generate",
+        expected="str",
+        found=f"{type(prompt).__name__}: {prompt!r}"[:100],
+        remedy=remedy,
     )
 
 

@@ -1,4 +1,5 @@
-"""What a run was asked for, settled: a recipe and how to begin. The launcher writes it to a file, and every rank reads that."""
+"""What a run was asked for, settled: a recipe and how to begin. The launcher writes it to a file, and every
+rank reads that."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from petune.run.folder import RunFolder
 class Job:
     """A recipe, its run folder and how to begin there.
 
-    resume: True goes on from the newest state that verifies, a path from exactly that one. since: when the first ranks
-    were started, in seconds since the epoch; 0 where no launcher of petune's has started any.
+    resume: True goes on from the newest state that verifies, a path from exactly that one. since: when the
+    first ranks were started, in seconds since the epoch; 0 where no launcher of petune's has started any.
     """
 
     recipe: Recipe
@@ -54,7 +55,10 @@ class Job:
             written = scratch / "recipe.yaml"  # what the run folder's recipe.yaml will say
             written.write_text(self.recipe.to_yaml(), encoding="utf-8")
             recipe |= {"source": str(written), "notes": []}  # the launcher has said that there was no file
-        how = {"resume": self.resume if self.resume is True else str(self.resume or ""), "overwrite": self.overwrite}
+        how = {
+            "resume": self.resume if self.resume is True else str(self.resume or ""),
+            "overwrite": self.overwrite,
+        }
         facts = {"recipe": recipe, **how, "allow_change": list(self.allow_change), "since": self.since}
         file.write_text(json.dumps(facts), encoding="utf-8")
         return file
@@ -68,10 +72,11 @@ class Job:
 
 
 def going_on(folder: RunFolder, since: float) -> bool:
-    """Whether this rank was started anew for a run that has begun since the first ranks were: then it is taken up again.
+    """Whether this rank was started anew for a run that has begun since the first ranks were: then it is
+    taken up again.
 
-    A rank that replaces one always is: nobody waits for it before the run has begun. Where all ranks start anew,
-    nobody is left to ask.
+    A rank that replaces one always is: nobody waits for it before the run has begun. Where all ranks start
+    anew, nobody is left to ask.
     """
     if orders.generation():
         return True

@@ -1,4 +1,5 @@
-"""The only training loop: epochs, evaluations, saves, and the end of a run. `petune train recipe.yaml` ends here."""
+"""The only training loop: epochs, evaluations, saves, and the end of a run. `petune train recipe.yaml` ends
+here."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ class Loop:
         self.stop.check(self.runner.any)
 
     def _after_step(self) -> None:
-        """Evaluate and save where the recipe says so; an evaluation that is the best so far is always saved."""
+        """Evaluate and save where the recipe says so; an evaluation that is the best so far is always
+        saved."""
         step = self.progress.step
         best = self._evaluation_due() and self._evaluate_and_compare()
         save_due = step % (self.recipe.save_every or self.steps.per_epoch) == 0 or step == self.steps.total
@@ -161,7 +163,9 @@ class Loop:
         """Why the run ends after this step though more were planned; None where it does not."""
         if self.recipe.patience is not None and self.progress.worse >= self.recipe.patience:
             return f"{self.progress.worse} evaluations without a better {self.metric.name}"
-        return self.callbacks.ended_by and f"{self.callbacks.ended_by} asked for it at step {self.progress.step}"
+        return (
+            self.callbacks.ended_by and f"{self.callbacks.ended_by} asked for it at step {self.progress.step}"
+        )
 
     # ------------------------------------------------------------ scores
 
@@ -180,15 +184,22 @@ class Loop:
             before = self.evaluate()
             if self.task.names_classes and self.recipe.head_only:
                 with self.step.explain_memory("evaluation"):
-                    control = head_only_control(self.runner, self.prepared, self.check_stop, self.step.weights)
-        self.progress.before, self.progress.head_only = before, control  # both or, when a stop comes between, neither
+                    control = head_only_control(
+                        self.runner, self.prepared, self.check_stop, self.step.weights
+                    )
+        # both or, when a stop comes between, neither
+        self.progress.before, self.progress.head_only = before, control
         self._report_scores(before)
         if control is not None:
             self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {control:.4f}")
 
     def _report_scores(self, scores: Mapping[str, float]) -> dict[str, Any]:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
-        record = {"step": self.progress.step, "epoch": epoch, **{f"eval_{name}": value for name, value in scores.items()}}
+        record = {
+            "step": self.progress.step,
+            "epoch": epoch,
+            **{f"eval_{name}": value for name, value in scores.items()},
+        }
         self.reporter.evaluated(record)
         self.trackers.log(record)
         return record
@@ -212,7 +223,9 @@ class Loop:
         identity = saver.write_tuned()
         if identity is None:
             return
-        summary = self._summary(progress.best_scores or progress.scores, int(peak)) | {"tuned_sha256": identity}
+        summary = self._summary(progress.best_scores or progress.scores, int(peak)) | {
+            "tuned_sha256": identity
+        }
         with phase("drawing the loss"):
             self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))

@@ -1,4 +1,5 @@
-"""A run in a notebook: a progress bar, the latest numbers and the loss curve, in one cell output that is drawn anew as the run goes on."""
+"""A run in a notebook: a progress bar, the latest numbers and the loss curve, in one cell output that is
+drawn anew as the run goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ BETWEEN = 0.5  # seconds between two drawings of steps
 
 
 def in_notebook() -> bool:
-    """Whether this process runs the cells of a notebook. IPython is asked where it is loaded, and never imported for it."""
+    """Whether this process runs the cells of a notebook. IPython is asked where it is loaded, and never
+    imported for it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

@@ -1,4 +1,5 @@
-"""The objective of a recipe's task: how its model is asked, and the summed loss of its outputs over real rows."""
+"""The objective of a recipe's task: how its model is asked, and the summed loss of its outputs over real
+rows."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from petune.tasks import Task, loss_sum, trained_positions
 
 
 def objective_of(task: Task, weights: Tensor | None) -> Objective:
-    """What a runner needs to know of `task`, without autocast. weights: the classes' in the loss, on the model's device."""
+    """What a runner needs to know of `task`, without autocast. weights: the classes' in the loss, on the
+    model's device."""
 
     def ask(model: nn.Module, batch: Batch) -> Outputs:
         return outputs_of(model, batch)

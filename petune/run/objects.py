@@ -1,6 +1,7 @@
 """A model, a tokenizer and rows that `petune.train` was given as Python objects.
 
-In the recipe, `object:CLASS@FINGERPRINT` stands in place of each path: the run folder records what was given, and a resumed run compares.
+In the recipe, `object:CLASS@FINGERPRINT` stands in place of each path: the run folder records what was given,
+and a resumed run compares.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ class Objects:
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """The classes of the model in the order of their ids; None where it has transformers' LABEL_0, LABEL_1, ... or is not given."""
-        names = [str(name) for name in (self.model.config.id2label or {}).values()] if self.model is not None else []
+        """The classes of the model in the order of their ids; None where it has transformers' LABEL_0,
+        LABEL_1, ... or is not given."""
+        names = (
+            [str(name) for name in (self.model.config.id2label or {}).values()]
+            if self.model is not None
+            else []
+        )
         return None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else tuple(names)
 
     @property
     def dtype(self) -> str:
-        """The dtype of most of the model's weights, as a recipe names it. Raises UsageError for one that petune does not compute in."""
+        """The dtype of most of the model's weights, as a recipe names it. Raises UsageError for one that
+        petune does not compute in."""
         assert self.model is not None
         sizes: dict[torch.dtype, int] = {}
         for value in self.model.parameters():
@@ -50,7 +57,9 @@ class Objects:
         found = max(sizes, key=lambda dtype: sizes[dtype])
         if found not in DTYPES:
             remedy = "dtype='fp32' or dtype='bf16' casts the model"
-            raise UsageError("petune computes in float32 or bfloat16", where="model", found=str(found), remedy=remedy)
+            raise UsageError(
+                "petune computes in float32 or bfloat16", where="model", found=str(found), remedy=remedy
+            )
         return DTYPES[found]
 
 
@@ -58,15 +67,17 @@ NO_OBJECTS = Objects()
 
 
 def base_name(recipe: Recipe) -> str | None:
-    """What tuned files name as their base: the recipe's model; None, the origin that the model itself knows, for one given in memory."""
+    """What tuned files name as their base: the recipe's model; None, the origin that the model itself knows,
+    for one given in memory."""
     return None if recipe.model.startswith(OBJECT) else recipe.model
 
 
 def take_objects(arguments: Mapping[str, Any], tokenizer: Any = None) -> tuple[dict[str, Any], Objects]:
     """`arguments` of a recipe with a spec in place of each object, and the objects.
 
-    A model is an nn.Module under `model`; rows stand under `data`, or under `path` and `eval` of a mapping there. Raises UsageError for a
-    model that cannot be trained as it is, a model without a tokenizer or a tokenizer without a model; for rows as `take_rows`.
+    A model is an nn.Module under `model`; rows stand under `data`, or under `path` and `eval` of a mapping
+    there. Raises UsageError for a model that cannot be trained as it is, a model without a tokenizer or a
+    tokenizer without a model; for rows as `take_rows`.
     """
     left, data = dict(arguments), {}
     model = left.get("model") if isinstance(left.get("model"), nn.Module) else None
@@ -75,7 +86,9 @@ def take_objects(arguments: Mapping[str, Any], tokenizer: Any = None) -> tuple[d
         left["model"] = f"{OBJECT}{type(model).__name__}@{_identity(model, _as_tokenizer(tokenizer))}"
     elif tokenizer is not None:
         what = "a tokenizer goes with a model in memory; a folder or hub id brings its own"
-        raise UsageError(what, where="tokenizer", remedy="leave it out, or give model=AutoModel...from_pretrained(...)")
+        raise UsageError(
+            what, where="tokenizer", remedy="leave it out, or give model=AutoModel...from_pretrained(...)"
+        )
 
     def spec(value: Any, name: str) -> Any:
         if value is None or isinstance(value, str | os.PathLike):
@@ -86,7 +99,10 @@ def take_objects(arguments: Mapping[str, Any], tokenizer: Any = None) -> tuple[d
 
     for key in left.keys() & {"data", "data.path", "data.eval"}:
         if _is_config(left[key]):
-            left[key] = {inner: spec(value, _name(inner)) if inner in ("path", "eval") else value for inner, value in left[key].items()}
+            left[key] = {
+                inner: spec(value, _name(inner)) if inner in ("path", "eval") else value
+                for inner, value in left[key].items()
+            }
         else:
             left[key] = spec(left[key], _name(key.rpartition(".")[2]))
     return left, Objects(model, tokenizer, data)
@@ -98,14 +114,22 @@ def _name(key: str) -> str:
 
 def _is_config(value: Any) -> bool:
     """Whether a value of `data` is its settings (path, columns, ...) and not a mapping of splits to rows."""
-    return isinstance(value, Mapping) and ("path" in value or all(isinstance(one, str | Mapping) for one in value.values()))
+    return isinstance(value, Mapping) and (
+        "path" in value or all(isinstance(one, str | Mapping) for one in value.values())
+    )
 
 
 def _as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         found = None if tokenizer is None else type(tokenizer).__name__
         remedy = "give tokenizer=AutoTokenizer.from_pretrained(...)"
-        raise UsageError("a model in memory needs its tokenizer", where="tokenizer", expected="a tokenizer", found=found, remedy=remedy)
+        raise UsageError(
+            "a model in memory needs its tokenizer",
+            where="tokenizer",
+            expected="a tokenizer",
+            found=found,
+            remedy=remedy,
+        )
     return tokenizer
 
 
@@ -113,21 +137,33 @@ def _refuse_other(model: nn.Module) -> None:
     """Raise UsageError for a model in memory that cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         remedy = "petune.wrap takes any module, for a loop of your own"
-        raise UsageError("petune.train takes a model of transformers", where="model", found=type(model).__name__, remedy=remedy)
+        raise UsageError(
+            "petune.train takes a model of transformers",
+            where="model",
+            found=type(model).__name__,
+            remedy=remedy,
+        )
     refuse_tuned(model)
     if getattr(model, "is_quantized", False):
         raise UsageError("this model is quantised", where="model", remedy="load it in float32 or bfloat16")
     devices = {str(value.device) for value in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         remedy = "load it on one device: without device_map"
-        raise UsageError("the model's weights must lie on one device", where="model", found=", ".join(sorted(devices)), remedy=remedy)
+        raise UsageError(
+            "the model's weights must lie on one device",
+            where="model",
+            found=", ".join(sorted(devices)),
+            remedy=remedy,
+        )
 
 
 def _identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells this model and tokenizer from others: names, shapes, dtypes and samples of the weights; vocabulary and templates."""
+    """What tells this model and tokenizer from others: names, shapes, dtypes and samples of the weights;
+    vocabulary and templates."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
     words |= dict.fromkeys(("truncation", "padding"))  # settings of the last call
-    marks = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if name != "pad_token"}  # which petune may have set
+    # which petune may have set
+    marks = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if name != "pad_token"}
     facts = [fingerprint(model), words, marks, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,4 +1,5 @@
-"""The loss curve of a run: a PNG by matplotlib where it is installed, an SVG without it, and what a notebook shows of a run."""
+"""The loss curve of a run: a PNG by matplotlib where it is installed, an SVG without it, and what a notebook
+shows of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 from petune.run.results import read_metrics
 
 Points = list[tuple[int, float]]
-WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 56, 28  # of the SVG, in pixels; the last two are the margins that hold the labels
+# of the SVG, in pixels; the last two are the margins that hold the labels
+WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 56, 28
 
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
@@ -26,8 +28,16 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*steps, strict=True), linewidth=0.8, alpha=0.4, color="tab:blue", label="training loss, each step")
-    axes.plot(*zip(*_smoothed(steps), strict=True), linewidth=1.8, color="tab:blue", label="training loss, smoothed")
+    axes.plot(
+        *zip(*steps, strict=True),
+        linewidth=0.8,
+        alpha=0.4,
+        color="tab:blue",
+        label="training loss, each step",
+    )
+    axes.plot(
+        *zip(*_smoothed(steps), strict=True), linewidth=1.8, color="tab:blue", label="training loss, smoothed"
+    )
     if scores:
         axes.plot(*zip(*scores, strict=True), marker="o", color="tab:orange", label="evaluation loss")
     axes.set(xlabel="step", ylabel="loss (nats)")
@@ -38,7 +48,8 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
 
 
 def loss_svg(records: Sequence[Mapping[str, Any]]) -> str:
-    """Training loss (each step, faint; smoothed) and evaluation loss (orange) over steps; empty before the first finite loss."""
+    """Training loss (each step, faint; smoothed) and evaluation loss (orange) over steps; empty before the
+    first finite loss."""
     steps, scores = _points(records, "loss"), _points(records, "eval_loss")
     if not steps:
         return ""
@@ -50,17 +61,31 @@ def loss_svg(records: Sequence[Mapping[str, Any]]) -> str:
         return LEFT + (WIDTH - LEFT - 8) * step / last, 8 + (HEIGHT - BOTTOM - 8) * (1 - share)
 
     def line(points: Points, style: str) -> str:
-        return f'<polyline fill="none" {style} points="{" ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)}"/>'
+        return (
+            f'<polyline fill="none" {style}'
+            f' points="{" ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)}"/>'
+        )
 
-    dots = "".join('<circle fill="#ff7f0e" r="3" cx="{:.1f}" cy="{:.1f}"/>'.format(*place(*point)) for point in scores)
+    dots = "".join(
+        '<circle fill="#ff7f0e" r="3" cx="{:.1f}" cy="{:.1f}"/>'.format(*place(*point)) for point in scores
+    )
     floor = HEIGHT - BOTTOM
-    words = [(2, 14, f"{high:.4g}"), (2, floor, f"{low:.4g}"), (LEFT, HEIGHT - 8, "0"), (WIDTH - 64, HEIGHT - 8, f"step {last:,}")]
+    words = [
+        (2, 14, f"{high:.4g}"),
+        (2, floor, f"{low:.4g}"),
+        (LEFT, HEIGHT - 8, "0"),
+        (WIDTH - 64, HEIGHT - 8, f"step {last:,}"),
+    ]
     words.append((LEFT + 80, HEIGHT - 8, "loss in nats: blue training, orange evaluation"))
     return "".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+                ' font-family="sans-serif" font-size="12">'
+            ),
             f'<path fill="none" stroke="#999" d="M{LEFT},8V{floor}H{WIDTH - 8}"/>',
-            line(steps, 'stroke="#1f77b4" stroke-opacity="0.35"') + line(_smoothed(steps), 'stroke="#1f77b4" stroke-width="2"'),
+            line(steps, 'stroke="#1f77b4" stroke-opacity="0.35"')
+            + line(_smoothed(steps), 'stroke="#1f77b4" stroke-width="2"'),
             line(scores, 'stroke="#ff7f0e"') + dots if scores else "",
             "".join(f'<text fill="#777" x="{x}" y="{y}">{text}</text>' for x, y, text in words),
             "</svg>",
@@ -69,7 +94,8 @@ def loss_svg(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_html(title: str, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
-    """A run as a notebook shows it: its name, the scores of base and tuned model where it has finished, the loss curve."""
+    """A run as a notebook shows it: its name, the scores of base and tuned model where it has finished, the
+    loss curve."""
     rows = [
         f"<tr><td>{html.escape(name)}</td><td>{value:.4f}</td><td>{summary['after'][name]:.4f}</td></tr>"
         for name, value in _scores(summary)
@@ -83,10 +109,15 @@ def _scores(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> Points:
-    return [(record["step"], record[key]) for record in records if key in record and math.isfinite(record[key])]
+    return [
+        (record["step"], record[key]) for record in records if key in record and math.isfinite(record[key])
+    ]
 
 
 def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     window = max(1, len(points) // 20)
     values = [value for _, value in points]
-    return [(step, sum(values[max(0, at - window) : at + 1]) / (at + 1 - max(0, at - window))) for at, (step, _) in enumerate(points)]
+    return [
+        (step, sum(values[max(0, at - window) : at + 1]) / (at + 1 - max(0, at - window)))
+        for at, (step, _) in enumerate(points)
+    ]

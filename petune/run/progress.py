@@ -1,4 +1,5 @@
-"""What a run knows of itself beside its tensors: how far it has come, and its scores; and the same read back from a checkpoint."""
+"""What a run knows of itself beside its tensors: how far it has come, and its scores; and the same read back
+from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from petune.errors import FileError, Problem
-from petune.files.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Row, Text, Whole, check_fields
+from petune.files.json_fields import (
+    Fields,
+    Kind,
+    ListOf,
+    MapOf,
+    Number,
+    OneOf,
+    Row,
+    Text,
+    Whole,
+    check_fields,
+)
 
 
 @dataclass
@@ -29,7 +41,8 @@ class Progress:
     best_value: float | None = None
     best_scores: dict[str, float] = field(default_factory=dict)
     worse: int = 0
-    recent: list[list[float]] = field(default_factory=list)  # loss and gradient norm of the last steps, by which spikes are judged
+    # loss and gradient norm of the last steps, by which spikes are judged
+    recent: list[list[float]] = field(default_factory=list)
     spikes: int = 0  # in a row
 
     def advance(self, loss: float, tokens: int, seconds: float, *, trained: bool) -> None:
@@ -42,7 +55,8 @@ class Progress:
             self.last_loss = loss
 
     def score(self, scores: dict[str, float], metric: str, larger_is_better: bool) -> bool:
-        """Take the scores of this step; whether `metric` is the best so far. A value that is not finite never is."""
+        """Take the scores of this step; whether `metric` is the best so far. A value that is not finite never
+        is."""
         self.scores, self.scored_step = scores, self.step
         before = self.best_value
         better = self._take_best(self.step, scores, metric, larger_is_better)
@@ -50,16 +64,20 @@ class Progress:
         return better
 
     def _take_best(self, step: int, scores: dict[str, float], metric: str, larger_is_better: bool) -> bool:
-        """Take the scores of `step` as the best ones where they are better; of equal values the lower loss decides."""
+        """Take the scores of `step` as the best ones where they are better; of equal values the lower loss
+        decides."""
         value, best = scores[metric], self.best_value
-        better = math.isfinite(value) and (best is None or (value > best if larger_is_better else value < best))
+        better = math.isfinite(value) and (
+            best is None or (value > best if larger_is_better else value < best)
+        )
         better = better or (value == best and scores["loss"] < self.best_scores["loss"])
         if better:
             self.best_value, self.best_step, self.best_scores = value, step, scores
         return better
 
     def choose_best(self, saved: Iterable[Progress], metric: str, larger_is_better: bool) -> None:
-        """Take the best of the `saved` states that were scored, which come in the order of their steps; none where none was."""
+        """Take the best of the `saved` states that were scored, which come in the order of their steps; none
+        where none was."""
         self.best_step, self.best_value, self.best_scores = None, None, {}
         for one in saved:
             if one.scored_step == one.step:
@@ -98,40 +116,79 @@ _KINDS: Mapping[str, Kind] = {
     "best_scores": _SCORES,
     "worse": Whole(),
 }
-_LATER: Mapping[str, Kind] = {"recent": ListOf(Row(Number(), Number())), "spikes": Whole()}  # not in every checkpoint
-_FACTS: Mapping[str, Kind] = {"progress": Fields(_KINDS, _LATER), "rows": Text(), "frozen": Text(), "method": Text()}
+# not in every checkpoint
+_LATER: Mapping[str, Kind] = {"recent": ListOf(Row(Number(), Number())), "spikes": Whole()}
+_FACTS: Mapping[str, Kind] = {
+    "progress": Fields(_KINDS, _LATER),
+    "rows": Text(),
+    "frozen": Text(),
+    "method": Text(),
+}
 
 
-def read_progress(facts: Mapping[str, Any], step: int, planned: int | None, metric: str, path: Path) -> Progress:
+def read_progress(
+    facts: Mapping[str, Any], step: int, planned: int | None, metric: str, path: Path
+) -> Progress:
     """The progress in the `facts` of the manifest of the checkpoint of `step` at `path`.
 
     planned: the steps of the whole run, if they are the same. metric: the one that says what is best.
 
-    A seal is no signature: whoever edits a manifest can seal it again. Raises FileError for a field that is missing or of another kind,
-    and for a progress that contradicts the manifest's step, the plan or itself.
+    A seal is no signature: whoever edits a manifest can seal it again. Raises FileError for a field that is
+    missing or of another kind, and for a progress that contradicts the manifest's step, the plan or itself.
     """
     file = path / "manifest.json"
     check_fields(facts, Fields(_FACTS, others=True), file, "facts")
     progress = Progress(**facts["progress"])
     told = [name for name in ("before", "scores", "best_scores") if getattr(progress, name)]
-    names = {metric, "loss"}.union(*(getattr(progress, name) for name in told))  # each evaluation gives the same scores
+    # each evaluation gives the same scores
+    names = {metric, "loss"}.union(*(getattr(progress, name) for name in told))
     evaluation = Fields(dict.fromkeys(sorted(names), Number()))
-    check_fields(facts["progress"], Fields(dict.fromkeys(told, evaluation), others=True), file, "facts.progress")
+    check_fields(
+        facts["progress"], Fields(dict.fromkeys(told, evaluation), others=True), file, "facts.progress"
+    )
     limits = {"step": step, "scored_step": progress.step, "best_step": progress.step, "worse": progress.step}
     problems = [
-        Problem("is beyond the step", f"{file}  facts.progress.{name}", f"at most {limit}", str(getattr(progress, name)))
+        Problem(
+            "is beyond the step",
+            f"{file}  facts.progress.{name}",
+            f"at most {limit}",
+            str(getattr(progress, name)),
+        )
         for name, limit in limits.items()
         if (getattr(progress, name) or 0) > limit
     ]
     nothing = progress.best_step is None and progress.best_value is None and not progress.best_scores
-    if not nothing and (progress.best_step is None or progress.best_value not in progress.best_scores.values()):
-        problems.append(Problem("is none of the best scores", f"{file}  facts.progress.best_value", found=str(progress.best_value)))
+    if not nothing and (
+        progress.best_step is None or progress.best_value not in progress.best_scores.values()
+    ):
+        problems.append(
+            Problem(
+                "is none of the best scores",
+                f"{file}  facts.progress.best_value",
+                found=str(progress.best_value),
+            )
+        )
     if bool(progress.scores) != (progress.scored_step > 0):
-        problems.append(Problem("does not go with the scores", f"{file}  facts.progress.scored_step", found=str(progress.scored_step)))
+        problems.append(
+            Problem(
+                "does not go with the scores",
+                f"{file}  facts.progress.scored_step",
+                found=str(progress.scored_step),
+            )
+        )
     if progress.step != step:
-        problems = [Problem("contradicts the manifest's step", f"{file}  facts.progress.step", str(step), str(progress.step))]
+        problems = [
+            Problem(
+                "contradicts the manifest's step",
+                f"{file}  facts.progress.step",
+                str(step),
+                str(progress.step),
+            )
+        ]
     if planned is not None and step > planned:
-        problems.append(Problem("is beyond the end of the run", f"{file}  step", f"at most {planned}", str(step)))
+        problems.append(
+            Problem("is beyond the end of the run", f"{file}  step", f"at most {planned}", str(step))
+        )
     if problems:
         raise FileError([*problems, Problem("the manifest was edited", remedy="use another checkpoint")])
     return progress

@@ -30,18 +30,23 @@ class Here:
 
 
 def finished(job: Job, here: Here) -> Run:
-    """The run of a job that is done, which is said. The first rank, which holds the lock, removes what was left half-made."""
+    """The run of a job that is done, which is said. The first rank, which holds the lock, removes what was
+    left half-made."""
     path = job.folder.path
     if process_group.started()[0] == 0:
         job.folder.sweep()
-    here.reporter.note(f"{path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out")
+    here.reporter.note(
+        f"{path} is finished; to go on raise epochs or max_steps and --allow-change it, or choose another out"
+    )
     return Run(path, objects=here.objects)
 
 
 def run_rank(job: Job, base: Base, plan: ParallelPlan, here: Here) -> Run:
-    """Train in this process, alone or as one rank of `plan`; the run when it has ended. The first rank holds the lock of the run folder."""
+    """Train in this process, alone or as one rank of `plan`; the run when it has ended. The first rank holds
+    the lock of the run folder."""
     first = process_group.started()[0] == 0
-    with job.entered() if first else nullcontext():  # the lock comes before anything is read that another run may change
+    # the lock comes before anything is read that another run may change
+    with job.entered() if first else nullcontext():
         return finished(job, here) if job.is_done() else _train(job, base, plan, here)
 
 

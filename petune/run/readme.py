@@ -15,24 +15,40 @@ from petune.run.build import choose_place
 from petune.tasks import TASKS
 
 _LOADING = {  # by the layout of the method's files, or by what the base is
-    "peft": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel reads it too',
+    "peft": (
+        'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")   # peft.PeftModel'
+        " reads it too"
+    ),
     "transformers": 'model = {auto}.from_pretrained("{out}/tuned")',
     "petune": 'base = {auto}.from_pretrained({base})\nmodel = petune.load(base, "{out}/tuned")',
-    "object": '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")',
-    "random": '# the base is random weights, made again from the recipe and its seed\nmodel = petune.load_run("{out}").speaker.model',
+    "object": (
+        '# base: the model that petune.train was given, untouched\nmodel = petune.load(base, "{out}/tuned")'
+    ),
+    "random": (
+        "# the base is random weights, made again from the recipe and its seed\nmodel ="
+        ' petune.load_run("{out}").speaker.model'
+    ),
 }
 _LAYOUTS = {"peft": "peft's layout", "transformers": "a Hugging Face folder", "petune": "petune's layout"}
 
 
 def readme(recipe: Recipe, out: Path, summary: Mapping[str, Any]) -> str:
-    """The README.md of a finished run: its scores, the lines that load what was tuned, and what lies where."""
+    """The README.md of a finished run: its scores, the lines that load what was tuned, and what lies
+    where."""
     method, source = recipe.method_name, resolve_model(recipe.model, recipe.folder)
     options = {"revision": source.revision, "dtype": str(choose_place(recipe).dtype).removeprefix("torch.")}
     options |= {"num_labels": summary.get("num_labels")}
-    base = ", ".join([json.dumps(source.place), *(f"{name}={json.dumps(value)}" for name, value in options.items() if value)])
+    base = ", ".join(
+        [
+            json.dumps(source.place),
+            *(f"{name}={json.dumps(value)}" for name, value in options.items() if value),
+        ]
+    )
     auto = auto_class(str(summary["task"]))
     files = method_of(recipe.method).files
-    form = files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
+    form = (
+        files if files == "transformers" else {"config": "random", "object": "object"}.get(source.kind, files)
+    )
     code = _LOADING[form].format(auto=auto, out=out, base=base)
     metric = summary["metric"]
     before, after = summary["before"].get(metric), summary["after"].get(metric)

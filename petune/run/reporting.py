@@ -1,4 +1,5 @@
-"""How a run tells what it does: one protocol, plain lines for it, and the log file that keeps every line whatever is shown."""
+"""How a run tells what it does: one protocol, plain lines for it, and the log file that keeps every line
+whatever is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from petune.log import printable, say
 
 
 class Reporter(Protocol):
-    """What a run calls. `record` has step, epoch, loss, lr, grad_norm, tokens, tokens_per_s; an evaluation step, epoch and its scores."""
+    """What a run calls. `record` has step, epoch, loss, lr, grad_norm, tokens, tokens_per_s; an evaluation
+    step, epoch and its scores."""
 
     def header(self, lines: Sequence[str], total_steps: int) -> None:
         """Once, before the first step."""
@@ -41,7 +43,8 @@ class Reporter(Protocol):
 
 
 class PlainReporter:
-    """Plain lines through `write`, petune's logger by default: about twenty step lines a run, every evaluation and note."""
+    """Plain lines through `write`, petune's logger by default: about twenty step lines a run, every
+    evaluation and note."""
 
     def __init__(self, write: Callable[[str], None] = say) -> None:
         self._write = write
@@ -105,7 +108,11 @@ class Logged:
         if self.detached:
             return
         with writing(path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            fd = os.open(
+                path,
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+                0o666,
+            )
             try:
                 rest = memoryview(text.encode())
                 while rest:
@@ -158,7 +165,8 @@ class Silent(Logged):
 
 
 class Trackers:
-    """The experiment trackers a recipe names, through accelerate. Nothing is imported and no network is touched when it names none."""
+    """The experiment trackers a recipe names, through accelerate. Nothing is imported and no network is
+    touched when it names none."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """Raises MachineError for one that is not installed."""
@@ -174,23 +182,35 @@ class Trackers:
         ready = {str(name) for name in get_available_trackers()}
         for name in names:
             if name not in ready:
-                raise MachineError(f"tracker {name} is not installed", where="trackers", found=", ".join(sorted(ready)) or "none")
+                raise MachineError(
+                    f"tracker {name} is not installed",
+                    where="trackers",
+                    found=", ".join(sorted(ready)) or "none",
+                )
             self.kinds.append(LOGGER_TYPE_TO_CLASS[name])
 
     def start(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Begin to log; those that write files write them to `folder`."""
         for kind in self.kinds:
-            tracker = kind("petune", logging_dir=str(folder)) if kind.requires_logging_directory else kind("petune")
+            tracker = (
+                kind("petune", logging_dir=str(folder)) if kind.requires_logging_directory else kind("petune")
+            )
             if hasattr(tracker, "start"):
                 tracker.start()
-            flat = {key: value for key, value in settings.items() if isinstance(value, int | float | str | bool)}
+            flat = {
+                key: value for key, value in settings.items() if isinstance(value, int | float | str | bool)
+            }
             tracker.store_init_configuration(flat)
             self.active.append(tracker)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a record under its step."""
         for tracker in self.active:
-            numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+            numbers = {
+                key: value
+                for key, value in record.items()
+                if key != "step" and isinstance(value, int | float)
+            }
             tracker.log(numbers, step=record["step"])
 
     def finish(self) -> None:
@@ -202,12 +222,16 @@ class Trackers:
 def step_line(record: Mapping[str, Any], total: int) -> str:
     """One step as text."""
     return (
-        f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-        f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+        f"step {record['step']}/{total}  epoch {record['epoch']:.2f}  loss {record['loss']:.4f}  lr"
+        f" {record['lr']:.2e}  grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
     )
 
 
 def score_line(record: Mapping[str, Any]) -> str:
     """One evaluation as text."""
-    scores = "  ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in record.items() if name.startswith("eval_"))
+    scores = "  ".join(
+        f"{name.removeprefix('eval_')} {value:.4f}"
+        for name, value in record.items()
+        if name.startswith("eval_")
+    )
     return f"evaluation at step {record['step']}  {scores}"

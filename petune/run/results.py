@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from petune.files.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Row, Text, Whole, check_fields, check_seal
+from petune.files.json_fields import (
+    Fields,
+    Kind,
+    ListOf,
+    MapOf,
+    Number,
+    OneOf,
+    Row,
+    Text,
+    Whole,
+    check_fields,
+    check_seal,
+)
 from petune.files.safetensors import read_json
 
 _SCORE = Number()
@@ -38,8 +50,11 @@ _ADDED: Mapping[str, Kind] = {
 }  # not in every release's
 
 
-def read_summary(file: Path, tasks: Mapping[str, Mapping[str, str]], formats: Sequence[str]) -> dict[str, Any]:
-    """The summary.json of a finished run. `tasks`: the metrics of each task. Raises FileError naming the fields that do not fit."""
+def read_summary(
+    file: Path, tasks: Mapping[str, Mapping[str, str]], formats: Sequence[str]
+) -> dict[str, Any]:
+    """The summary.json of a finished run. `tasks`: the metrics of each task. Raises FileError naming the
+    fields that do not fit."""
     found = read_json(file)
     check_seal(found, file)
     named: dict[str, Kind] = {"task": Text(tuple(tasks)), "format": Text(formats)}
@@ -48,7 +63,11 @@ def read_summary(file: Path, tasks: Mapping[str, Mapping[str, str]], formats: Se
     needed = {found["metric"], "loss"} | ({"accuracy"} if found["head_only"] is not None else set())
     scores = Fields(dict.fromkeys(sorted(needed & metrics.keys()), _SCORE), others=True)
     at_end = {"last": scores} if found.get("last") else {}
-    check_fields(found, Fields({"metric": Text(tuple(metrics)), "before": scores, "after": scores, **at_end}, others=True), file)
+    check_fields(
+        found,
+        Fields({"metric": Text(tuple(metrics)), "before": scores, "after": scores, **at_end}, others=True),
+        file,
+    )
     return {name: value for name, value in found.items() if name != "seal"}
 
 

@@ -1,7 +1,7 @@
 """The state of a run on disk: checkpoints, snapshots, `best`, `tuned/`, and the way back from them.
 
-A state is continued only where rows, base and method are those it was saved with. Whatever call a kill comes in,
-`best` names a checkpoint that is there (docs/reliability.md has the table).
+A state is continued only where rows, base and method are those it was saved with. Whatever call a kill comes
+in, `best` names a checkpoint that is there (docs/reliability.md has the table).
 """
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ class Saver:
     run_id: of the run whose state it is. came_from: what the header says of a run that was resumed.
     """
 
-    def __init__(self, step: Step, folder: RunFolder, reporter: Logged, stop: StopRequest, metric: Metric) -> None:
+    def __init__(
+        self, step: Step, folder: RunFolder, reporter: Logged, stop: StopRequest, metric: Metric
+    ) -> None:
         self.step, self.folder, self.reporter, self.stop, self.metric = step, folder, reporter, stop, metric
         self.recipe, self.runner, self.run_id = step.recipe, step.runner, uuid.uuid4().hex
         self.main = self.runner.mesh.main
         self.packer = checkpoint.OptimizerPacker()
         root, device = folder.checkpoints, self.runner.mesh.device
-        self.snapshots = Snapshots(root, device, state.write_packed, lambda: self.progress.step, folder.is_lost)
+        self.snapshots = Snapshots(
+            root, device, state.write_packed, lambda: self.progress.step, folder.is_lost
+        )
         self.trusted = 0  # the last step at which the frozen weights were compared
         self.came_from: list[str] = []
         self.files = TunedFiles(step, reporter)
@@ -66,13 +70,15 @@ class Saver:
             yield
 
     def _check_disk(self) -> None:
-        """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and for the tuned files."""
+        """Room, before step 1, for every checkpoint that can stand at once (kept, best, being written) and
+        for the tuned files."""
         tuned, whole = state.bytes_of_state(self.runner, self.step.optimizer)
         kept = self.recipe.keep + (KEPT + 1 if self.recipe.snapshot_every else 0)
         checkpoint.require_free(self.folder.path, (kept + 2) * whole + tuned)
 
     def has_lost_folder(self) -> bool:
-        """Whether the run folder is no longer this run's: nothing more is written there, and all stop; `save` keeps the state elsewhere."""
+        """Whether the run folder is no longer this run's: nothing more is written there, and all stop; `save`
+        keeps the state elsewhere."""
         if self.main and self.folder.is_lost(self.run_id):
             self.reporter.detach()
             self.stop.name = self.stop.name or "the loss of the run folder"
@@ -103,22 +109,29 @@ class Saver:
     def _whole_state(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
         return state.whole_state(self.runner, self.step.optimizer, self.step.make_optimizer)
 
-    def _commit(self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Path:
+    def _commit(
+        self, root: Path, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> Path:
         def write(place: Path) -> None:
             state.write_packed(place, *state.pack_state(tuned, optimizer))
 
         return checkpoint.commit(root, self.progress.step, write, run_id=self.run_id, facts=self._facts())
 
     def _rescue(self, tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> NoReturn:
-        """Keep the state in a new folder beside the one that is gone, from which the run can go on, and say where."""
+        """Keep the state in a new folder beside the one that is gone, from which the run can go on, and say
+        where."""
         place = self.folder.beside()
         place.begin(self.run_id)
         path = self._commit(place.checkpoints, tuned, optimizer)
-        what, go_on = f"the state of step {self.progress.step}", command_to_go_on(place.path, self.step.prepared.objects)
+        what, go_on = (
+            f"the state of step {self.progress.step}",
+            command_to_go_on(place.path, self.step.prepared.objects),
+        )
         raise self.folder.lost(f"{what} is kept in {path}", f"go on with: {go_on}")
 
     def _check_frozen(self) -> None:
-        """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside then."""
+        """Raise TrainingFault if a frozen tensor moved; snapshots since it was last seen whole are set aside
+        then."""
         try:
             with phase("comparing the frozen weights with their checksums"):
                 self.step.audit.check_frozen()
@@ -160,7 +173,8 @@ class Saver:
     # ------------------------------------------------------------ going back
 
     def restore(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
-        """Go back to a saved state, or say that the run was ended before its first save and starts from the beginning."""
+        """Go back to a saved state, or say that the run was ended before its first save and starts from the
+        beginning."""
         if self.main:
             self.folder.sweep()
         self.runner.barrier()
@@ -176,7 +190,8 @@ class Saver:
             return
         path, manifest = self._saved_state(None if resume is True else Path(str(resume)))
         same = not allow_change and manifest.facts.get("rows") == self.step.prepared.rows.sha256
-        progress = self._progress_of(path, manifest, self.step.steps.total if same else None)  # else it may be longer
+        # else it may be longer
+        progress = self._progress_of(path, manifest, self.step.steps.total if same else None)
         if self.main:
             self.folder.refuse_other_run(manifest.run_id, path)
             self._refuse_foreign(manifest.facts, path, allow_change)
@@ -185,7 +200,8 @@ class Saver:
         self.runner.barrier()
         self.trusted = manifest.step
         if self.main:
-            self._point_best()  # first: whatever call a kill comes in, `best` names a checkpoint that is there
+            # first: whatever call a kill comes in, `best` names a checkpoint that is there
+            self._point_best()
             checkpoint.set_aside(self.folder.checkpoints, manifest.step)
         when = age(manifest, path)
         self.came_from = [f"resumed  at step {manifest.step}{when}"]
@@ -194,7 +210,8 @@ class Saver:
             self._cut_metrics(manifest.step)
 
     def rewind(self) -> int:
-        """Take the newest state on disk, but go on after the step that has spiked: the steps between count as made, and train nothing.
+        """Take the newest state on disk, but go on after the step that has spiked: the steps between count as
+        made, and train nothing.
 
         Returns the step of that state.
         """
@@ -204,7 +221,9 @@ class Saver:
         self.folder.refuse_other_run(manifest.run_id, path)
         saved, now = self._progress_of(path, manifest, self.step.steps.total), self.progress
         state.restore_parts(path, self.runner, self.step.optimizer, self.step.make_optimizer)
-        self.step.progress = replace(saved, step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes)
+        self.step.progress = replace(
+            saved, step=now.step, seconds=now.seconds, recent=now.recent, spikes=now.spikes
+        )
         self.runner.barrier()  # nobody saves while another reads
         return manifest.step
 
@@ -218,7 +237,8 @@ class Saver:
             self.reporter.note(f"lost since this state was saved, and trained again: {again}")
 
     def _saved_state(self, chosen: Path | None = None) -> tuple[Path, checkpoint.Manifest]:
-        """The checkpoint at `chosen`, or else the newest checkpoint or snapshot that verifies; the same on every rank."""
+        """The checkpoint at `chosen`, or else the newest checkpoint or snapshot that verifies; the same on
+        every rank."""
         if chosen is None:
             path, manifest, skipped = checkpoint.newest_good(self.folder.checkpoints)
             for problem in skipped:
@@ -256,7 +276,9 @@ class Saver:
             progress.best_step, progress.best_scores = progress.step, progress.scores
             return
         self.runner.fill(saved)
-        self.reporter.note(f"tuned/ holds step {progress.best_step}, the best by {self.metric.name}, not the last")
+        self.reporter.note(
+            f"tuned/ holds step {progress.best_step}, the best by {self.metric.name}, not the last"
+        )
 
     # ------------------------------------------------------------ tuned/
 
@@ -280,5 +302,7 @@ class Saver:
         tuned = (self.folder.beside() if lost else self.folder).tuned
         self.files.write(model, tuned)
         if lost:
-            raise self.folder.lost(f"what was trained is kept in {tuned}", "petune.load reads it; the run's records are gone")
+            raise self.folder.lost(
+                f"what was trained is kept in {tuned}", "petune.load reads it; the run's records are gone"
+            )
         return export.identity(tuned)

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C stop a run: at once while it is prepared, then at the next safe place, where it saves. A second Ctrl-C interrupts."""
+"""SIGTERM and Ctrl-C stop a run: at once while it is prepared, then at the next safe place, where it saves. A
+second Ctrl-C interrupts."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ class StopAsked(Exception):
 
 
 class StopNow(BaseException):
-    """Unwinds a preparation that leaves nothing behind. No Exception: libraries catch those, and a stop is none of their errors."""
+    """Unwinds a preparation that leaves nothing behind. No Exception: libraries catch those, and a stop is
+    none of their errors."""
 
 
 class StopRequest:
-    """Whether a stop has been asked for, and by which signal. `saves`: whether there is a run by now, which is saved first."""
+    """Whether a stop has been asked for, and by which signal. `saves`: whether there is a run by now, which
+    is saved first."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -39,7 +42,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch both signals inside the block, where a process can (its main thread). Raises Stopped for one that came in time."""
+        """Catch both signals inside the block, where a process can (its main thread). Raises Stopped for one
+        that came in time."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -53,18 +57,21 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def save_first(self) -> None:
-        """From here on a signal is heeded at the next `check`, whose caller saves. Raises StopNow for one that a library has swallowed."""
+        """From here on a signal is heeded at the next `check`, whose caller saves. Raises StopNow for one
+        that a library has swallowed."""
         self.saves = True
         if self.name is not None:
             raise StopNow
 
     def at_once(self, when: str, remedy: str) -> None:
-        """Until `save_first` a signal is heeded at once again, as nothing new could be saved. Raises StopNow for one that has come."""
+        """Until `save_first` a signal is heeded at once again, as nothing new could be saved. Raises StopNow
+        for one that has come."""
         self.when, self.remedy, self.saves = when, remedy, False
         if self.name is not None:
             raise StopNow
 
     def check(self, anyone: Callable[[Sequence[bool]], list[bool]] = list) -> None:
-        """Raise StopAsked if a stop has been asked for, here or in any process: `anyone` says so, and each of them must call this."""
+        """Raise StopAsked if a stop has been asked for, here or in any process: `anyone` says so, and each of
+        them must call this."""
         if anyone([self.name is not None])[0]:
             raise StopAsked(self.name or "another process")

@@ -1,4 +1,5 @@
-"""Snapshots: what a step changes, copied to host memory beside the next step's compute and written to disk by a thread.
+"""Snapshots: what a step changes, copied to host memory beside the next step's compute and written to disk by
+a thread.
 
     device   update N | forward and backward N + 1 ........... | update N + 1, which waits for the copy of N
     copies              | N to the host |                      |                | N + 1 to the host |
@@ -36,22 +37,30 @@ _SMALL = 1 << 20  # bytes of a tensor that is gathered with others first
 
 
 def age(manifest: checkpoint.Manifest, path: Path) -> str:
-    """What to say of the age of the checkpoint at `path`; nothing where it is no snapshot. Raises FileError for a fact that is no step."""
+    """What to say of the age of the checkpoint at `path`; nothing where it is no snapshot. Raises FileError
+    for a fact that is no step."""
     said = manifest.facts.get("snapshot")
     if said is None:
         return ""
     step = said.get("run_step") if isinstance(said, dict) else None
     if type(step) is not int:
         where = f"{path / checkpoint.MANIFEST}  facts.snapshot.run_step"
-        raise FileError("is not a step", where=where, expected="a whole number", found=repr(said)[:80], remedy="use another checkpoint")
+        raise FileError(
+            "is not a step",
+            where=where,
+            expected="a whole number",
+            found=repr(said)[:80],
+            remedy="use another checkpoint",
+        )
     return f", a snapshot that was committed at step {step}"
 
 
 class Layout:
-    """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all others.
+    """Where each tensor of a state lies in one buffer of bytes: first the small ones of a GPU, then all
+    others.
 
-    The small ones are gathered on the GPU, in `packed`, and leave it in one copy: a thousand copies of their own would take the host longer
-    to begin than the device to make.
+    The small ones are gathered on the GPU, in `packed`, and leave it in one copy: a thousand copies of their
+    own would take the host longer to begin than the device to make.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -68,12 +77,15 @@ class Layout:
         self.packed = torch.empty(self.small_end, dtype=torch.uint8, device=device)
         inside = self.views(self.packed, self.small)
         kinds = {value.dtype for value in inside.values()}  # one launch takes tensors of one dtype
-        self.gathers = [{name: value for name, value in inside.items() if value.dtype is kind} for kind in kinds]
+        self.gathers = [
+            {name: value for name, value in inside.items() if value.dtype is kind} for kind in kinds
+        ]
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are tensors of the same names, shapes and dtypes."""
         return tensors.keys() == self.kinds.keys() and all(
-            value is self.seen[name] or (value.shape, value.dtype) == self.kinds[name] for name, value in tensors.items()
+            value is self.seen[name] or (value.shape, value.dtype) == self.kinds[name]
+            for name, value in tensors.items()
         )
 
     def views(self, buffer: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
@@ -91,7 +103,8 @@ class Layout:
 
 
 class HostCopy:
-    """One state in host memory, pinned where it comes from a GPU. step, state, facts, run_id: what it is of, as `Snapshots.take` says."""
+    """One state in host memory, pinned where it comes from a GPU. step, state, facts, run_id: what it is of,
+    as `Snapshots.take` says."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
@@ -104,7 +117,8 @@ class HostCopy:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor], layout: Layout, ready: torch.cuda.Event | None) -> None:
-        """Begin to copy; on a GPU this returns at once, and `tensors`, which are `ready` then, stay until `copied` has happened."""
+        """Begin to copy; on a GPU this returns at once, and `tensors`, which are `ready` then, stay until
+        `copied` has happened."""
         if layout is not self.layout:
             self._make_room(layout)
         large = [self.room[name] for name in layout.large], [tensors[name] for name in layout.large]
@@ -132,19 +146,23 @@ class HostCopy:
             try:
                 pin(self.buffer)
             except MachineError as error:
-                what, remedy = f"snapshots need {human(layout.end)} of host memory twice", "set snapshot_every: null, or free some memory"
+                what, remedy = (
+                    f"snapshots need {human(layout.end)} of host memory twice",
+                    "set snapshot_every: null, or free some memory",
+                )
                 raise MachineError(what, found=error.problems[0].what, remedy=remedy) from None
         self.room = layout.views(self.buffer, layout.kinds)
         self.layout = layout
 
 
 class Snapshots:
-    """Takes copies of a run's state and commits the newest whole one again and again beside `checkpoints`; the last two are kept.
+    """Takes copies of a run's state and commits the newest whole one again and again beside `checkpoints`;
+    the last two are kept.
 
-    device: where the state lives. write: puts tensors and JSON into an empty folder. run_step: says, when a snapshot is committed, which
-    step the run has reached; lost: whether the folder is no longer that run's, where nothing is written then.
-    Use it as a context: an end by an error still writes what was taken last, an interrupt only ends what is
-    being written.
+    device: where the state lives. write: puts tensors and JSON into an empty folder. run_step: says, when a
+    snapshot is committed, which step the run has reached; lost: whether the folder is no longer that run's,
+    where nothing is written then. Use it as a context: an end by an error still writes what was taken last,
+    an interrupt only ends what is being written.
     """
 
     def __init__(
@@ -157,7 +175,8 @@ class Snapshots:
     ) -> None:
         self.checkpoints, self.root = checkpoints, checkpoints / checkpoint.SNAPSHOTS
         self.device, self.write, self.run_step, self.lost = device, write, run_step, lost
-        self.taken, self.written, self.oldest = 0, 0, 0  # `oldest`: the most steps that a snapshot was behind when it was committed
+        # `oldest`: the most steps that a snapshot was behind when it was committed
+        self.taken, self.written, self.oldest = 0, 0, 0
         self._layout: Layout | None = None
         self._noted: tuple[HostCopy, Mapping[str, Tensor], torch.cuda.Event | None] | None = None
         self._turns: tuple[HostCopy, ...] = ()
@@ -180,7 +199,8 @@ class Snapshots:
         facts: Mapping[str, Any],
         own: bool = False,
     ) -> None:
-        """Note `tensors`, which must not change before `settle`, to be copied by `begin` and written with `state` (JSON) in their turn.
+        """Note `tensors`, which must not change before `settle`, to be copied by `begin` and written with
+        `state` (JSON) in their turn.
 
         facts: of the manifest. own: the tensors are on the CPU and nobody else's, so they need no copy.
         """
@@ -207,7 +227,8 @@ class Snapshots:
             self._noted = turn, tensors, ready
 
     def begin(self) -> None:
-        """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some milliseconds."""
+        """Begin to copy what `take` has noted, if that has not begun; the host is busy with it for some
+        milliseconds."""
         if self._noted is not None:
             (turn, tensors, ready), self._noted = self._noted, None
             if self._layout is None or not self._layout.fits(tensors):
@@ -234,13 +255,17 @@ class Snapshots:
             return
         if isinstance(self._fault, PetuneError):
             raise self._fault
-        raise MachineError(f"a snapshot could not be written: {self._fault!r}"[:300], where=str(self.root)) from self._fault
+        raise MachineError(
+            f"a snapshot could not be written: {self._fault!r}"[:300], where=str(self.root)
+        ) from self._fault
 
     def drain(self) -> None:
         """Wait until the newest copy is on disk. Raises what the writing thread has met."""
         self.begin()
         with self._changed:
-            self._changed.wait_for(lambda: self._fault is not None or (self._waiting is None and self._writing is None))
+            self._changed.wait_for(
+                lambda: self._fault is not None or (self._waiting is None and self._writing is None)
+            )
         self.check()
 
     def distrust(self, after: int) -> None:
@@ -252,12 +277,17 @@ class Snapshots:
         """How many were taken and written, for a person; None where none was."""
         if not self.taken:
             return None
-        return f"snapshots: {self.taken:,} taken, {self.written:,} of them written, at most {self.oldest} steps old when committed"
+        return (
+            f"snapshots: {self.taken:,} taken, {self.written:,} of them written, at most {self.oldest} steps"
+            " old when committed"
+        )
 
     def __enter__(self) -> Snapshots:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end(write=kind is None or issubclass(kind, Exception))
         if kind is None:
             self.check()
@@ -305,7 +335,11 @@ class Snapshots:
             return {**turn.facts, "snapshot": {"step": turn.step, "run_step": reached}}
 
         checkpoint.commit(
-            self.root, turn.step, lambda folder: self.write(folder, turn.tensors, turn.state), run_id=turn.run_id, facts=facts
+            self.root,
+            turn.step,
+            lambda folder: self.write(folder, turn.tensors, turn.state),
+            run_id=turn.run_id,
+            facts=facts,
         )
         checkpoint.rotate(self.root, KEPT)
         self.written += 1

@@ -1,8 +1,9 @@
 """Spikes: steps whose loss or gradient norm lies far above what the steps before had.
 
-The range is robust: the median of the last `spike_window` steps, plus `spike_threshold` times their usual distance from it (1.4826 times
-the median absolute deviation, the standard deviation where numbers are normal; at least a tenth of the median). So one spike does not widen
-it, and numbers that hardly vary do not narrow it to nothing.
+The range is robust: the median of the last `spike_window` steps, plus `spike_threshold` times their usual
+distance from it (1.4826 times the median absolute deviation, the standard deviation where numbers are normal;
+at least a tenth of the median). So one spike does not widen it, and numbers that hardly vary do not narrow it
+to nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ def limit(values: Sequence[float], threshold: float) -> float:
 
 
 def outside(loss: float, norm: float, recent: Sequence[Sequence[float]], threshold: float) -> str | None:
-    """What of a step lies outside the range of the [loss, gradient norm] in `recent`, in words; None where nothing does."""
+    """What of a step lies outside the range of the [loss, gradient norm] in `recent`, in words; None where
+    nothing does."""
     if len(recent) < LEAST:
         return None
     found = []
-    for name, value, values in (("loss", loss, [one for one, _ in recent]), ("gradient norm", norm, [one for _, one in recent])):
+    for name, value, values in (
+        ("loss", loss, [one for one, _ in recent]),
+        ("gradient norm", norm, [one for _, one in recent]),
+    ):
         if value > (most := limit(values, threshold)):
             found.append(
-                f"{name} {value:.4g}, where the last {len(values)} steps have a median of {median(values):.4g} and allow {most:.4g}"
+                f"{name} {value:.4g}, where the last {len(values)} steps have a median of"
+                f" {median(values):.4g} and allow {most:.4g}"
             )
     return "; ".join(found) or None
 
@@ -50,8 +56,11 @@ class SpikeRule:
     window: int
     threshold: float
 
-    def judge(self, loss: float, norm: float, progress: Progress, anyone: Callable[[Sequence[bool]], list[bool]]) -> str | None:
-        """What of a step is a spike, the same decision on every rank; keeps the range, and the count of spikes in a row, in `progress`."""
+    def judge(
+        self, loss: float, norm: float, progress: Progress, anyone: Callable[[Sequence[bool]], list[bool]]
+    ) -> str | None:
+        """What of a step is a spike, the same decision on every rank; keeps the range, and the count of
+        spikes in a row, in `progress`."""
         if self.action == "off":
             return None
         found = outside(loss, norm, progress.recent, self.threshold)
@@ -72,7 +81,8 @@ def said(places: Sequence[str]) -> str:
 
 
 def spike_record(action: str, found: str, places: Sequence[str], back: int | None) -> dict[str, Any]:
-    """What the record of a step says of its spike. back: the step of the state that the run has gone back to, if any."""
+    """What the record of a step says of its spike. back: the step of the state that the run has gone back to,
+    if any."""
     rewound = {} if back is None else {"rewound_to": back}
     return {"spike": action, "outside": found, "rows": list(places)} | rewound
 
@@ -100,12 +110,19 @@ def spike_fault(found: str, step: int, places: Sequence[str], saved: Any, in_a_r
     )
 
 
-def refuse_non_finite(loss: float, norm: float, step: int, places: Callable[[], Sequence[str]], made: bool) -> None:
-    """Raise TrainingFault for a loss or gradient norm that is not finite. made: the update of `step` was made inside the backward pass."""
+def refuse_non_finite(
+    loss: float, norm: float, step: int, places: Callable[[], Sequence[str]], made: bool
+) -> None:
+    """Raise TrainingFault for a loss or gradient norm that is not finite. made: the update of `step` was made
+    inside the backward pass."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
     lost = made and math.isfinite(loss)
-    what = "its update was made inside the backward pass, so this state is lost" if lost else "the update was not made"
+    what = (
+        "its update was made inside the backward pass, so this state is lost"
+        if lost
+        else "the update was not made"
+    )
     raise TrainingFault(
         f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite; {what}",
         where=f"step {step}",

@@ -1,4 +1,5 @@
-"""A resumable state: what is tuned, the optimizer's moments, the generators, the progress. Written into and read from one checkpoint."""
+"""A resumable state: what is tuned, the optimizer's moments, the generators, the progress. Written into and
+read from one checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from petune.saving import checkpoint
 TENSORS, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; beside them it counts its steps
 _OPTIONS = Fields({}, {"lr": Number(0)}, others=True)
-_GROUP = Fields({"options": _OPTIONS, "tensors": ListOf(Text()), "params": ListOf(Text())})  # the recipe's options are used
+# the recipe's options are used
+_GROUP = Fields({"options": _OPTIONS, "tensors": ListOf(Text()), "params": ListOf(Text())})
 _MOMENTS = Fields({"shape": ListOf(Whole()), "tensors": ListOf(Text()), "values": MapOf(Number())})
 _STATE: Mapping[str, Kind] = {
     "optimizer": Fields({"class": Text(), "groups": ListOf(_GROUP), "state": MapOf(_MOMENTS)}),
@@ -33,7 +35,8 @@ _STATE: Mapping[str, Kind] = {
 def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
     """AdamW over tuned tensors by name, fused where all are on a GPU."""
     decays = {True: recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
-    kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]  # one update takes shards or plain tensors, not both
+    # one update takes shards or plain tensors, not both
+    kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]
     groups = [
         {
             "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
@@ -43,13 +46,18 @@ def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.o
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
     fused = all(value.device.type == "cuda" for value in tuned.values())
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned))
+    return torch.optim.AdamW(
+        groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned)
+    )
 
 
 def pack_state(
-    tuned: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, packer: checkpoint.OptimizerPacker | None = None
+    tuned: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    packer: checkpoint.OptimizerPacker | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are the live ones, and JSON.
+    """Everything that a step changes, beside the progress: tensors, of which the tuned ones and moments are
+    the live ones, and JSON.
 
     packer: remembers what stays the same from one call to the next.
     """
@@ -70,9 +78,13 @@ def restore_state(folder: Path, tuned: Mapping[str, nn.Parameter], optimizer: to
     tensors, facts = checkpoint.read_tensors(folder / TENSORS), checkpoint.read_json(folder / FACTS)
     check_fields(facts, _STATE, folder / FACTS)
     fill(tuned, _tuned(tensors), str(folder))
-    for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):  # another number of them is refused below
-        recent = {key: value for key, value in saved["options"].items() if key == "lr"}  # of the step that was saved
-        saved["options"] = {key: value for key, value in group.items() if key != "params" and key not in saved["tensors"]} | recent
+    # another number of them is refused below
+    for saved, group in zip(facts["optimizer"]["groups"], optimizer.param_groups, strict=False):
+        # of the step that was saved
+        recent = {key: value for key, value in saved["options"].items() if key == "lr"}
+        saved["options"] = {
+            key: value for key, value in group.items() if key != "params" and key not in saved["tensors"]
+        } | recent
     checkpoint.restore_optimizer(optimizer, tuned, tensors, facts["optimizer"], str(folder))
     set_rng_state(tensors, facts["rng"], str(folder))
 
@@ -83,29 +95,44 @@ def tuned_of(folder: Path) -> dict[str, Tensor]:
 
 
 def _tuned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("tuned/"): value for name, value in tensors.items() if name.startswith("tuned/")}
+    return {
+        name.removeprefix("tuned/"): value for name, value in tensors.items() if name.startswith("tuned/")
+    }
 
 
 def fill(tuned: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], where: str) -> None:
-    """Copy saved tensors into the model's. Raises FileError naming up to ten that do not fit; `where` is where they come from."""
-    wrong = sorted(set(saved) ^ set(tuned)) or [name for name in saved if saved[name].shape != tuned[name].shape]
+    """Copy saved tensors into the model's. Raises FileError naming up to ten that do not fit; `where` is
+    where they come from."""
+    wrong = sorted(set(saved) ^ set(tuned)) or [
+        name for name in saved if saved[name].shape != tuned[name].shape
+    ]
     if wrong:
-        raise FileError([Problem("is not the tensor this recipe trains", where=f"{where}: {name}") for name in wrong[:10]])
+        raise FileError(
+            [Problem("is not the tensor this recipe trains", where=f"{where}: {name}") for name in wrong[:10]]
+        )
     for name in check_dtypes(saved, {name: value.dtype for name, value in tuned.items()}, where)[:1]:
         sides = {"expected": str(tuned[name].dtype), "found": str(saved[name].dtype)}
-        raise FileError("would be rounded", where=f"{where}  {name}", remedy="resume with the dtype that the run began with", **sides)
+        raise FileError(
+            "would be rounded",
+            where=f"{where}  {name}",
+            remedy="resume with the dtype that the run began with",
+            **sides,
+        )
     with torch.no_grad():
         for name, value in saved.items():
             tuned[name].copy_(value)
 
 
 def whole_state(
-    runner: Runner, optimizer: torch.optim.Optimizer, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
 ) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
-    """The tuned tensors and the optimizer of the whole model, on the CPU of the main process; empty ones elsewhere.
+    """The tuned tensors and the optimizer of the whole model, on the CPU of the main process; empty ones
+    elsewhere.
 
-    `make` builds an optimizer over tuned tensors by name. Every process must call this. Where every rank has all tensors whole, each gets
-    its own, which are the live ones, wherever they are.
+    `make` builds an optimizer over tuned tensors by name. Every process must call this. Where every rank has
+    all tensors whole, each gets its own, which are the live ones, wherever they are.
     """
     if runner.uncut:
         return runner.tuned, optimizer
@@ -126,44 +153,75 @@ def whole_state(
 
 
 def restore_parts(
-    folder: Path, runner: Runner, optimizer: torch.optim.Optimizer, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+    folder: Path,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
 ) -> None:
-    """Fill this process' parts from the whole state in `folder`. `make` builds an optimizer over tuned tensors by name."""
+    """Fill this process' parts from the whole state in `folder`. `make` builds an optimizer over tuned
+    tensors by name."""
     if runner.plan.world == 1:
         restore_state(folder, runner.tuned, optimizer)
         return
-    whole = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in runner.shapes.items()}
+    whole = {
+        name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, (shape, dtype) in runner.shapes.items()
+    }
     restored = make(whole)
     restore_state(folder, whole, restored)
     runner.fill({name: value.detach() for name, value in whole.items()})
     states = {name: restored.state.get(value, {}) for name, value in whole.items()}
     optimizer.state.clear()  # a state before the first step has none
-    moments = {key: runner.local({name: state[key] for name, state in states.items() if key in state}) for key in MOMENTS}
+    moments = {
+        key: runner.local({name: state[key] for name, state in states.items() if key in state})
+        for key in MOMENTS
+    }
     for name, value in runner.tuned.items():
         if name in moments[MOMENTS[0]]:
-            step = states[name]["step"].to(value.device) if optimizer.param_groups[0].get("fused") else states[name]["step"]
+            step = (
+                states[name]["step"].to(value.device)
+                if optimizer.param_groups[0].get("fused")
+                else states[name]["step"]
+            )
             optimizer.state[value] = {"step": step.clone(), **{key: moments[key][name] for key in MOMENTS}}
 
 
-def refuse_foreign(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, allow_change: Collection[str]) -> None:
-    """Raise FileError where the facts `saved` in the checkpoint at `path` are of other rows, another base or another method than `now`."""
-    reasons = {"rows": "the data has changed", "frozen": "the base model is another one", "method": "the method is another one"}
+def refuse_foreign(
+    saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, allow_change: Collection[str]
+) -> None:
+    """Raise FileError where the facts `saved` in the checkpoint at `path` are of other rows, another base or
+    another method than `now`."""
+    reasons = {
+        "rows": "the data has changed",
+        "frozen": "the base model is another one",
+        "method": "the method is another one",
+    }
     problems = [
-        Problem(f"{reason} since this checkpoint was saved", where=str(path), expected=str(saved[key])[:16], found=str(now[key])[:16])
+        Problem(
+            f"{reason} since this checkpoint was saved",
+            where=str(path),
+            expected=str(saved[key])[:16],
+            found=str(now[key])[:16],
+        )
         for key, reason in reasons.items()
-        if saved[key] != now[key] and not (key == "rows" and any(name.split(".")[0] == "data" for name in allow_change))
+        if saved[key] != now[key]
+        and not (key == "rows" and any(name.split(".")[0] == "data" for name in allow_change))
     ]
     if problems:
         raise FileError(problems)
 
 
 def progress_of(
-    path: Path, manifest: checkpoint.Manifest, root: Path, planned: int | None, metric: str, larger_is_better: bool
+    path: Path,
+    manifest: checkpoint.Manifest,
+    root: Path,
+    planned: int | None,
+    metric: str,
+    larger_is_better: bool,
 ) -> Progress:
     """The progress of the checkpoint at `path`, whose best state is one that is still in the folder `root`.
 
-    Where the one it names was removed since, the best of the checkpoints of this run up to its step takes its place, if any was scored.
-    Raises as `read_progress`.
+    Where the one it names was removed since, the best of the checkpoints of this run up to its step takes its
+    place, if any was scored. Raises as `read_progress`.
     """
     progress = read_progress(manifest.facts, manifest.step, planned, metric, path)
     if progress.best_step is None or (root / f"step-{progress.best_step}").is_dir():
@@ -182,12 +240,16 @@ def bytes_of_state(runner: Runner, optimizer: torch.optim.Optimizer) -> tuple[in
     """Of the whole model's tuned tensors, and of these and the optimizer's moments together."""
     tuned = sum(shape.numel() * dtype.itemsize for shape, dtype in runner.shapes.values())
     held = sum(value.nbytes for own in optimizer.state.values() for value in own.values())
-    return tuned, tuned + (held or 2 * tuned)  # AdamW makes its two moments in the first step, unless they have a place from the start
+    # AdamW makes its two moments in the first step, unless they have a place from the start
+    return tuned, tuned + (held or 2 * tuned)
 
 
 def refuse_tuned_folder(folder: Path) -> None:
-    """Raise FileError for a folder of tuned weights, from which nothing can be resumed: it has no optimizer and no step."""
+    """Raise FileError for a folder of tuned weights, from which nothing can be resumed: it has no optimizer
+    and no step."""
     if any((folder / name).is_file() for name in ("petune.json", "adapter_config.json")):
         raise FileError(
-            "holds tuned weights, not a state to resume from", where=str(folder), remedy=f"start a new run from them: init_adapter={folder}"
+            "holds tuned weights, not a state to resume from",
+            where=str(folder),
+            remedy=f"start a new run from them: init_adapter={folder}",
         )

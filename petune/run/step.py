@@ -1,8 +1,9 @@
-"""One optimizer step of a recipe: forward and backward over its micro-batches, clip, judge, update. It knows no folder.
+"""One optimizer step of a recipe: forward and backward over its micro-batches, clip, judge, update. It knows
+no folder.
 
-The rows of step k are a pure function of seed, epoch and k, and the learning rate of k alone, so a run that is
-resumed needs no cursor but the step. Gradients are sums over rows, divided once by the trained tokens of the whole
-step, so accumulation changes memory and not numbers.
+The rows of step k are a pure function of seed, epoch and k, and the learning rate of k alone, so a run that
+is resumed needs no cursor but the step. Gradients are sums over rows, divided once by the trained tokens of
+the whole step, so accumulation changes memory and not numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Keeper(Protocol):
     """What saves the state that steps change, as a step calls it."""
 
     def begin(self) -> None:
-        """Begin to copy the last state, if one is to be copied: the passes of the next step are on the device."""
+        """Begin to copy the last state, if one is to be copied: the passes of the next step are on the
+        device."""
 
     def settle(self) -> None:
         """Wait, on the device, until that copy is whole: an update changes the state next."""
@@ -63,17 +65,21 @@ class KeepsNothing:
 
     def save(self) -> NoReturn:
         """Raises UsageError."""
-        raise UsageError("this step is a spike, and nothing is saved here", where="on_spike", remedy="set on_spike=off")
+        raise UsageError(
+            "this step is a spike, and nothing is saved here", where="on_spike", remedy="set on_spike=off"
+        )
 
     rewind = save
 
 
 class Step:
-    """The optimizer step of a recipe, in memory: runner with its model, optimizer, rows, audit and spike rule.
+    """The optimizer step of a recipe, in memory: runner with its model, optimizer, rows, audit and spike
+    rule.
 
-    Each process of a group has one. described: the method in words; trained and all parameters. fingerprint: of the
-    whole base, as all ranks agreed on it; None in one process. frozen: digest of the whole model's frozen tensors on
-    the main one of several ranks, None elsewhere. audit: watches nothing until it is replaced by `make_audit`.
+    Each process of a group has one. described: the method in words; trained and all parameters. fingerprint:
+    of the whole base, as all ranks agreed on it; None in one process. frozen: digest of the whole model's
+    frozen tensors on the main one of several ranks, None elsewhere. audit: watches nothing until it is
+    replaced by `make_audit`.
     """
 
     def __init__(self, prepared: Prepared, mesh: Mesh | None = None) -> None:
@@ -100,7 +106,9 @@ class Step:
 
     def _class_weights(self) -> Tensor | None:
         weights = class_weights(self.recipe.class_weights, self.units, self.prepared.rows.labels or ())
-        return None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
+        return (
+            None if weights is None else torch.tensor(weights, dtype=torch.float64, device=self.place.device)
+        )
 
     def _note_whole(self, model: nn.Module, mesh: Mesh) -> None:
         """What can be said of the tuned model only before it is cut."""
@@ -116,12 +124,15 @@ class Step:
         """An audit of this process' tensors as they are now."""
         runner, streamed = self.runner, self.runner.streamed
         frozen = {name: value for module in runner.modules for name, value in frozen_tensors(module).items()}
-        moving, has_gradient = (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
+        moving, has_gradient = (
+            (self.tuned, None) if streamed is None else (streamed.moving, streamed.has_gradient)
+        )
         here = {name: local(value) for name, value in frozen.items()}
         return Audit(moving, here, runner.names, runner.any, has_gradient)
 
     def explain_memory(self, doing: str) -> AbstractContextManager[None]:
-        """Turns running out of memory inside the block into a MachineError that says where and what to change."""
+        """Turns running out of memory inside the block into a MachineError that says where and what to
+        change."""
         return explain_memory(self.recipe, lambda: self.progress.step + 1, doing)
 
     # ------------------------------------------------------------ rows
@@ -136,7 +147,8 @@ class Step:
         return [batch for batch in found if batch is not None]
 
     def rows_of(self, step: int) -> list[Example]:
-        """What step `step` (from 0) trains on, over all replicas; masks are drawn here, for all of it, whatever the plan."""
+        """What step `step` (from 0) trains on, over all replicas; masks are drawn here, for all of it,
+        whatever the plan."""
         seed = self.recipe.seed
         units = [self.units[index] for index in units_of_step(step, self.steps, seed)]
         return self.prepared.encoded.drawn(units, f"seed {seed} step {step}")
@@ -167,9 +179,9 @@ class Step:
     def take(self) -> dict[str, Any]:
         """Forward and backward over the next step's micro-batches, clip, update. Returns the record to log.
 
-        Raises TrainingFault, before the update, when loss or gradient is not finite, when no label of the step is
-        trained and for a spike that ends the run; where updates are made inside the backward pass, a gradient that
-        is not finite is found after them.
+        Raises TrainingFault, before the update, when loss or gradient is not finite, when no label of the
+        step is trained and for a spike that ends the run; where updates are made inside the backward pass, a
+        gradient that is not finite is found after them.
         """
         began, number, runner = time.perf_counter(), self.progress.step, self.runner
         process_group.at_step(number)
@@ -183,7 +195,9 @@ class Step:
         with self.explain_memory("forward and backward pass"):
             loss = self.passes(micro, number)
         norm = runner.clip(self.recipe.clip)
-        refuse_non_finite(loss, norm, number + 1, lambda: self._places(number), made=runner.streamed is not None)
+        refuse_non_finite(
+            loss, norm, number + 1, lambda: self._places(number), made=runner.streamed is not None
+        )
         found = self.spikes.judge(loss, norm, self.progress, runner.any)
         trained, back = found is None or self.recipe.on_spike == "warn", None
         if trained:
@@ -204,7 +218,9 @@ class Step:
         total = self.runner.sum([sum(count(_real(batch), self.weights) for batch in micro)])[0]
         if not total:
             remedy = "look at the rows with petune data"
-            raise TrainingFault("every label of this step is masked", where=f"step {number + 1}", remedy=remedy)
+            raise TrainingFault(
+                "every label of this step is masked", where=f"step {number + 1}", remedy=remedy
+            )
         return self.runner.backward(micro, total, self._dropout_key(number), self.keeper.begin)
 
     def _update(self) -> None:
@@ -215,19 +231,24 @@ class Step:
         self.audit.after_update()
 
     def _dropout_key(self, step: int) -> int | None:
-        """What the masks of a step are drawn from; None leaves them to torch, where recomputing or compiling is not ours."""
+        """What the masks of a step are drawn from; None leaves them to torch, where recomputing or compiling
+        is not ours."""
         runner, recipe = self.runner, self.recipe
-        theirs = recipe.compile or (not runner.owned and (runner.plan.world == 1 or recipe.gradient_checkpointing))
+        theirs = recipe.compile or (
+            not runner.owned and (runner.plan.world == 1 or recipe.gradient_checkpointing)
+        )
         return None if theirs else step_key(recipe.seed, step)
 
     def _leave_out(self, found: str, number: int, generators: Generators) -> int | None:
-        """End the run before a step that has spiked, or make no update of it; the step that was gone back to, if any.
+        """End the run before a step that has spiked, or make no update of it; the step that was gone back to,
+        if any.
 
         `generators`: their state before the step, which the checkpoint of that moment has.
         """
         if self.spikes.ends(self.progress):
             set_rng_state(*generators, "before the step")
-            in_a_row, self.progress.spikes = self.progress.spikes, 0  # a run that goes on from here may meet as many again
+            # a run that goes on from here may meet as many again
+            in_a_row, self.progress.spikes = self.progress.spikes, 0
             raise spike_fault(found, number + 1, self._places(number), self.keeper.save(), in_a_row)
         return self.keeper.rewind() if self.recipe.on_spike == "rewind" else None
 

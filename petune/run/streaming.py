@@ -1,4 +1,5 @@
-"""`memory.stream` of a recipe: whether a model's blocks can rest in host memory here, and the optimizer that takes them there."""
+"""`memory.stream` of a recipe: whether a model's blocks can rest in host memory here, and the optimizer that
+takes them there."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from petune.recipe import Recipe
 
 
 def streams(recipe: Recipe) -> bool:
-    """Whether the weights and states of blocks rest in host memory and are updated inside the backward pass."""
+    """Whether the weights and states of blocks rest in host memory and are updated inside the backward
+    pass."""
     return recipe.memory.stream != "none"
 
 
 def refuse_unstreamable(recipe: Recipe, dtype: torch.dtype, device: torch.device | None = None) -> None:
-    """Raise UsageError for a recipe that streams and cannot, computing in `dtype` on `device`, which need not be here if it is None.
+    """Raise UsageError for a recipe that streams and cannot, computing in `dtype` on `device`, which need not
+    be here if it is None.
 
     For use before a weight is loaded; what a recipe can tell by itself its rules have told.
     """
@@ -34,14 +37,18 @@ def refuse_unstreamable(recipe: Recipe, dtype: torch.dtype, device: torch.device
         problems.append(Problem(what, where, expected="dtype: bf16", found="fp32", remedy=remedy))
     refused = refusal(device, dtype) if recipe.kernels == "auto" and device is not None else None
     if refused is not None:
-        what, remedy = "memory.stream needs fused blocks", "set kernels: reference, which is for tests and slow, or memory.stream: none"
+        what, remedy = (
+            "memory.stream needs fused blocks",
+            "set kernels: reference, which is for tests and slow, or memory.stream: none",
+        )
         problems.append(Problem(what, where, expected="kernels that run here", found=refused, remedy=remedy))
     if problems:
         raise UsageError(problems)
 
 
 def refuse_unfused(recipe: Recipe, reasons: str) -> None:
-    """Raise UsageError where fused blocks of a recipe that streams would run as the model's own in training, for `reasons`."""
+    """Raise UsageError where fused blocks of a recipe that streams would run as the model's own in training,
+    for `reasons`."""
     if streams(recipe) and reasons:
         what, where = "memory.stream: blocks of this model would run unfused", recipe.where("memory.stream")
         remedy = "set what is found here to 0 in the model's config, or memory.stream: none"
@@ -49,13 +56,23 @@ def refuse_unfused(recipe: Recipe, reasons: str) -> None:
 
 
 def stream(runner: Runner, recipe: Recipe, autocast: AbstractContextManager[Any]) -> None:
-    """Let the fused blocks of a runner's model rest in host memory from now on. Raises UsageError where one would run unfused."""
+    """Let the fused blocks of a runner's model rest in host memory from now on. Raises UsageError where one
+    would run unfused."""
     model, device = runner.model, runner.mesh.device
     blocks = fused_blocks(model)
     with autocast:
-        reasons = {reason for block in blocks if (reason := cast("FusedBlock", block.train()).unready(device)) is not None}
+        reasons = {
+            reason
+            for block in blocks
+            if (reason := cast("FusedBlock", block.train()).unready(device)) is not None
+        }
     model.eval()
-    refuse_unfused(recipe, "; ".join(sorted(reasons)) if blocks else "this model's blocks cannot all be handed the same arguments")
+    refuse_unfused(
+        recipe,
+        "; ".join(sorted(reasons))
+        if blocks
+        else "this model's blocks cannot all be handed the same arguments",
+    )
     runner.stream(
         StreamedAdamW(
             model,

@@ -1,4 +1,5 @@
-"""What a run says first and last: the facts a person checks before waiting, what came of it, and how to go on where it broke off."""
+"""What a run says first and last: the facts a person checks before waiting, what came of it, and how to go on
+where it broke off."""
 
 from __future__ import annotations
 
@@ -25,9 +26,15 @@ _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def header_lines(
-    prepared: Prepared, described: tuple[str, tuple[int, int]], steps: Steps, place: Place, plan: ParallelPlan, out: Path
+    prepared: Prepared,
+    described: tuple[str, tuple[int, int]],
+    steps: Steps,
+    place: Place,
+    plan: ParallelPlan,
+    out: Path,
 ) -> list[str]:
-    """Model, method, data, steps, numbers, ranks and where it all goes. `described`: the method in words; trained and all parameters."""
+    """Model, method, data, steps, numbers, ranks and where it all goes. `described`: the method in words;
+    trained and all parameters."""
     recipe, rows = prepared.recipe, prepared.rows
     method, (trained, total) = described
     units = "packed sequences" if recipe.data.packing else "rows"
@@ -38,17 +45,25 @@ def header_lines(
         f"method   {method}",
         f"data     task {prepared.task.name}; {'; '.join(rows.notes)}",
         *(f"         {line}" for line in prepared.encoded.report.lines()),
-        f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g}, {recipe.schedule}",
+        (
+            f"steps    {steps.total:,} of {steps.per_step} {units}, peak lr {recipe.learning_rate:g},"
+            f" {recipe.schedule}"
+        ),
         f"numbers  {place}, tuned tensors fp32; {trained:,} of {total:,} parameters train",
         *(f"         warning: {line}" for line in far),
         *([f"ranks    {describe(plan)}"] if plan.world > 1 else []),
-        *([f"saves    a snapshot every {every} steps".replace(" 1 steps", " step")] if (every := recipe.snapshot_every) else []),
+        *(
+            [f"saves    a snapshot every {every} steps".replace(" 1 steps", " step")]
+            if (every := recipe.snapshot_every)
+            else []
+        ),
         f"out      {out}",
     ]
 
 
 def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) -> list[str]:
-    """Loss and score before and after, cost, files, the commands that come next and, last, why the run is no success."""
+    """Loss and score before and after, cost, files, the commands that come next and, last, why the run is no
+    success."""
     metric, out = str(summary["metric"]), folder.path
     before, after = summary["before"][metric], summary["after"][metric]
     control = f"   (head only: {summary['head_only']:.4f})" if summary["head_only"] is not None else ""
@@ -85,13 +100,16 @@ def command_to_go_on(run: Path, objects: Objects) -> str:
     """The command, or the call where the run was given objects, that takes a stopped run up again."""
     if objects == NO_OBJECTS:
         return f"petune train {run} --resume"
-    given = "model=model, tokenizer=tokenizer, " * (objects.model is not None) + "data=data, " * bool(objects.data)
+    given = "model=model, tokenizer=tokenizer, " * (objects.model is not None) + "data=data, " * bool(
+        objects.data
+    )
     return f'petune.train("{run}", {given}resume=True), with the same objects, the model untouched'
 
 
 @contextmanager
 def explain_memory(recipe: Recipe, step: Callable[[], int], doing: str) -> Iterator[None]:
-    """Turn running out of memory inside the block into a MachineError that says where, at which step, and what to change."""
+    """Turn running out of memory inside the block into a MachineError that says where, at which step, and
+    what to change."""
     try:
         yield
     except (*_NO_MEMORY, RuntimeError) as error:
@@ -99,7 +117,9 @@ def explain_memory(recipe: Recipe, step: Callable[[], int], doing: str) -> Itera
             raise
         first = (str(error).splitlines() or ["no detail"])[0]
         remedy = "try " + ", ".join(ways_out(recipe, doing))
-        raise MachineError(f"out of memory in the {doing}, step {step()}", found=first, remedy=remedy) from None
+        raise MachineError(
+            f"out of memory in the {doing}, step {step()}", found=first, remedy=remedy
+        ) from None
 
 
 def ways_out(recipe: Recipe, phase: str) -> list[str]:
@@ -112,5 +132,7 @@ def ways_out(recipe: Recipe, phase: str) -> list[str]:
     else:
         same = "" if streams(recipe) else f" accumulate={recipe.accumulate * 2} (the same numbers)"
         ways = [f"batch_size={recipe.batch_size // 2}{same}"] * (recipe.batch_size > 1)
-        ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + ["a smaller data.max_length"]
+        ways += ["gradient_checkpointing=true"] * (not recipe.gradient_checkpointing) + [
+            "a smaller data.max_length"
+        ]
     return ways + ["method=lora"] * (method_of(recipe.method).trains_base and not streams(recipe))

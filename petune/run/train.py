@@ -1,4 +1,5 @@
-"""`petune.train`: settles what is meant, then trains in this process (petune.run.rank) or starts those of a parallel plan."""
+"""`petune.train`: settles what is meant, then trains in this process (petune.run.rank) or starts those of a
+parallel plan."""
 
 from __future__ import annotations
 
@@ -55,28 +56,33 @@ def train(
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> words = transformers.AutoTokenizer.from_pretrained("my-model")
         >>> rows = [{"text": "red sun sings"}, {"text": "blue sea runs"}, {"text": "green hill sings"}]
-        >>> run = petune.train(model=base, tokenizer=words, data=rows, method={"name": "lora", "r": 8}, out="runs/second")
+        >>> run = petune.train(model=base, tokenizer=words, data=rows, method={"name": "lora", "r": 8},
+        out="runs/second")
         >>> run.model is base
         True
 
-    recipe: a file, the name of a shipped recipe, a mapping, or a run folder, which stands for its own recipe; None: `model` and `data` with
+    recipe: a file, the name of a shipped recipe, a mapping, or a run folder, which stands for its own recipe;
+    None: `model` and `data` with
         neutral settings, or without them the demo.
-    model: a folder, a hub id, or a transformers model that has the head of the task, which comes with its `tokenizer`.
-    data: a file, folder or hub id; a list of mappings, a datasets.Dataset or a pandas.DataFrame; a mapping of splits to these
-        (DatasetDict); or a mapping of the settings under `data` (path, eval, columns, ...), whose path and eval may be any of these.
-    method: the name of a method (full, lora, ...), or a mapping of its name and settings.
-    callbacks: objects of subclasses of petune.Callback, called after steps and evaluations; they may end the run.
-    resume: True goes on from the newest checkpoint in the run folder `out` that verifies, a path from exactly that one. Objects are given
+    model: a folder, a hub id, or a transformers model that has the head of the task, which comes with its
+    `tokenizer`. data: a file, folder or hub id; a list of mappings, a datasets.Dataset or a pandas.DataFrame;
+    a mapping of splits to these
+        (DatasetDict); or a mapping of the settings under `data` (path, eval, columns, ...), whose path and
+        eval may be any of these.
+    method: the name of a method (full, lora, ...), or a mapping of its name and settings. callbacks: objects
+    of subclasses of petune.Callback, called after steps and evaluations; they may end the run. resume: True
+    goes on from the newest checkpoint in the run folder `out` that verifies, a path from exactly that one.
+    Objects are given
         again: their fingerprints must agree with those the run began with.
-    overwrite: replace the run in the folder `out`.
-    allow_change: names of settings that may differ from those the run began with.
-    reporter: speaks in this process; None: a progress bar and a loss curve in a notebook, plain lines elsewhere.
-    overrides: `key.sub=value` texts, as on the command line.
-    restarts: how often a process of a parallel plan that was killed or froze may be replaced; all then go on from the newest saved state.
-    settings: every other key of a recipe, listed below; docs/recipes.md says more.
+    overwrite: replace the run in the folder `out`. allow_change: names of settings that may differ from those
+    the run began with. reporter: speaks in this process; None: a progress bar and a loss curve in a notebook,
+    plain lines elsewhere. overrides: `key.sub=value` texts, as on the command line. restarts: how often a
+    process of a parallel plan that was killed or froze may be replaced; all then go on from the newest saved
+    state. settings: every other key of a recipe, listed below; docs/recipes.md says more.
 
-    A recipe with a parallel plan starts its processes itself, unless this is one of those a launcher has started. Raises PetuneError: every
-    subclass carries the exit code of its kind; Stopped when a signal ended the run after saving.
+    A recipe with a parallel plan starts its processes itself, unless this is one of those a launcher has
+    started. Raises PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended
+    the run after saving.
     """
     named = {"model": model, "data": data, "method": method}
     settings |= {key: value for key, value in named.items() if value is not None}
@@ -84,7 +90,9 @@ def train(
     settled = settle(recipe, overrides, settings)
     if objects.model is not None and settled.dtype == "auto":
         settled = load_recipe(settled, {"dtype": objects.dtype})
-    distributed.refuse_objects(settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks})
+    distributed.refuse_objects(
+        settled, {"model": objects.model, "data": objects.data, "callbacks": callbacks}
+    )
     refuse_unknown(allow_change)
     job = Job(settled, RunFolder.of(settled), resume, overwrite, allow_change)
     here = Here(reporter or fitting_reporter(), objects, Callbacks(callbacks))
@@ -92,7 +100,10 @@ def train(
     plan = distributed.wanted(settled, base)
     if plan.world == 1 or process_group.joined():
         if restarts:
-            what, remedy = "there are no processes here that petune could start anew", "leave it out, or name a parallel backend"
+            what, remedy = (
+                "there are no processes here that petune could start anew",
+                "leave it out, or name a parallel backend",
+            )
             raise UsageError(what, where="--restarts", remedy=remedy)
         return run_rank(job, base, plan, here)
     with job.entered():
@@ -108,9 +119,12 @@ train.__doc__ = (train.__doc__ or "") + settings_text()
 
 
 def settle(
-    recipe: str | Path | Recipe | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+    recipe: str | Path | Recipe | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """The recipe that is meant: a file, a shipped name, a mapping, or a run folder, which stands for its own resolved recipe."""
+    """The recipe that is meant: a file, a shipped name, a mapping, or a run folder, which stands for its own
+    resolved recipe."""
     if isinstance(recipe, str | Path) and (Path(recipe) / "resolved.yaml").is_file():
         recipe = load_run(recipe).recipe
     if isinstance(recipe, Recipe) and not overrides and not settings:

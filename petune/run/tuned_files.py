@@ -38,14 +38,18 @@ class TunedFiles:
             yield
 
     def _base_files(self) -> dict[str, Path]:
-        """The files whose hashes name the base, in the process that writes; of random weights and a model in memory none."""
+        """The files whose hashes name the base, in the process that writes; of random weights and a model in
+        memory none."""
         source = self.prepared.source
         if not self.runner.mesh.main or source.kind in ("config", "object"):
             return {}
-        return model_files(source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision)
+        return model_files(
+            source.place, getattr(self.runner.model.config, "_commit_hash", None) or source.revision
+        )
 
     def whole_model(self) -> nn.Module | None:
-        """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main process; None elsewhere.
+        """The tuned model in one piece: this one, or, where it is cut, one built anew and filled in the main
+        process; None elsewhere.
 
         Every process must call this.
         """
@@ -59,7 +63,8 @@ class TunedFiles:
         return model
 
     def wait(self) -> None:
-        """Wait for sizes and hashes of the base's files; without them, which is said, `tuned/` is written all the same."""
+        """Wait for sizes and hashes of the base's files; without them, which is said, `tuned/` is written all
+        the same."""
         with phase("waiting for the hashes of the base's files"):
             try:
                 self.base_files = self.hashes.entries()
@@ -82,8 +87,8 @@ class TunedFiles:
             )
 
     def _hashed_object(self, model: nn.Module) -> str | None:
-        """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its place, or it was quantised:
-        then the fingerprint alone knows it again."""
+        """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its
+        place, or it was quantised: then the fingerprint alone knows it again."""
         if self.prepared.objects.model is None or method_of(self.prepared.recipe.method).trains_base:
             return None
         if next(quantised_in(model), None) is not None:

@@ -1,8 +1,9 @@
-"""What a tuning leaves behind: a folder others can read, and the way back into a base model, strict in both directions.
+"""What a tuning leaves behind: a folder others can read, and the way back into a base model, strict in both
+directions.
 
-lora is laid out as peft does, a full tuning as a Hugging Face folder, adapter and side as tuned.safetensors; petune.json beside them says
-what was tuned and on which base. Nothing is filled before everything fits. The file is long
-as saving, loading and merging share the folder's layout and are read together.
+lora is laid out as peft does, a full tuning as a Hugging Face folder, adapter and side as tuned.safetensors;
+petune.json beside them says what was tuned and on which base. Nothing is filled before everything fits. The
+file is long as saving, loading and merging share the folder's layout and are read together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from petune.errors import FileError, MachineError, PetuneError, TrainingFault, U
 from petune.files.atomic import commit_folder
 from petune.files.hashes import FileHashes
 from petune.files.manifest import MANIFEST, RECORD, check_folder
-from petune.files.safetensors import check_dtypes, is_finite, read_json, read_tensors, write_json, write_tensors
+from petune.files.safetensors import (
+    check_dtypes,
+    is_finite,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
@@ -36,7 +44,15 @@ from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
 from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
-from petune.saving.tuning_record import Record, facts_of, family_name, origin, origin_files, read_record, write_record
+from petune.saving.tuning_record import (
+    Record,
+    facts_of,
+    family_name,
+    origin,
+    origin_files,
+    read_record,
+    write_record,
+)
 
 __all__ = ["MergeReport", "fingerprint", "full_hash", "load", "save", "save_merged", "write_peft"]
 
@@ -59,14 +75,16 @@ def save(
     base_files: Mapping[str, Mapping[str, Any]] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all. Returns its path.
+    """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all.
+    Returns its path.
 
         >>> folder = petune.save(model, "tuned", overwrite=True)
 
-    `base_name` (default: where the model was loaded from) is stored, and for `load` to compare `base_files`, {name: {"size", "sha256"}} of
-    the base's files, or `base_sha256`, the SHA-256 of its tensors from `full_hash`, for `verify_base` alone.
-    Raises UsageError for a model that is not wrapped, is inside merged_weights, or an occupied folder without `overwrite`; TrainingFault
-    for a NaN or infinity; MachineError.
+    `base_name` (default: where the model was loaded from) is stored, and for `load` to compare `base_files`,
+    {name: {"size", "sha256"}} of the base's files, or `base_sha256`, the SHA-256 of its tensors from
+    `full_hash`, for `verify_base` alone. Raises UsageError for a model that is not wrapped, is inside
+    merged_weights, or an occupied folder without `overwrite`; TrainingFault for a NaN or infinity;
+    MachineError.
     """
     model = bare(model)
     record = tuning(model)
@@ -90,7 +108,8 @@ def write_peft(
     base_name: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a lora tuning as peft's two files, and the manifest of the folder beside them, which peft ignores.
+    """Write a lora tuning as peft's two files, and the manifest of the folder beside them, which peft
+    ignores.
 
     Raises as `save`, and UsageError for another method.
     """
@@ -99,7 +118,11 @@ def write_peft(
     refuse_merged(model)
     if method_of(record.config).files != "peft":
         known = ", ".join(name for name, method in METHODS.items() if method.files == "peft")
-        raise UsageError(f"peft has no file for {record.method}", expected=known, remedy="use petune.save, and petune.load to read it")
+        raise UsageError(
+            f"peft has no file for {record.method}",
+            expected=known,
+            remedy="use petune.save, and petune.load to read it",
+        )
 
     def fill(work: Path) -> None:
         _write_model(model, record.config, base_name or origin(model), work)
@@ -109,7 +132,9 @@ def write_peft(
     return commit_folder(Path(folder), fill, overwrite, _OURS)
 
 
-def _write_model(model: nn.Module, config: MethodConfig, name: str | None, work: Path) -> Mapping[str, Tensor]:
+def _write_model(
+    model: nn.Module, config: MethodConfig, name: str | None, work: Path
+) -> Mapping[str, Tensor]:
     """Write the method's own files; returns the tensors in them by base-model name."""
     method = method_of(config)
     if method.files == "transformers" and isinstance(model, PreTrainedModel):
@@ -137,14 +162,18 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], work: Path) -> None:
     for name, value in state.items():
         if not is_finite(value):
-            raise TrainingFault("holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses")
+            raise TrainingFault(
+                "holds a NaN or an infinity: not written", where=name, remedy="see the last steps' losses"
+            )
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         with quiet():
             plain_class(model).save_pretrained(model, work, state_dict=dict(state))
     except SafetensorError as error:
-        raise MachineError(f"cannot write: {error}", where=str(work), remedy="check the disk's free space") from error
+        raise MachineError(
+            f"cannot write: {error}", where=str(work), remedy="check the disk's free space"
+        ) from error
     finally:
         if bar:
             logging.enable_progress_bar()
@@ -153,20 +182,28 @@ def _write_hugging_face(model: PreTrainedModel, state: Mapping[str, Tensor], wor
 # ---------------------------------------------------------------- loading
 
 
-def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, base_files: Mapping[str, Path] | None = None) -> Model:
-    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA wrote.
+def load(
+    base_model: Model,
+    folder: str | Path,
+    *,
+    verify_base: bool = False,
+    base_files: Mapping[str, Path] | None = None,
+) -> Model:
+    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA
+    wrote.
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.load(base, "tuned")
 
-    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`: a head saved in float32 is
-    rounded on a bf16 base, with a warning, unless it is float32 there.
+    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`:
+    a head saved in float32 is rounded on a bf16 base, with a warning, unless it is float32 there.
 
-    Every file of the folder is compared with its hash, and so are `base_files`, those the base was loaded from (default: of the folder it
-    names), with the hashes a run stored; of large ones that have not changed the hash is remembered. `verify_base` reads them all, or
-    compares the SHA-256 of the base's tensors with the one given to `save`. Raises FileError for a file that differs, a tensor that is
-    missing, unexpected, mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a wrapped
-    model.
+    Every file of the folder is compared with its hash, and so are `base_files`, those the base was loaded
+    from (default: of the folder it names), with the hashes a run stored; of large ones that have not changed
+    the hash is remembered. `verify_base` reads them all, or compares the SHA-256 of the base's tensors with
+    the one given to `save`. Raises FileError for a file that differs, a tensor that is missing, unexpected,
+    mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a
+    wrapped model.
     """
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
     _refuse_wrapped(model)
@@ -174,14 +211,21 @@ def load(base_model: Model, folder: str | Path, *, verify_base: bool = False, ba
         _explain(folder)
         check_folder(folder)
         if verify_base:
-            raise FileError("stores no hash of its base: peft's files do not", where=str(folder), remedy="load without verify_base")
+            raise FileError(
+                "stores no hash of its base: peft's files do not",
+                where=str(folder),
+                remedy="load without verify_base",
+            )
         _load_peft(model, folder, None)
         return base_model
     return _load_recorded(base_model, read_record(folder), verify_base, base_files)
 
 
-def load_recorded(base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
-    """`load` of the folder whose `record` was read already; its files are compared with their hashes once more. Raises as `load`."""
+def load_recorded(
+    base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None
+) -> Model:
+    """`load` of the folder whose `record` was read already; its files are compared with their hashes once
+    more. Raises as `load`."""
     _refuse_wrapped(bare(base_model))
     record.check_again()
     return _load_recorded(base_model, record, verify_base, base_files)
@@ -189,13 +233,22 @@ def load_recorded(base_model: Model, record: Record, *, verify_base: bool, base_
 
 def _refuse_wrapped(model: nn.Module) -> None:
     if is_wrapped(model):
-        raise UsageError(f"this model is wrapped already, with {tuning(model).method}", remedy="merge it, or load the base model again")
+        raise UsageError(
+            f"this model is wrapped already, with {tuning(model).method}",
+            remedy="merge it, or load the base model again",
+        )
 
 
-def _load_recorded(base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None) -> Model:
+def _load_recorded(
+    base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None
+) -> Model:
     folder, model = record.file.parent, bare(base_model)
-    record.check_base(model, origin_files(model, verify_base) if base_files is None else base_files, verify_base)
-    fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[METHODS[record.method].files]
+    record.check_base(
+        model, origin_files(model, verify_base) if base_files is None else base_files, verify_base
+    )
+    fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[
+        METHODS[record.method].files
+    ]
     fill(model, folder, record)
     labels = record.facts["id2label"]
     if labels and record.also_train and hasattr(model, "config"):
@@ -215,31 +268,51 @@ def _explain(folder: Path) -> None:
     """Return for a folder with peft's two files; say what any other is and what to do with it."""
     where = str(folder)
     if not folder.is_dir():
-        raise FileError("is not a folder", where=where, expected="a folder that petune.save or peft wrote", remedy="check the path")
+        raise FileError(
+            "is not a folder",
+            where=where,
+            expected="a folder that petune.save or peft wrote",
+            remedy="check the path",
+        )
     if (folder / CONFIG).is_file():
         check_config(read_json(folder / CONFIG, links=True), folder / CONFIG)
         if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
-            remedy = "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
-            raise FileError("holds a .bin file, a pickle, which can run code", where=where, expected=TENSORS, remedy=remedy)
+            remedy = (
+                "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
+            )
+            raise FileError(
+                "holds a .bin file, a pickle, which can run code",
+                where=where,
+                expected=TENSORS,
+                remedy=remedy,
+            )
         return
     inside = sorted(path.parent.name for name in (RECORD, CONFIG) for path in folder.glob(f"*/{name}"))
     if inside:
-        raise FileError("holds no adapter itself, but its sub-folders do", where=where, remedy=f"give {folder / inside[0]}")
+        raise FileError(
+            "holds no adapter itself, but its sub-folders do",
+            where=where,
+            remedy=f"give {folder / inside[0]}",
+        )
     if (folder / "config.json").is_file():
         remedy = "load it with AutoModel...from_pretrained, or as the recipe's `model`"
         raise FileError("is a whole model, not a tuning of one", where=where, remedy=remedy)
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise FileError("holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path")
+    raise FileError(
+        "holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path"
+    )
 
 
 def identity(folder: Path) -> str:
-    """The SHA-256 of the manifest of a tuned folder, which holds those of its files: what a run notes of the folder it wrote."""
+    """The SHA-256 of the manifest of a tuned folder, which holds those of its files: what a run notes of the
+    folder it wrote."""
     with FileHashes({MANIFEST: folder / MANIFEST}) as hashes:
         return hashes.result()[MANIFEST]
 
 
 def verify(folder: Path) -> str:
-    """Compare the files of a folder that `save`, a merge or an export wrote with its manifest; in words, what was compared.
+    """Compare the files of a folder that `save`, a merge or an export wrote with its manifest; in words, what
+    was compared.
 
     Raises FileError for a file that is missing, changed or damaged.
     """
@@ -256,11 +329,22 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     adapter = from_peft(model, fields, read_tensors(folder / TENSORS, links=True), folder)
     state = adapter.state
     if record is not None:
-        check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TENSORS, record.also_train)
+        check_tensors(
+            record.shapes,
+            {name: tuple(value.shape) for name, value in state.items()},
+            folder / TENSORS,
+            record.also_train,
+        )
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
     forms = {name: adapter.forms[type(plain[name][1])] for name in adapter.layers}
-    own_names = {name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()}
-    wanted = {f"{name}.{leaf}": lora.factor_dtype(plain[name][1]) for name, leaves in own_names.items() for leaf in leaves}
+    own_names = {
+        name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()
+    }
+    wanted = {
+        f"{name}.{leaf}": lora.factor_dtype(plain[name][1])
+        for name, leaves in own_names.items()
+        for leaf in leaves
+    }
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
@@ -268,7 +352,9 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
     for name, own in adapter.layers.items():
         full, layer = plain[name]
-        model.set_submodule(full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]}))
+        model.set_submodule(
+            full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]})
+        )
     config = record.config if record else adapter.config
     remember(model, Tuning(name_of(config), config, family_name(model), also_train))
     _fill(heads, state)
@@ -278,7 +364,10 @@ def _check_dtypes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype]
     """Raise FileError for tensors that cannot be weights; say which are rounded."""
     if rounded := check_dtypes(state, wanted, str(file)):
         more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
-        warn(f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; to keep it, load the base in the dtype it was tuned in")
+        warn(
+            f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; to keep it, load the base in the"
+            " dtype it was tuned in"
+        )
 
 
 def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
@@ -292,16 +381,25 @@ def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None
 
 
 def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
-    """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned tensor."""
+    """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned
+    tensor."""
     state = read_tensors(folder / TUNED)
-    check_tensors(record.shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
-    check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))  # before the model is changed
+    check_tensors(
+        record.shapes,
+        {name: tuple(value.shape) for name, value in state.items()},
+        folder / TUNED,
+        record.also_train,
+    )
+    # before the model is changed
+    check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))
     devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
     wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
     shapes = {name: tuple(value.shape) for name, value in wanted.items()}
-    check_tensors(shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train)
+    check_tensors(
+        shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train
+    )
     _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
     remember(model, replace(tuning(model), config=record.config))
     _fill(wanted, state)
@@ -322,8 +420,11 @@ def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
     check_tensors(record.shapes, found, folder)
     own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     given = {id(own[name]) for name in state if name in own}
-    tied = {name for name, value in own.items() if name not in state and id(value) in given}  # written once, under its other name
-    check_tensors({name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder)
+    # written once, under its other name
+    tied = {name for name, value in own.items() if name not in state and id(value) in given}
+    check_tensors(
+        {name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder
+    )
     _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
     _fill({name: own[name] for name in state}, state)
     remember(model, Tuning(record.method, record.config, family_name(model), ()))
@@ -334,11 +435,13 @@ def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which has nothing to merge.
+    """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which
+    has nothing to merge.
 
-    `update`: norm of the updates. `ulps`: root mean square of an update's entry over the spacing of numbers at the weights' own root mean
-    square: below 1, most entries move to a neighbour or not at all. `lost`: share of the update that rounding to the base's dtype changed.
-    `logits`: greatest absolute difference of logits before and after on the batch that was given, else None.
+    `update`: norm of the updates. `ulps`: root mean square of an update's entry over the spacing of numbers
+    at the weights' own root mean square: below 1, most entries move to a neighbour or not at all. `lost`:
+    share of the update that rounding to the base's dtype changed. `logits`: greatest absolute difference of
+    logits before and after on the batch that was given, else None.
     """
 
     folder: Path
@@ -350,7 +453,10 @@ class MergeReport:
     logits: float | None
 
     def __str__(self) -> str:
-        text = f"merged {self.layers} layers into {self.dtype}: ||update|| {self.update:.4g}, {self.ulps:.3g} ulp"
+        text = (
+            f"merged {self.layers} layers into {self.dtype}: ||update|| {self.update:.4g},"
+            f" {self.ulps:.3g} ulp"
+        )
         text += f", {100 * self.lost:.3g} % rounded away"
         return text if self.logits is None else f"{text}, logits within {self.logits:.3g}"
 
@@ -363,16 +469,20 @@ def save_merged(
     batch: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
 ) -> MergeReport:
-    """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it was.
+    """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it
+    was.
 
-    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and for a tied weight the model
-    class would tie again on loading; otherwise as `save`.
+    Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and
+    for a tied weight the model class would tie again on loading; otherwise as `save`.
     """
     model = bare(model)
     record = tuning(model)
     refuse_merged(model)
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"{type(model).__name__} is not a transformers model", remedy="use petune.merge and save it your own way")
+        raise UsageError(
+            f"{type(model).__name__} is not a transformers model",
+            remedy="use petune.merge and save it your own way",
+        )
     layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
     warn_of_quantised(model)
     update, ulps, lost = _rounding(layers)
@@ -382,11 +492,19 @@ def save_merged(
     with merged_weights(model):
         after = _logits(model, batch) if batch is not None else None
         factors = {id(value) for layer in layers for value in layer.tuned().values()}
-        state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in factors}
+        state = {
+            plain_name(name): value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if id(value) not in factors
+        }
 
         def fill(work: Path) -> None:
-            # a config that ties nothing is read without tying anything: whatever is still shared is then written under each of its names
-            own = {name: dense_of(value.detach().clone() if unties else value.detach()) for name, value in state.items()}
+            # a config that ties nothing is read without tying anything: whatever is still shared is then
+            # written under each of its names
+            own = {
+                name: dense_of(value.detach().clone() if unties else value.detach())
+                for name, value in state.items()
+            }
             _write_hugging_face(model, own, work)
             _check_complete(own, work)
             if tokenizer is not None:
@@ -399,15 +517,25 @@ def save_merged(
         finally:
             if unties:
                 config.tie_word_embeddings = tied
-    logits = float((before.double() - after.double()).abs().max()) if before is not None and after is not None else None
-    report = MergeReport(place, str(model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits)
+    logits = (
+        float((before.double() - after.double()).abs().max())
+        if before is not None and after is not None
+        else None
+    )
+    report = MergeReport(
+        place, str(model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits
+    )
     if lost > 0.05:
-        warn(f"{report.dtype} is too coarse for this update: {100 * lost:.0f} % of it is rounded away; a float32 base keeps it")
+        warn(
+            f"{report.dtype} is too coarse for this update: {100 * lost:.0f} % of it is rounded away; a"
+            " float32 base keeps it"
+        )
     return report
 
 
 def _rounding(layers: list[TunedLinear]) -> tuple[float, float, float]:
-    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all layers."""
+    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all
+    layers."""
     update = missed = weights = spacing = 0.0
     with torch.no_grad():
         for layer in layers:
@@ -432,7 +560,8 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
-    """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as T5's does."""
+    """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as
+    T5's does."""
     tuned = {id(layer.weight) for layer in layers}
     names: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
@@ -443,13 +572,16 @@ def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
         return False
     fields = model.config.to_dict() | {"tie_word_embeddings": False}
     if type(model.config).from_dict(fields).tie_word_embeddings:
-        what = f"merging parts {' and '.join(shared)}, which {type(model).__name__} ties again when it is loaded"
+        what = (
+            f"merging parts {' and '.join(shared)}, which {type(model).__name__} ties again when it is loaded"
+        )
         raise UsageError(what, remedy="keep the base model and load the adapter with petune.load")
     return True
 
 
 def _check_complete(state: Mapping[str, Tensor], work: Path) -> None:
-    """Every tensor must be in the file, or share its memory with one that is: the model class decides what it leaves out."""
+    """Every tensor must be in the file, or share its memory with one that is: the model class decides what it
+    leaves out."""
     written = _read_whole(work)
     kept = {value.data_ptr() for name, value in state.items() if name in written}
     lost = [name for name, value in state.items() if name not in written and value.data_ptr() not in kept]

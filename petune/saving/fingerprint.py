@@ -1,7 +1,9 @@
-"""Is this the base a tuning was made on? Names, shapes, dtypes and a few sampled values answer in milliseconds, a SHA-256 for certain.
+"""Is this the base a tuning was made on? Names, shapes, dtypes and a few sampled values answer in
+milliseconds, a SHA-256 for certain.
 
-Tuned tensors, heads and whatever is tied to them are left out: they move. Names are those of the plain base model, whatever wraps it. A
-base loaded in another dtype is the same base as long as its samples agree within bfloat16's rounding.
+Tuned tensors, heads and whatever is tied to them are left out: they move. Names are those of the plain base
+model, whatever wraps it. A base loaded in another dtype is the same base as long as its samples agree within
+bfloat16's rounding.
 """
 
 from __future__ import annotations
@@ -49,32 +51,45 @@ def refuse_merged(model: nn.Module) -> None:
     """Raise UsageError inside `merged_weights`, where the base's weights are not the base's."""
     for name, layer in tuned_layers(model):
         if layer.merged:
-            raise UsageError("this model is inside merged_weights()", where=name, remedy="leave the block first")
+            raise UsageError(
+                "this model is inside merged_weights()", where=name, remedy="leave the block first"
+            )
 
 
 def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer of the base by base name: what is tuned, in `heads`, or tied to either is left out."""
+    """Every parameter and persistent buffer of the base by base name: what is tuned, in `heads`, or tied to
+    either is left out."""
     model = bare(model)
     moving = {id(value) for head in heads for value in model.get_submodule(head).parameters()}
     if is_wrapped(model):
         moving |= {id(value) for value in tuned_parameters(model).values()}
-    return {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in moving}
+    return {
+        plain_name(name): value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) not in moving
+    }
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
     """{"version", "tensors": {base name: [dtype, shape, samples]}} as JSON, for a plain or a wrapped model.
 
-    Of a quantised base it is that of the weights it was made of. Of a fully tuned model, whose base is gone, names, shapes and dtypes
-    remain. Raises UsageError inside merged_weights.
+    Of a quantised base it is that of the weights it was made of. Of a fully tuned model, whose base is gone,
+    names, shapes and dtypes remain. Raises UsageError inside merged_weights.
     """
     model = bare(model)
     refuse_merged(model)
     if is_wrapped(model) and method_of(tuning(model).config).trains_base:
-        rows = {plain_name(name): [*_build(value), None] for name, value in model.state_dict(keep_vars=True).items()}
+        rows = {
+            plain_name(name): [*_build(value), None]
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
         return {"version": VERSION, "tensors": rows}
     tensors = base_tensors(model)
     samples = _samples(tensors)
-    return {"version": VERSION, "tensors": {name: [*_build(value), samples[name]] for name, value in tensors.items()}}
+    return {
+        "version": VERSION,
+        "tensors": {name: [*_build(value), samples[name]] for name, value in tensors.items()},
+    }
 
 
 def _build(value: Tensor) -> tuple[str, list[int]]:
@@ -82,8 +97,8 @@ def _build(value: Tensor) -> tuple[str, list[int]]:
 
 
 def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float | str]]:
-    """A few values of each tensor, gathered by one copy per device: enough to tell two trainings apart, while a change of single rows needs
-    the hash. Numbers JSON has no word for become text."""
+    """A few values of each tensor, gathered by one copy per device: enough to tell two trainings apart, while
+    a change of single rows needs the hash. Numbers JSON has no word for become text."""
     picked: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
         for name, value in tensors.items():
@@ -94,23 +109,36 @@ def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float | str]]:
             numbers = torch.cat([values for _, values in chosen]).tolist()
             at = 0
             for name, values in chosen:
-                found[name] = [number if math.isfinite(number) else str(number) for number in numbers[at : at + len(values)]]
+                found[name] = [
+                    number if math.isfinite(number) else str(number)
+                    for number in numbers[at : at + len(values)]
+                ]
                 at += len(values)
     return found
 
 
 def compare(saved: Mapping[str, Any], model: nn.Module, where: str, heads: Collection[str] = ()) -> None:
-    """Raise FileError naming the first ten differences unless `model` is the base of the fingerprint `saved`, stored in the file `where`.
+    """Raise FileError naming the first ten differences unless `model` is the base of the fingerprint `saved`,
+    stored in the file `where`.
 
     `heads` are modules of a plain `model` that the tuning replaces and that are therefore not compared.
     """
     if saved.get("version") != VERSION or not isinstance(saved.get("tensors"), dict):
-        raise FileError("another version of fingerprint", where=where, expected=str(VERSION), remedy="use the petune that wrote it")
+        raise FileError(
+            "another version of fingerprint",
+            where=where,
+            expected=str(VERSION),
+            remedy="use the petune that wrote it",
+        )
     rows, tensors = saved["tensors"], base_tensors(model, heads)
-    if any(len(row) == 3 and row[2] is None for row in rows.values()):  # of a full tuning: all tensors are compared, by build alone
+    # of a full tuning: all tensors are compared, by build alone
+    if any(len(row) == 3 and row[2] is None for row in rows.values()):
         tensors = {plain_name(name): value for name, value in bare(model).state_dict(keep_vars=True).items()}
     lost = [name for name in rows if name not in tensors]
-    problems = [Problem("is not in this model", name, found=", ".join(nearest(name, tensors, 1)) or None) for name in lost[:MOST]]
+    problems = [
+        Problem("is not in this model", name, found=", ".join(nearest(name, tensors, 1)) or None)
+        for name in lost[:MOST]
+    ]
     problems += [Problem("is not in the saved base", name) for name in tensors if name not in rows]
     samples = _samples({name: tensors[name] for name in rows if name in tensors})
     for name in samples:
@@ -118,11 +146,15 @@ def compare(saved: Mapping[str, Any], model: nn.Module, where: str, heads: Colle
             problems.append(problem)
     if problems:
         summary = f"{len(problems) + len(lost[MOST:])} of {len(rows)} tensors differ"
-        first = Problem("this tuning was made on another base model", where, found=summary, remedy=_remedy(rows, tensors))
+        first = Problem(
+            "this tuning was made on another base model", where, found=summary, remedy=_remedy(rows, tensors)
+        )
         raise FileError([first, *problems[:MOST]])
 
 
-def _difference(name: str, row: Any, build: tuple[str, list[int]], found: list[float | str]) -> Problem | None:
+def _difference(
+    name: str, row: Any, build: tuple[str, list[int]], found: list[float | str]
+) -> Problem | None:
     if not isinstance(row, list) or len(row) != 3:
         return Problem("the fingerprint's row is not dtype, shape and samples", name, found=repr(row)[:80])
     dtype, shape, expected = row
@@ -131,7 +163,12 @@ def _difference(name: str, row: Any, build: tuple[str, list[int]], found: list[f
     if expected is None or expected == found:
         return None
     if dtype == build[0] or len(expected) != len(found) or not all(map(_near, expected, found)):
-        return Problem("holds other values", name, expected=f"{dtype} {_short(expected)}", found=f"{build[0]} {_short(found)}")
+        return Problem(
+            "holds other values",
+            name,
+            expected=f"{dtype} {_short(expected)}",
+            found=f"{build[0]} {_short(found)}",
+        )
     return None
 
 
@@ -146,24 +183,41 @@ def _short(values: list[float | str]) -> str:
 
 
 def _remedy(rows: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    grown = [name for name, value in tensors.items() if name in rows and value.dim() == 2 and rows[name][1] != list(value.shape)]
+    grown = [
+        name
+        for name, value in tensors.items()
+        if name in rows and value.dim() == 2 and rows[name][1] != list(value.shape)
+    ]
     for name in grown:
         if "embed" in name and rows[name][1][1:] == list(tensors[name].shape[1:]):
-            return f"the vocabulary had {rows[name][1][0]} rows: model.resize_token_embeddings({rows[name][1][0]}), or load its own base"
+            return (
+                f"the vocabulary had {rows[name][1][0]} rows:"
+                f" model.resize_token_embeddings({rows[name][1][0]}), or load its own base"
+            )
     return "load the base it was made on, at the same revision"
 
 
 def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
-    """SHA-256 over name, dtype, shape and every byte of the base's tensors, sorted by name; one tensor at a time visits the CPU.
+    """SHA-256 over name, dtype, shape and every byte of the base's tensors, sorted by name; one tensor at a
+    time visits the CPU.
 
-    Raises UsageError for a fully tuned model and for a quantised base, whose own weights are gone, and inside merged_weights.
+    Raises UsageError for a fully tuned model and for a quantised base, whose own weights are gone, and inside
+    merged_weights.
     """
     refuse_merged(bare(model))
     if is_wrapped(bare(model)) and method_of(tuning(bare(model)).config).trains_base:
-        raise UsageError("full fine-tuning keeps no untouched base to hash", remedy="hash the base before wrapping it")
+        raise UsageError(
+            "full fine-tuning keeps no untouched base to hash", remedy="hash the base before wrapping it"
+        )
     tensors, digest = base_tensors(model, heads), hashlib.sha256()
-    if quantised := next((name for name, value in tensors.items() if isinstance(value, QuantisedWeight)), None):
-        raise UsageError("the weights this base was quantised from are gone", where=quantised, remedy="hash the base before wrapping it")
+    if quantised := next(
+        (name for name, value in tensors.items() if isinstance(value, QuantisedWeight)), None
+    ):
+        raise UsageError(
+            "the weights this base was quantised from are gone",
+            where=quantised,
+            remedy="hash the base before wrapping it",
+        )
     for name, value in sorted(tensors.items()):
         dtype, shape = _build(value)
         digest.update(f"{name} {dtype} {shape}\n".encode())

@@ -1,9 +1,11 @@
-"""LoRA folders as peft lays them out: adapter_config.json and adapter_model.safetensors, written for its readers and read strictly.
+"""LoRA folders as peft lays them out: adapter_config.json and adapter_model.safetensors, written for its
+readers and read strictly.
 
-Keys are `base_model.model.<module>.lora_A.weight` (embeddings: `.lora_embedding_A`) and, for modules trained whole, the parameter's own
-name. Which layers must be there is what the config's patterns match in the base, so a tensor that is missing is noticed. A setting petune
-does not compute is refused by name: it would otherwise give the base's output, or a wrong one, without a word. The file is long
-because what is written and what is read are two sides of one table.
+Keys are `base_model.model.<module>.lora_A.weight` (embeddings: `.lora_embedding_A`) and, for modules trained
+whole, the parameter's own name. Which layers must be there is what the config's patterns match in the base,
+so a tensor that is missing is noticed. A setting petune does not compute is refused by name: it would
+otherwise give the base's output, or a wrong one, without a word. The file is long because what is written and
+what is read are two sides of one table.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import FileError, Problem, UsageError, nearest
-from petune.files.json_fields import Fields, Kind, ListOf, MapOf, Number, OneOf, Text, Truth, Whole, check_fields
+from petune.files.json_fields import (
+    Fields,
+    Kind,
+    ListOf,
+    MapOf,
+    Number,
+    OneOf,
+    Text,
+    Truth,
+    Whole,
+    check_fields,
+)
 from petune.files.patterns import Pattern, compile_pattern
 from petune.log import say
 from petune.methods import dora, lora, tuning
@@ -113,11 +126,23 @@ _KINDS: Mapping[str, Kind] = {
 }
 # A peft that states its version writes every field: what decides the numbers is not left to a default.
 _WHOLE_FILE = (
-    *("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save"),
+    *(
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "modules_to_save",
+    ),
     *("exclude_modules", "layers_to_transform", "layers_pattern"),
 )
 # By peft's `use_dora`: the method's settings and the classes of its layers.
-_METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {False: (LoraConfig, lora.LAYERS), True: (DoraConfig, dora.LAYERS)}
+_METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {
+    False: (LoraConfig, lora.LAYERS),
+    True: (DoraConfig, dora.LAYERS),
+}
 _MAGNITUDE = "lora_magnitude_vector"
 _ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", _MAGNITUDE: _MAGNITUDE}
 _ENDS_OF_EMBEDDING = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
@@ -128,8 +153,8 @@ _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and sav
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA folder in petune's words: the whole config, each layer's own and the forms of their classes, what is trained whole, tensors
-    by base-model name."""
+    """A LoRA folder in petune's words: the whole config, each layer's own and the forms of their classes,
+    what is trained whole, tensors by base-model name."""
 
     config: LoraConfig
     layers: Mapping[str, LoraConfig]
@@ -141,10 +166,13 @@ class Adapter:
 # ---------------------------------------------------------------- writing
 
 
-def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_peft(
+    model: nn.Module, state: Mapping[str, Tensor], base_model: str | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config of a model wrapped with lora or dora, and its tuned state, as peft names them.
 
-    Raises UsageError for a module trained whole whose tensor is tied to one that is not: peft would load it untied.
+    Raises UsageError for a module trained whole whose tensor is tied to one that is not: peft would load it
+    untied.
     """
     record = tuning(model)
     assert isinstance(record.config, LoraConfig)
@@ -161,9 +189,17 @@ def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | Non
         dict(_NEUTRAL)
         | dict(_READ)
         | {
-            "auto_mapping": None if task else {"base_model_class": type(model).__name__, "parent_library": type(model).__module__},
+            "auto_mapping": (
+                None
+                if task
+                else {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+            ),
             "base_model_name_or_path": base_model,
-            "fan_in_fan_out": 0 < columns == len(layers) - sum(isinstance(layer, LoraEmbedding) for layer in layers.values()),
+            "fan_in_fan_out": (
+                0
+                < columns
+                == len(layers) - sum(isinstance(layer, LoraEmbedding) for layer in layers.values())
+            ),
             "lora_alpha": _number(alpha),
             "lora_dropout": record.config.dropout,
             "modules_to_save": _shortest(heads, map(plain_name, names)) or None,
@@ -171,7 +207,9 @@ def to_peft(model: nn.Module, state: Mapping[str, Tensor], base_model: str | Non
             "use_dora": type(record.config) is _METHODS[True][0],
             "rank_pattern": {name: rank for name, (rank, _) in sizes.items() if rank != r},
             "alpha_pattern": {name: _number(own) for name, (_, own) in sizes.items() if own != alpha},
-            "target_modules": _shortest(tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))),
+            "target_modules": _shortest(
+                tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
+            ),
             "task_type": task,
         }
     )
@@ -191,16 +229,25 @@ def _ends(embedding: bool) -> Mapping[str, str]:
 
 
 def _shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
-    """Names for which peft's rule (the whole name or what follows a dot) finds exactly `wanted`: sorted last parts, else in full."""
+    """Names for which peft's rule (the whole name or what follows a dot) finds exactly `wanted`: sorted last
+    parts, else in full."""
     leaves = {name.rpartition(".")[2] for name in wanted}
     hit = {name for name in names if name.rpartition(".")[2] in leaves}
     return sorted(leaves if hit == set(wanted) else wanted)
 
 
 def _task(model: nn.Module, frozen: Iterable[str]) -> str | None:
-    """peft's task type. One that implies a head which is not trained stays unsaid: peft would look for that head in the file."""
+    """peft's task type. One that implies a head which is not trained stays unsaid: peft would look for that
+    head in the file."""
     leaves = {name.rpartition(".")[2] for name in frozen}
-    return next((task for ending, task, implied in _TASKS if type(model).__name__.endswith(ending) and leaves.isdisjoint(implied)), None)
+    return next(
+        (
+            task
+            for ending, task, implied in _TASKS
+            if type(model).__name__.endswith(ending) and leaves.isdisjoint(implied)
+        ),
+        None,
+    )
 
 
 def _alpha(layer: LoraLayer, config: LoraConfig) -> float:
@@ -223,7 +270,8 @@ def _refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
     for name, value in model.named_parameters(remove_duplicate=False):
         if id(value) in inside and not within(name, heads):
             raise UsageError(
-                f"{inside[id(value)]} is trained whole and tied to {name}, which is not: peft files cannot say so",
+                f"{inside[id(value)]} is trained whole and tied to {name}, which is not: peft files cannot"
+                " say so",
                 remedy=f"name both in also_train: [{inside[id(value)]}, {name.rpartition('.')[0]}]",
             )
 
@@ -231,10 +279,14 @@ def _refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> Adapter:
-    """What a LoRA folder says about `base`, which is not changed. `config` and `tensors` are the contents of its two files.
+def from_peft(
+    base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
+) -> Adapter:
+    """What a LoRA folder says about `base`, which is not changed. `config` and `tensors` are the contents of
+    its two files.
 
-    Raises FileError for a setting petune lacks, and for tensors that are missing, unexpected, mis-shaped or given twice (first ten).
+    Raises FileError for a setting petune lacks, and for tensors that are missing, unexpected, mis-shaped or
+    given twice (first ten).
     """
     check_config(config, folder / CONFIG)
     _, forms = _METHODS[bool(config.get("use_dora"))]
@@ -244,71 +296,131 @@ def from_peft(base: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, 
     heads = tuple(name for name in heads if not within(name, [other for other in heads if other != name]))
     ends = tuple(f".{end}" for end in (*_ENDS.values(), *_ENDS_OF_EMBEDDING.values()))
     present = {key.rpartition(".lora_")[0] for key in given if key.endswith(ends)}
-    layers = {name: _own_config(name, config) for name in modules if name in present or _is_target(name, config, heads)}
-    wanted = {key: name for module, own in layers.items() for key, name in _keys(module, modules[module], own, forms, folder).items()}
+    layers = {
+        name: _own_config(name, config)
+        for name in modules
+        if name in present or _is_target(name, config, heads)
+    }
+    wanted = {
+        key: name
+        for module, own in layers.items()
+        for key, name in _keys(module, modules[module], own, forms, folder).items()
+    }
     own = dict(base.state_dict(keep_vars=True))
     shapes = {key: shape for key, (_, shape) in wanted.items()}
     for head in heads:
         whole = {f"{head}.{name}": tuple(value.shape) for name, value in modules[head].named_parameters()}
         shapes |= whole
         wanted |= {key: (key, shape) for key, shape in whole.items()}
-    given = {key: value for key, value in given.items() if key in wanted or not _repeats_base(key, value, own)}
+    given = {
+        key: value for key, value in given.items() if key in wanted or not _repeats_base(key, value, own)
+    }
     check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
     _refuse_untied(base, heads, given, folder)
     alpha = _own_config("", config)
     whole_config = replace(alpha, targets=tuple(layers), also_train=heads)
-    return Adapter(whole_config, layers, forms, heads, {wanted[key][0]: value for key, value in given.items()})
+    return Adapter(
+        whole_config, layers, forms, heads, {wanted[key][0]: value for key, value in given.items()}
+    )
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raise FileError naming every field of an adapter_config.json that is of another kind or asks for what petune does not compute."""
+    """Raise FileError naming every field of an adapter_config.json that is of another kind or asks for what
+    petune does not compute."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise FileError(f"peft_type is {kind!r}", where=str(file), expected="LORA", remedy="load this one with peft")
+        raise FileError(
+            f"peft_type is {kind!r}", where=str(file), expected="LORA", remedy="load this one with peft"
+        )
     required = ("r", "lora_alpha", "target_modules") if config.get("peft_version") is None else _WHOLE_FILE
     check_fields(config, Fields({name: _KINDS[name] for name in required}, _KINDS, others=True), file)
     problems = []
     for field, value in config.items():
         neutral = _NEUTRAL.get(field)
         if field in _NEUTRAL and value not in (neutral, None, False, {}, []):
-            problems.append(Problem(f"{field} = {value!r} is not supported"[:200], str(file), f"{field} = {neutral!r}", remedy=_FLATTEN))
-        if field not in _NEUTRAL and field not in _READ and field not in _INERT and value not in (None, False, {}, [], ""):
+            problems.append(
+                Problem(
+                    f"{field} = {value!r} is not supported"[:200],
+                    str(file),
+                    f"{field} = {neutral!r}",
+                    remedy=_FLATTEN,
+                )
+            )
+        if (
+            field not in _NEUTRAL
+            and field not in _READ
+            and field not in _INERT
+            and value not in (None, False, {}, [], "")
+        ):
             remedy = "it may change what is computed: " + _FLATTEN
-            problems.append(Problem(f"{field} = {value!r} is unknown to petune"[:200], str(file), remedy=remedy))
+            problems.append(
+                Problem(f"{field} = {value!r} is unknown to petune"[:200], str(file), remedy=remedy)
+            )
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         remedy = "convert it with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-        problems.append(Problem(f"init_lora_weights = {init!r} changes the base's weights", str(file), "true", remedy=remedy))
-    patterns = [config.get(field) for field in ("target_modules", "exclude_modules") if isinstance(config.get(field), str)]
+        problems.append(
+            Problem(
+                f"init_lora_weights = {init!r} changes the base's weights", str(file), "true", remedy=remedy
+            )
+        )
+    patterns = [
+        config.get(field)
+        for field in ("target_modules", "exclude_modules")
+        if isinstance(config.get(field), str)
+    ]
     for pattern in [*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]:
         try:
             _pattern(pattern)
         except FileError as error:
             problems += [replace(problem, where=str(file)) for problem in error.problems]
     if not config.get("target_modules"):
-        problems.append(Problem("target_modules is empty", str(file), remedy="name the modules the adapter tunes, as peft writes them"))
+        problems.append(
+            Problem(
+                "target_modules is empty",
+                str(file),
+                remedy="name the modules the adapter tunes, as peft writes them",
+            )
+        )
     if problems:
         raise FileError(problems[:MOST])
 
 
 def check_tensors(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], file: Path, heads: Iterable[str] = ()
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    file: Path,
+    heads: Iterable[str] = (),
 ) -> None:
     """Raise FileError naming the first ten tensors that are missing, unexpected or mis-shaped in `file`."""
-    missing, surplus = [name for name in expected if name not in found], [name for name in found if name not in expected]
+    missing, surplus = (
+        [name for name in expected if name not in found],
+        [name for name in found if name not in expected],
+    )
     wrong = [name for name in expected if name in found and expected[name] != found[name]]
-    problems = [Problem("is missing", name, found=", ".join(nearest(name, surplus, 1)) or None) for name in missing]
+    problems = [
+        Problem("is missing", name, found=", ".join(nearest(name, surplus, 1)) or None) for name in missing
+    ]
     problems += [Problem("is unexpected: it belongs to nothing in this model", name) for name in surplus]
     for name in wrong:
         remedy = "load the base with the same number of labels (num_labels)" if within(name, heads) else None
-        problems.append(Problem("has another shape", name, str(list(expected[name])), str(list(found[name])), remedy))
+        problems.append(
+            Problem("has another shape", name, str(list(expected[name])), str(list(found[name])), remedy)
+        )
     if problems:
-        summary = f"{len(missing)} missing, {len(surplus)} unexpected, {len(wrong)} mis-shaped, of {len(expected)}"
-        raise FileError([Problem("these tensors do not fit this model", str(file), found=summary), *problems[:MOST]])
+        summary = (
+            f"{len(missing)} missing, {len(surplus)} unexpected, {len(wrong)} mis-shaped, of {len(expected)}"
+        )
+        raise FileError(
+            [Problem("these tensors do not fit this model", str(file), found=summary), *problems[:MOST]]
+        )
 
 
-def _strip(tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], folder: Path) -> dict[str, Tensor]:
-    """Tensors by plain name: without peft's prefix, and without what torch.compile and data parallelism put before or between."""
+def _strip(
+    tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], folder: Path
+) -> dict[str, Tensor]:
+    """Tensors by plain name: without peft's prefix, and without what torch.compile and data parallelism put
+    before or between."""
     plain: dict[str, Tensor] = {}
     wrappers = set()
     for key, value in tensors.items():
@@ -327,11 +439,16 @@ def _strip(tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], fold
             wrappers.add("_orig_mod")
         if name in plain:
             raise FileError(
-                "another tensor has this name, once wrappers' prefixes are gone", where=f"{folder / TENSORS}  {key}", found=name
+                "another tensor has this name, once wrappers' prefixes are gone",
+                where=f"{folder / TENSORS}  {key}",
+                found=name,
             )
         plain[name] = value
     if wrappers:
-        say(f"{folder / TENSORS}: saved from a wrapped model; {', '.join(sorted(wrappers))} is dropped from its names")
+        say(
+            f"{folder / TENSORS}: saved from a wrapped model; {', '.join(sorted(wrappers))} is dropped from"
+            " its names"
+        )
     return plain
 
 
@@ -340,7 +457,8 @@ def _is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:
-    """Whether peft would tune the module `name`: its own rules for target_modules, exclude_modules and layers_to_transform."""
+    """Whether peft would tune the module `name`: its own rules for target_modules, exclude_modules and
+    layers_to_transform."""
     if within(name, heads) or _is_named(name, config.get("exclude_modules")):
         return False
     targets = config["target_modules"]
@@ -350,10 +468,16 @@ def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> 
     if only in (None, []) or isinstance(targets, str) or name in targets:
         return True
     patterns = config.get("layers_pattern") or r".*?\.[^.]*"
-    for pattern in [patterns] if isinstance(patterns, str) else [rf"(?:^|.*?\.){pattern}" for pattern in patterns]:
+    for pattern in (
+        [patterns] if isinstance(patterns, str) else [rf"(?:^|.*?\.){pattern}" for pattern in patterns]
+    ):
         if groups := _pattern(rf"{pattern}\.(\d+)\.").match(name):
             number = groups[0]
-            return number is not None and number.isdecimal() and int(number) in ([only] if isinstance(only, int) else only)
+            return (
+                number is not None
+                and number.isdecimal()
+                and int(number) in ([only] if isinstance(only, int) else only)
+            )
     return False
 
 
@@ -364,7 +488,8 @@ def _is_named(name: str, entries: Any) -> bool:
 
 
 def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
-    """Rank and alpha of one module after its patterns. rsLoRA divides by the root of the rank: the same as an alpha that much larger."""
+    """Rank and alpha of one module after its patterns. rsLoRA divides by the root of the rank: the same as an
+    alpha that much larger."""
     r = _by_pattern(name, config.get("rank_pattern") or {}, config.get("r", 8))
     alpha = _by_pattern(name, config.get("alpha_pattern") or {}, config.get("lora_alpha", 8))
     scale = math.sqrt(r) if config.get("use_rslora") else 1
@@ -373,7 +498,10 @@ def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
 
 
 def _by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if _pattern(rf"(.*\.)?({pattern})").fullmatch(name)), default)
+    return next(
+        (value for pattern, value in patterns.items() if _pattern(rf"(.*\.)?({pattern})").fullmatch(name)),
+        default,
+    )
 
 
 def _pattern(text: str) -> Pattern:
@@ -381,11 +509,18 @@ def _pattern(text: str) -> Pattern:
     return compile_pattern(text, FileError, CONFIG)
 
 
-def _keys(name: str, layer: nn.Module, own: LoraConfig, forms: Layers, folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _keys(
+    name: str, layer: nn.Module, own: LoraConfig, forms: Layers, folder: Path
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """{key in the file: (name in petune, shape)} of one layer's tensors."""
     if type(layer) not in forms:
         kinds = ", ".join(kind.__name__ for kind in forms)
-        raise FileError(f"tunes a {type(layer).__name__}", where=f"{folder / CONFIG}  {name}", expected=kinds, remedy=_FLATTEN)
+        raise FileError(
+            f"tunes a {type(layer).__name__}",
+            where=f"{folder / CONFIG}  {name}",
+            expected=kinds,
+            remedy=_FLATTEN,
+        )
     ends, shapes = _ends(isinstance(layer, nn.Embedding)), forms[type(layer)].shapes(layer, own.r)
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
@@ -393,14 +528,29 @@ def _keys(name: str, layer: nn.Module, own: LoraConfig, forms: Layers, folder: P
 def _repeats_base(key: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:
     """Whether a tensor is only a copy of the base's own, as peft writes one for a tuned embedding."""
     mine = own.get(key.replace(".base_layer.", "."))
-    return mine is not None and mine.shape == value.shape and torch.equal(mine.detach().cpu(), value.to(mine.dtype))
+    return (
+        mine is not None
+        and mine.shape == value.shape
+        and torch.equal(mine.detach().cpu(), value.to(mine.dtype))
+    )
 
 
-def _refuse_untied(base: nn.Module, heads: tuple[str, ...], given: Mapping[str, Tensor], folder: Path) -> None:
-    """peft trains a copy of a tied module; here it would drag the other end along, unless the file holds both ends, equal."""
-    inside = {id(value): f"{head}.{own}" for head in heads for own, value in base.get_submodule(head).named_parameters()}
+def _refuse_untied(
+    base: nn.Module, heads: tuple[str, ...], given: Mapping[str, Tensor], folder: Path
+) -> None:
+    """peft trains a copy of a tied module; here it would drag the other end along, unless the file holds both
+    ends, equal."""
+    inside = {
+        id(value): f"{head}.{own}"
+        for head in heads
+        for own, value in base.get_submodule(head).named_parameters()
+    }
     for name, value in base.named_parameters(remove_duplicate=False) if inside else ():
         first = inside.get(id(value), name)
         if first != name and not (name in given and torch.equal(given[first], given[name])):
             remedy = "untie them in the base first: config.tie_word_embeddings = False, and clone the weight"
-            raise FileError(f"{first} was trained apart from {name}, to which it is tied here", where=str(folder / TENSORS), remedy=remedy)
+            raise FileError(
+                f"{first} was trained apart from {name}, to which it is tied here",
+                where=str(folder / TENSORS),
+                remedy=remedy,
+            )

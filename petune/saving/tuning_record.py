@@ -1,4 +1,5 @@
-"""petune.json, the record beside tuned weights: what was tuned, how, on which base; written, read strictly, compared with a base."""
+"""petune.json, the record beside tuned weights: what was tuned, how, on which base; written, read strictly,
+compared with a base."""
 
 from __future__ import annotations
 
@@ -86,13 +87,15 @@ class Record:
         return None if labels is None else tuple(labels[str(index)] for index in range(len(labels)))
 
     def check_again(self) -> None:
-        """Raise FileError where the folder is not what it was when this was read: call it right before its tensors are."""
+        """Raise FileError where the folder is not what it was when this was read: call it right before its
+        tensors are."""
         if read_json(self.file, links=True) != self.facts:
             raise FileError("has been changed since it was read", where=str(self.file), remedy="start again")
         _check_folder(self.file, self.facts)
 
     def check_base(self, model: nn.Module, files: Mapping[str, Path], verify: bool) -> None:
-        """Raise FileError unless `model` is the base this was tuned on: its build, sampled values, and the `files` it was loaded from.
+        """Raise FileError unless `model` is the base this was tuned on: its build, sampled values, and the
+        `files` it was loaded from.
 
         `verify` demands hashes, of the files read afresh or else of every tensor.
         """
@@ -105,7 +108,9 @@ class Record:
             self.check_files(files, afresh=verify)
         elif verify and base["sha256"] is None:
             raise FileError(
-                "stores no hash of its base", where=str(self.file), remedy="save with base_sha256=petune.saving.export.full_hash(model)"
+                "stores no hash of its base",
+                where=str(self.file),
+                remedy="save with base_sha256=petune.saving.export.full_hash(model)",
             )
         elif verify and (digest := full_hash(model, self.also_train)) != base["sha256"]:
             sides = {"expected": f"{base['sha256'][:16]}…", "found": f"{digest[:16]}…"}
@@ -114,40 +119,73 @@ class Record:
 
     def _check_build(self, model: nn.Module) -> None:
         made_on, family = self.facts["model"], family_name(model)
-        if (expected := made_on["class"]) != (found := type(model).__name__) or self.facts["family"] != family:
-            sides = {"expected": f"{expected} (family {self.facts['family']})", "found": f"{found} (family {family})"}
-            raise FileError(f"this {self.method} tuning is of another kind of model", where=str(self.file), **sides)
+        if (expected := made_on["class"]) != (found := type(model).__name__) or self.facts[
+            "family"
+        ] != family:
+            sides = {
+                "expected": f"{expected} (family {self.facts['family']})",
+                "found": f"{found} (family {family})",
+            }
+            raise FileError(
+                f"this {self.method} tuning is of another kind of model", where=str(self.file), **sides
+            )
         names = {name for name, _ in model.named_modules()}
         if lost := [head for head in self.also_train if head not in names]:
             remedy = "load the base with the head of the same task"
-            raise FileError(f"the model has no {lost[0]}, which was trained", where=str(self.file), remedy=remedy)
+            raise FileError(
+                f"the model has no {lost[0]}, which was trained", where=str(self.file), remedy=remedy
+            )
 
     def check_files(self, files: Mapping[str, Path], *, weights: bool = True, afresh: bool = False) -> None:
-        """Raise FileError naming those of the base's `files` that are not what they were when this was tuned; `weights`: all of them.
+        """Raise FileError naming those of the base's `files` that are not what they were when this was tuned;
+        `weights`: all of them.
 
-        Weights in files of other names or sizes are the base saved anew, in other shards or another dtype: that is said, and, unless
-        `afresh`, left to the fingerprint.
+        Weights in files of other names or sizes are the base saved anew, in other shards or another dtype:
+        that is said, and, unless `afresh`, left to the fingerprint.
         """
         stored = self.facts["base"]["files"] or {}
         if self.facts["format"] == 1 and not afresh:
             return  # hashes without sizes cannot tell a damaged file from another
-        expected = {name: entry if isinstance(entry, str) else entry["sha256"] for name, entry in stored.items()}
-        sizes = {name: entry["size"] for name, entry in stored.items() if not isinstance(entry, str) and is_weights(name)}
+        expected = {
+            name: entry if isinstance(entry, str) else entry["sha256"] for name, entry in stored.items()
+        }
+        sizes = {
+            name: entry["size"]
+            for name, entry in stored.items()
+            if not isinstance(entry, str) and is_weights(name)
+        }
         if not afresh and sizes != {name: _size(path) for name, path in files.items() if is_weights(name)}:
             if weights:
-                say(f"{self.file}: the base was saved anew since, in other files: compared by sampled values alone")
+                say(
+                    f"{self.file}: the base was saved anew since, in other files: compared by sampled values"
+                    " alone"
+                )
             return
         names = [name for name in expected if name in files and (weights or not is_weights(name))]
-        found: dict[str, str | None] = dict(differing({name: files[name] for name in names}, expected, afresh=afresh))
+        found: dict[str, str | None] = dict(
+            differing({name: files[name] for name in names}, expected, afresh=afresh)
+        )
         found |= dict.fromkeys(name for name in expected if name not in files)
         surplus = [name for name in files if name not in expected and is_weights(name)]
         if found or surplus:
-            remedy = "load the base with from_pretrained from the files it was made on: another copy, or the same revision"
+            remedy = (
+                "load the base with from_pretrained from the files it was made on: another copy, or the same"
+                " revision"
+            )
             problems = [Problem("the files of the base differ", where=str(self.file), remedy=remedy)]
             for name in sorted((*found, *surplus)):
                 one, other = expected.get(name), found.get(name)
-                sides = ["no such file" if value is None else f"sha256 {value[:16]}…" for value in (one, other)]
-                problems.append(Problem("has another content", where=str(files.get(name, name)), expected=sides[0], found=sides[1]))
+                sides = [
+                    "no such file" if value is None else f"sha256 {value[:16]}…" for value in (one, other)
+                ]
+                problems.append(
+                    Problem(
+                        "has another content",
+                        where=str(files.get(name, name)),
+                        expected=sides[0],
+                        found=sides[1],
+                    )
+                )
             raise FileError(problems[:11])
 
 
@@ -168,7 +206,8 @@ def origin(model: nn.Module) -> str | None:
 
 
 def origin_files(model: nn.Module, verify: bool) -> dict[str, Path]:
-    """The files a model in memory was loaded from: of a folder, and, where they must be known, of the newest copy of a hub id."""
+    """The files a model in memory was loaded from: of a folder, and, where they must be known, of the newest
+    copy of a hub id."""
     place = origin(model)
     if not place or not (verify or Path(place).is_dir()):
         return {}  # which revision of a hub id it was cannot be seen
@@ -176,7 +215,11 @@ def origin_files(model: nn.Module, verify: bool) -> dict[str, Path]:
 
 
 def facts_of(
-    model: nn.Module, record: Tuning, base_name: str | None, sha256: str | None, files: Mapping[str, Any] | None
+    model: nn.Module,
+    record: Tuning,
+    base_name: str | None,
+    sha256: str | None,
+    files: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What petune.json says of a wrapped model, but for its tensors."""
     config = getattr(model, "config", None)
@@ -192,7 +235,12 @@ def facts_of(
         "model": {"class": type(model).__name__, "type": getattr(config, "model_type", None)},
         "id2label": {str(index): label for index, label in labels.items()} if labels else None,
         "vocabulary": getattr(embeddings, "num_embeddings", None),
-        "base": {"name": base_name, "fingerprint": fingerprint(model), "sha256": sha256, "files": dict(files or {}) or None},
+        "base": {
+            "name": base_name,
+            "fingerprint": fingerprint(model),
+            "sha256": sha256,
+            "files": dict(files or {}) or None,
+        },
     }
 
 
@@ -204,9 +252,15 @@ def _version() -> str:
 
 
 def write_record(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """One line per fact: indenting the thousands of numbers of a fingerprint would take longer than saving the tensors."""
-    rows = {key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()}
-    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in {**facts, "tensors": rows}.items())
+    """One line per fact: indenting the thousands of numbers of a fingerprint would take longer than saving
+    the tensors."""
+    rows = {
+        key: [list(value.shape), str(value.dtype).removeprefix("torch.")] for key, value in tensors.items()
+    }
+    lines = (
+        f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in {**facts, "tensors": rows}.items()
+    )
     write_file(path, [b"{\n", ",\n".join(lines).encode(), b"\n}\n"])
 
 
@@ -220,19 +274,31 @@ def read_record(folder: Path) -> Record:
     try:
         config = make_config(facts["method"], facts["config"])
     except UsageError as error:
-        raise FileError(f"petune.json is damaged: {error}", where=f"{file}  config", remedy="use another copy") from error
+        raise FileError(
+            f"petune.json is damaged: {error}", where=f"{file}  config", remedy="use another copy"
+        ) from error
     shapes = {name: tuple(shape) for name, (shape, _) in facts["tensors"].items()}
     if form == 1:
-        warn(f"{folder}: written by an older petune: its tokenizer and configs are under no hash; load it and save it again")
+        warn(
+            f"{folder}: written by an older petune: its tokenizer and configs are under no hash; load it and"
+            " save it again"
+        )
     return Record(file, facts["method"], config, tuple(facts["also_train"]), shapes, facts)
 
 
 def _check_folder(file: Path, facts: Mapping[str, Any]) -> None:
-    """Compare every file of the folder that has a hash with it: in format 1 the tensor files, whose hashes are in `facts`."""
+    """Compare every file of the folder that has a hash with it: in format 1 the tensor files, whose hashes
+    are in `facts`."""
     if facts["format"] != 1:
         check_folder(file.parent)
         return
     check_fields(facts.get("sha256"), MapOf(Digest(), least=1), file, "sha256")
     tensors = {path.name: path for path in file.parent.glob("*.safetensors")}
-    if wrong := sorted({*facts["sha256"]} ^ {*tensors}) or sorted(differing(tensors, facts["sha256"], afresh=True)):
-        raise FileError("has been changed or damaged, or is missing", where=str(file.parent / wrong[0]), remedy="use another copy")
+    if wrong := sorted({*facts["sha256"]} ^ {*tensors}) or sorted(
+        differing(tensors, facts["sha256"], afresh=True)
+    ):
+        raise FileError(
+            "has been changed or damaged, or is missing",
+            where=str(file.parent / wrong[0]),
+            remedy="use another copy",
+        )

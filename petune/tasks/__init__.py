@@ -1,4 +1,5 @@
-"""Tasks: what the data is and how a model learns from it. TASKS is the table; everything else is a step on the way from a file to a loss.
+"""Tasks: what the data is and how a model learns from it. TASKS is the table; everything else is a step on
+the way from a file to a loss.
 
     rows = load_rows(config, task, folder, seed=0)          # read, detect, check, split
     encoded = encode(rows, task, tokenizer, config, ...)    # token ids, what is trained, a report

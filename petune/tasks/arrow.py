@@ -1,7 +1,9 @@
-"""Arrow IPC files before they are read: `datasets` maps them into memory, so that what is not compressed fills none.
+"""Arrow IPC files before they are read: `datasets` maps them into memory, so that what is not compressed
+fills none.
 
-A compressed buffer says itself how much it holds, and the library allocates that at once; `save_to_disk` compresses nothing. Whether a
-record batch is compressed stands in its metadata (format/Message.fbs of Apache Arrow), of which pyarrow tells nothing before it is read.
+A compressed buffer says itself how much it holds, and the library allocates that at once; `save_to_disk`
+compresses nothing. Whether a record batch is compressed stands in its metadata (format/Message.fbs of Apache
+Arrow), of which pyarrow tells nothing before it is read.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from pathlib import Path
 from petune.errors import DataError
 from petune.tasks.lines import shown
 
-_HEADER, _DATA, _COMPRESSION = 2, 1, 3  # fields of Message, DictionaryBatch and RecordBatch, by their ids in the schema
+# fields of Message, DictionaryBatch and RecordBatch, by their ids in the schema
+_HEADER, _DATA, _COMPRESSION = 2, 1, 3
 
 
 def refuse_compressed(path: Path) -> None:
-    """Raise DataError for an Arrow IPC stream or file with compressed buffers, and for one that is damaged; no buffer is read."""
+    """Raise DataError for an Arrow IPC stream or file with compressed buffers, and for one that is damaged;
+    no buffer is read."""
     import pyarrow.ipc  # type: ignore[import-untyped]  # comes with datasets
 
     try:
@@ -25,14 +29,18 @@ def refuse_compressed(path: Path) -> None:
             for message in pyarrow.ipc.MessageReader.open_stream(source):
                 if message.type in ("record batch", "dictionary") and _is_compressed(message):
                     remedy = "save it again with save_to_disk of datasets, or write it as .jsonl"
-                    raise DataError("the table is compressed, and could fill the memory", where=shown(path), remedy=remedy)
+                    raise DataError(
+                        "the table is compressed, and could fill the memory", where=shown(path), remedy=remedy
+                    )
     except DataError:
         raise
     except Exception as error:  # pyarrow raises bare classes of its own for damaged files
         if isinstance(error, OSError) and error.errno is not None:
             raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"not a whole Arrow file: {first}", where=shown(path), remedy="save or copy it again") from error
+        raise DataError(
+            f"not a whole Arrow file: {first}", where=shown(path), remedy="save or copy it again"
+        ) from error
 
 
 def _is_compressed(message: object) -> bool:
@@ -45,7 +53,8 @@ def _is_compressed(message: object) -> bool:
 
 
 def _table(data: bytes, at: int, field: int | None) -> int:
-    """Where the table lies that a field of the table at `at` refers to; None: that the number at `at` refers to."""
+    """Where the table lies that a field of the table at `at` refers to; None: that the number at `at` refers
+    to."""
     place = at if field is None else _field(data, at, field)
     if place is None:
         raise ValueError("a message without a batch")
@@ -53,7 +62,8 @@ def _table(data: bytes, at: int, field: int | None) -> int:
 
 
 def _field(data: bytes, at: int, field: int) -> int | None:
-    """Where a field of the table at `at` lies; None where it is absent. A table begins with the way back to the list of its fields."""
+    """Where a field of the table at `at` lies; None where it is absent. A table begins with the way back to
+    the list of its fields."""
     fields = at - int.from_bytes(data[at : at + 4], "little", signed=True)
     if 4 + 2 * field >= int.from_bytes(data[fields : fields + 2], "little"):
         return None

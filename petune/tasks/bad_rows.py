@@ -1,4 +1,5 @@
-"""Bad rows, gathered: the first ten are told with their place, all are counted, and skipping them has a limit."""
+"""Bad rows, gathered: the first ten are told with their place, all are counted, and skipping them has a
+limit."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ class Faults:
         self.fatal = False
 
     def add(self, problem: Problem, *, fatal: bool = False) -> None:
-        """One bad row; `fatal` if what follows it in the file could not be read at all, so that skipping is no choice."""
+        """One bad row; `fatal` if what follows it in the file could not be read at all, so that skipping is
+        no choice."""
         self.count += 1
         self.fatal |= fatal
         if len(self.told) < TOLD:
             self.told.append(problem)
 
     def settle(self, good: int) -> str | None:
-        """A note on what was skipped. Raises DataError with the first ten problems when skipping is not asked for, or went too far."""
+        """A note on what was skipped. Raises DataError with the first ten problems when skipping is not asked
+        for, or went too far."""
         if not self.count:
             return None
         share = self.count / (self.count + good)

@@ -11,13 +11,20 @@ from petune.tasks.examples import MASKED, Example
 
 
 def collate(
-    examples: Sequence[Example], task: str, pad_token_id: int, padding_side: str = "right", packed: bool = False, shortest: int = 1
+    examples: Sequence[Example],
+    task: str,
+    pad_token_id: int,
+    padding_side: str = "right",
+    packed: bool = False,
+    shortest: int = 1,
 ) -> dict[str, Tensor]:
-    """A batch for `model(**batch)`, all int64: input_ids [batch, longest], labels [batch, longest] (classify: [batch]).
+    """A batch for `model(**batch)`, all int64: input_ids [batch, longest], labels [batch, longest] (classify:
+    [batch]).
 
-    Unpacked: attention_mask, and token_type_ids if the examples have them. Packed: position_ids instead, restarting at every sample, the
-    padding being a sample of its own; the caller must pass use_cache=False, or transformers lets samples see each other. No text is
-    shorter than `shortest` tokens: ranks that share a sequence need one each.
+    Unpacked: attention_mask, and token_type_ids if the examples have them. Packed: position_ids instead,
+    restarting at every sample, the padding being a sample of its own; the caller must pass use_cache=False,
+    or transformers lets samples see each other. No text is shorter than `shortest` tokens: ranks that share a
+    sequence need one each.
     """
     inputs = [example.input_ids for example in examples]
     batch = {"input_ids": _stack(inputs, pad_token_id, padding_side, shortest)}
@@ -30,17 +37,24 @@ def collate(
     else:
         batch["attention_mask"] = _stack([[1] * len(row) for row in inputs], 0, padding_side, shortest)
     if all(example.token_types is not None for example in examples):
-        batch["token_type_ids"] = _stack([example.token_types or [] for example in examples], 0, padding_side, shortest)
+        batch["token_type_ids"] = _stack(
+            [example.token_types or [] for example in examples], 0, padding_side, shortest
+        )
     if task == "classify":
         batch["labels"] = torch.tensor([example.labels for example in examples])
     else:
         labels = [example.labels for example in examples if isinstance(example.labels, list)]
-        batch["labels"] = _stack(labels, MASKED, "right" if task == "seq2seq" or packed else padding_side, shortest)
+        batch["labels"] = _stack(
+            labels, MASKED, "right" if task == "seq2seq" or packed else padding_side, shortest
+        )
     return batch
 
 
 def _stack(rows: Sequence[list[int]], fill: int, side: str, shortest: int) -> Tensor:
     """[rows, longest], the shorter filled on `side`."""
     width = max(shortest, *(len(row) for row in rows))
-    padded = [row + [fill] * (width - len(row)) if side == "right" else [fill] * (width - len(row)) + row for row in rows]
+    padded = [
+        row + [fill] * (width - len(row)) if side == "right" else [fill] * (width - len(row)) + row
+        for row in rows
+    ]
     return torch.tensor(padded, dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Somebody's program (a chat template), run in a forked process whose time, memory and output are limited, and whose results are JSON.
+"""Somebody's program (a chat template), run in a forked process whose time, memory and output are limited,
+and whose results are JSON.
 
-A template can loop for ever or ask for all memory in one operation, which no sandbox of Python notices. The process inherits what it works
-on, so that nothing is pickled, and works ahead of whoever reads the results.
+A template can loop for ever or ask for all memory in one operation, which no sandbox of Python notices. The
+process inherits what it works on, so that nothing is pickled, and works ahead of whoever reads the results.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _T = TypeVar("_T")
 def bounded(function: Callable[[_T], Any], items: Sequence[_T], what: str) -> Iterator[Any]:
     """What `function` makes of each item, as JSON has it. PetuneErrors come out as they are.
 
-    Raises FileError, which begins with `what`, for an item that takes more than SECONDS, MEMORY or OUTPUT. Where a system cannot fork, the
-    function is called here.
+    Raises FileError, which begins with `what`, for an item that takes more than SECONDS, MEMORY or OUTPUT.
+    Where a system cannot fork, the function is called here.
     """
     if not items:
         return
@@ -42,7 +43,8 @@ def bounded(function: Callable[[_T], Any], items: Sequence[_T], what: str) -> It
         return
     mine, theirs = Pipe(duplex=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the child calls none of theirs
+        # of forking beside threads: the child calls none of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         _work(function, items, mine, theirs)
@@ -78,7 +80,9 @@ def _died(child: int, what: str) -> PetuneError:
     _, status = os.waitpid(child, 0)
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number == signal.SIGXCPU:
-        return FileError(f"{what} takes too much time", expected=f"at most {SECONDS} s of computing", remedy=_REMEDY)
+        return FileError(
+            f"{what} takes too much time", expected=f"at most {SECONDS} s of computing", remedy=_REMEDY
+        )
     ended = signal.Signals(number).name if number else f"exit code {os.waitstatus_to_exitcode(status)}"
     return FileError(f"{what} ended the process that renders it", found=ended, remedy=_REMEDY)
 
@@ -86,10 +90,13 @@ def _died(child: int, what: str) -> PetuneError:
 # ------------------------------------------------------------ in the child
 
 
-def _work(function: Callable[[Any], Any], items: Sequence[Any], mine: Connection, theirs: Connection) -> NoReturn:
+def _work(
+    function: Callable[[Any], Any], items: Sequence[Any], mine: Connection, theirs: Connection
+) -> NoReturn:
     """Send the result of each item, and end without a word to what was inherited."""
     try:
-        gc.freeze()  # what came from the parent is not searched for garbage, which would copy every page of it
+        # what came from the parent is not searched for garbage, which would copy every page of it
+        gc.freeze()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the parent decides
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)

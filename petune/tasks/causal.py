@@ -1,7 +1,8 @@
-"""causal: a decoder continues text. Of a pair only the completion is trained, of plain text everything; the end token always.
+"""causal: a decoder continues text. Of a pair only the completion is trained, of plain text everything; the
+end token always.
 
-The prompt is tokenized by itself, as it will be at generation, and masked by its position: a prompt that contains the completion's tokens,
-or a pad token equal to the end token, changes nothing.
+The prompt is tokenized by itself, as it will be at generation, and masked by its position: a prompt that
+contains the completion's tokens, or a pad token equal to the end token, changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def opened(ids: list[int], eos: int) -> list[int]:
 
 
 def encode_causal(rows: Sequence[Row], coder: Coder) -> list[Example]:
-    """One example per Pair or Text, or per window of joined texts, where a document's first token follows from nothing."""
+    """One example per Pair or Text, or per window of joined texts, where a document's first token follows
+    from nothing."""
     eos = coder.eos()
     pairs = [row for row in rows if isinstance(row, Pair)]
     texts = [row for row in rows if isinstance(row, Text)]
@@ -33,12 +35,20 @@ def encode_causal(rows: Sequence[Row], coder: Coder) -> list[Example]:
     examples = []
     for row, prompt, completion in zip(pairs, prompts, completions, strict=True):
         prompt = opened(prompt, eos)
-        examples.append(causal_example([*prompt, *completion, eos], [MASKED] * len(prompt) + [*completion, eos], row.where, coder))
+        examples.append(
+            causal_example(
+                [*prompt, *completion, eos], [MASKED] * len(prompt) + [*completion, eos], row.where, coder
+            )
+        )
     whole = [
-        Document([*opened(ids, eos), eos], text.where) for text, ids in zip(texts, coder.ids([row.text for row in texts]), strict=True)
+        Document([*opened(ids, eos), eos], text.where)
+        for text, ids in zip(texts, coder.ids([row.text for row in texts]), strict=True)
     ]
     if not coder.config.chunk:
         return [*examples, *(causal_example(one.ids, one.ids, one.where, coder) for one in whole)]
     bos = coder.tokenizer.bos_token_id
-    windows = ((ids, where, [MASKED if token == bos else token for token in ids]) for ids, where in cut_documents(whole, coder.limit))
+    windows = (
+        (ids, where, [MASKED if token == bos else token for token in ids])
+        for ids, where in cut_documents(whole, coder.limit)
+    )
     return [causal_example(ids, labels, where, coder) for ids, where, labels in windows]

@@ -16,7 +16,8 @@ class Bad(Exception):
 
 
 def clean(value: object, name: str, *, may_be_empty: bool = False) -> str:
-    """A usable text: a string, not blank, and valid Unicode (JSON can smuggle in half of a surrogate pair). Raises Bad."""
+    """A usable text: a string, not blank, and valid Unicode (JSON can smuggle in half of a surrogate pair).
+    Raises Bad."""
     if not isinstance(value, str):
         raise Bad(f"{name} is {kind_of(value)}", "a string", kind_of(value))
     if not value.strip() and not may_be_empty:

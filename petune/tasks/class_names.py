@@ -1,4 +1,5 @@
-"""Names of classes: the library `datasets` writes class numbers into its files, and what they mean beside them."""
+"""Names of classes: the library `datasets` writes class numbers into its files, and what they mean beside
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ ClassNames = Mapping[str, list[str]]  # column -> the names of its numbers
 
 
 def class_names(features: Mapping[str, Any]) -> ClassNames:
-    """The names of the classes of each column that holds their numbers, or lists of them; `features` as datasets writes them."""
+    """The names of the classes of each column that holds their numbers, or lists of them; `features` as
+    datasets writes them."""
     found = {}
     for column, kind in features.items():
         while isinstance(kind, list) or (isinstance(kind, dict) and "feature" in kind):
@@ -36,4 +38,6 @@ def named(columns: dict[str, Any], names: ClassNames) -> dict[str, Any]:
             return [name(one, known) for one in value]
         return known[value] if isinstance(value, int) and 0 <= value < len(known) else value
 
-    return columns | {column: name(columns[column], known) for column, known in names.items() if column in columns}
+    return columns | {
+        column: name(columns[column], known) for column, known in names.items() if column in columns
+    }

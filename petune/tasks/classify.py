@@ -1,4 +1,5 @@
-"""classify: a text, or a pair of texts, and the number of its class. Over-long texts lose tokens, never the tokenizer's special ones."""
+"""classify: a text, or a pair of texts, and the number of its class. Over-long texts lose tokens, never the
+tokenizer's special ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def encode_classify(rows: Sequence[Row], coder: Coder) -> list[Example]:
             whole = coder.tokenizer(row.text, row.pair, verbose=False)
             length = len(whole["input_ids"])
             if length > coder.limit:
-                whole = coder.tokenizer(row.text, row.pair, truncation="longest_first", max_length=coder.limit, verbose=False)
+                whole = coder.tokenizer(
+                    row.text, row.pair, truncation="longest_first", max_length=coder.limit, verbose=False
+                )
             types = whole.get("token_type_ids") if coder.segments else None
             examples.append(Example(whole["input_ids"], number[row.label], row.where, length, types))
     return examples

@@ -1,7 +1,8 @@
 """What a recipe may say about its data: one frozen dataclass, no torch, no reading.
 
-Ranges and choices live in the field metadata, so that recipe, documentation and check have one source. `columns` maps the role a column
-plays here to the name it has in the file; a role not named is found by its usual names.
+Ranges and choices live in the field metadata, so that recipe, documentation and check have one source.
+`columns` maps the role a column plays here to the name it has in the file; a role not named is found by its
+usual names.
 """
 
 from __future__ import annotations
@@ -33,27 +34,67 @@ class DataConfig:
     """Where the rows are, how they are read, and how long an example may be."""
 
     path: str = field(metadata={"doc": "file, folder, glob, demo:NAME, or hub id[:config][@split]"})
-    format: str = field(default="auto", metadata={"choices": ("auto", *FORMATS), "doc": "shape of a row; auto: by the column names"})
-    columns: Mapping[str, str] = field(default_factory=dict, metadata={"keys": ROLES, "doc": "role: name of the column that plays it"})
-    eval: str | None = field(default=None, metadata={"doc": "rows to evaluate on, given like path; otherwise some of path"})
-    split: float = field(default=0.1, metadata={"gt": 0.0, "lt": 1.0, "doc": "share of the distinct rows held out when eval is not given"})
+    format: str = field(
+        default="auto",
+        metadata={"choices": ("auto", *FORMATS), "doc": "shape of a row; auto: by the column names"},
+    )
+    columns: Mapping[str, str] = field(
+        default_factory=dict, metadata={"keys": ROLES, "doc": "role: name of the column that plays it"}
+    )
+    eval: str | None = field(
+        default=None, metadata={"doc": "rows to evaluate on, given like path; otherwise some of path"}
+    )
+    split: float = field(
+        default=0.1,
+        metadata={"gt": 0.0, "lt": 1.0, "doc": "share of the distinct rows held out when eval is not given"},
+    )
     split_by: str = field(
         default="content",
-        metadata={"choices": ("content", "seed"), "doc": "content: the same held-out rows for every seed; seed: others for each seed"},
+        metadata={
+            "choices": ("content", "seed"),
+            "doc": "content: the same held-out rows for every seed; seed: others for each seed",
+        },
     )
     max_length: int | None = field(
-        default=None, metadata={"ge": 8, "doc": f"longest example, tokens; default {DEFAULT_MAX_LENGTH} or what the model can take"}
+        default=None,
+        metadata={
+            "ge": 8,
+            "doc": f"longest example, tokens; default {DEFAULT_MAX_LENGTH} or what the model can take",
+        },
     )
-    max_target_length: int | None = field(default=None, metadata={"ge": 8, "doc": "longest target of seq2seq, tokens; default max_length"})
-    truncation: str = field(default="right", metadata={"choices": ("right", "left"), "doc": "the side cut from an over-long input"})
-    packing: bool = field(default=False, metadata={"doc": "causal and chat: several examples in one sequence, none seeing another"})
+    max_target_length: int | None = field(
+        default=None, metadata={"ge": 8, "doc": "longest target of seq2seq, tokens; default max_length"}
+    )
+    truncation: str = field(
+        default="right",
+        metadata={"choices": ("right", "left"), "doc": "the side cut from an over-long input"},
+    )
+    packing: bool = field(
+        default=False,
+        metadata={"doc": "causal and chat: several examples in one sequence, none seeing another"},
+    )
     chunk: bool = field(
         default=False,
-        metadata={"doc": "causal and mlm, plain text: documents joined and cut into windows of max_length; a .txt file is one"},
+        metadata={
+            "doc": (
+                "causal and mlm, plain text: documents joined and cut into windows of max_length; a .txt file"
+                " is one"
+            )
+        },
     )
-    prefix: str = field(default="", metadata={"doc": "text put before every source of a pair, as T5 wants: 'summarize: '"})
-    separator: str = field(default="\n", metadata={"doc": "text between prompt and completion of a pair, causal only"})
+    prefix: str = field(
+        default="", metadata={"doc": "text put before every source of a pair, as T5 wants: 'summarize: '"}
+    )
+    separator: str = field(
+        default="\n", metadata={"doc": "text between prompt and completion of a pair, causal only"}
+    )
     on_bad_line: str = field(
-        default="error", metadata={"choices": ("error", "skip"), "doc": f"skip: bad rows are counted, at most {MAX_BAD_SHARE:.0%}"}
+        default="error",
+        metadata={
+            "choices": ("error", "skip"),
+            "doc": f"skip: bad rows are counted, at most {MAX_BAD_SHARE:.0%}",
+        },
     )
-    max_rows: int | None = field(default=None, metadata={"ge": 1, "doc": "at most this many rows of each side, sampled by content"})
+    max_rows: int | None = field(
+        default=None, metadata={"ge": 1, "doc": "at most this many rows of each side, sampled by content"}
+    )

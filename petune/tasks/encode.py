@@ -1,7 +1,9 @@
-"""From rows to examples: checks that task, model and tokenizer fit, encodes, drops what has nothing left to train, and reports it all.
+"""From rows to examples: checks that task, model and tokenizer fit, encodes, drops what has nothing left to
+train, and reports it all.
 
-The rule for over-long rows: they are cut on the configured side; a row that has no trained token left is dropped and counted; if that is
-more than half of the rows, training on the rest would not be what was asked for, and it is an error.
+The rule for over-long rows: they are cut on the configured side; a row that has no trained token left is
+dropped and counted; if that is more than half of the rows, training on the rest would not be what was asked
+for, and it is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from petune.tasks.rows import Message, Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MASKS = f"masks on {SHARE:.0%} of the tokens ({HIDDEN:.0%} hidden, {EXCHANGED:.0%} exchanged), chosen anew at every step"
+MASKS = (
+    f"masks on {SHARE:.0%} of the tokens ({HIDDEN:.0%} hidden, {EXCHANGED:.0%} exchanged), chosen anew at"
+    " every step"
+)
 ENDLESS = 10**6  # tokenizers without a limit say a number beyond this
 
 
@@ -58,10 +63,12 @@ def encode(
     max_positions: int | None = None,
     vocab_size: int | None = None,
 ) -> Encoded:
-    """Encode both sides. `max_positions`: the longest sequence the model takes; `vocab_size`: its embedding's rows.
+    """Encode both sides. `max_positions`: the longest sequence the model takes; `vocab_size`: its embedding's
+    rows.
 
-    Raises UsageError if task, kind, packing or length do not fit; FileError if the tokenizer does not (no end token, no template, ids
-    beyond the vocabulary); DataError if more than half of the rows have nothing to train.
+    Raises UsageError if task, kind, packing or length do not fit; FileError if the tokenizer does not (no end
+    token, no template, ids beyond the vocabulary); DataError if more than half of the rows have nothing to
+    train.
     """
     check_fit(task, model_kind, config.packing)
     labels, segments = rows.labels, model_kind == "encoder"
@@ -81,7 +88,9 @@ def encode(
         joined = f"documents joined and cut into windows: {len(rows.train):,} into {len(train):,}, {held}"
         report = replace(report, notes=(joined, *report.notes))
     if task == "mlm":
-        encoded = Encoded(train, [], replace(report, notes=(MASKS, *report.notes)), packed=False, masking=masking_of(coder))
+        encoded = Encoded(
+            train, [], replace(report, notes=(MASKS, *report.notes)), packed=False, masking=masking_of(coder)
+        )
         return replace(encoded, eval=encoded.drawn(held_out, "held out"))
     if not config.packing:
         return Encoded(train, held_out, report, packed=False)
@@ -112,11 +121,18 @@ def make_coder(
 
 
 def encode_prompt(
-    prompt: str | Sequence[Message], task: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, format: str = "text"
+    prompt: str | Sequence[Message],
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    format: str = "text",
 ) -> list[int]:
-    """Token ids to generate from, written as the rows of this task and format were: a text, or (chat) the turns so far.
+    """Token ids to generate from, written as the rows of this task and format were: a text, or (chat) the
+    turns so far.
 
-    `format` is `Rows.format`: plain text gets no separator. Raises UsageError for classify, FileError for chat without a template.
+    `format` is `Rows.format`: plain text gets no separator. Raises UsageError for classify, FileError for
+    chat without a template.
     """
     coder = make_coder(tokenizer, config)
     if task not in ("seq2seq", "causal", "chat"):
@@ -133,7 +149,8 @@ def encode_prompt(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id to fill with: the tokenizer's pad token, else its end token, else 0. Harmless, since masks and labels go by position."""
+    """The id to fill with: the tokenizer's pad token, else its end token, else 0. Harmless, since masks and
+    labels go by position."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token
@@ -161,14 +178,17 @@ def _check_left(all_: Sequence[Example], left: Sequence[Example], coder: Coder, 
     lost = next(example for example in all_ if not example.trained)
     other = "left" if coder.config.truncation == "right" else "right"
     raise DataError(
-        f"{len(all_) - len(left)} of {len(all_)} rows to {side} have no trained token after cutting to {coder.limit} tokens",
+        f"{len(all_) - len(left)} of {len(all_)} rows to {side} have no trained token after cutting to"
+        f" {coder.limit} tokens",
         where=lost.where,
         found=f"{lost.length} tokens in the first of them",
         remedy=f"raise data.max_length, or cut the other side: data.truncation={other}",
     )
 
 
-def _report(sides: Sequence[list[Example]], train: list[Example], held_out: list[Example], coder: Coder, task: str) -> DataReport:
+def _report(
+    sides: Sequence[list[Example]], train: list[Example], held_out: list[Example], coder: Coder, task: str
+) -> DataReport:
     lengths = [example.length for example in sides[0]]
     tokens = sum(example.tokens for example in train)
     targets = [example.trained for example in train] if task == "seq2seq" else []
@@ -194,5 +214,10 @@ def _report(sides: Sequence[list[Example]], train: list[Example], held_out: list
 
 def _notes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     if tokenizer.pad_token_id is None:
-        return ("the tokenizer has no pad token: filled with the end token instead, which masks and labels do not see",)
+        return (
+            (
+                "the tokenizer has no pad token: filled with the end token instead, which masks and labels do"
+                " not see"
+            ),
+        )
     return ()

@@ -1,7 +1,8 @@
 """An example: one row as token ids, with what is trained marked by position and never by token id.
 
-Labels are -100 where nothing is trained; the first label of a causal example always is, since no token predicts it. Hence the number of
-trained tokens is the number of labels, and packed examples cannot predict one another's first token.
+Labels are -100 where nothing is trained; the first label of a causal example always is, since no token
+predicts it. Hence the number of trained tokens is the number of labels, and packed examples cannot predict
+one another's first token.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ AT_A_TIME = 256  # texts in one call of the tokenizer
 
 @dataclass(frozen=True)
 class Example:
-    """`labels`: one per input token, the target's tokens (seq2seq, which sets `has_target`), or the number of the class (classify).
+    """`labels`: one per input token, the target's tokens (seq2seq, which sets `has_target`), or the number of
+    the class (classify).
 
-    `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones. `length` counts the tokens before
-    anything was cut.
+    `token_types` for models with segments; `positions` (restarting at 0 for each sample) for packed ones.
+    `length` counts the tokens before anything was cut.
     """
 
     input_ids: list[int]
@@ -44,7 +46,8 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """The tokens a model reads for it: the input's, and the target's where that is a text of its own (seq2seq)."""
+        """The tokens a model reads for it: the input's, and the target's where that is a text of its own
+        (seq2seq)."""
         return len(self.input_ids) + (self.trained if self.has_target else 0)
 
     @property
@@ -55,7 +58,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Coder:
-    """What an encoding needs besides the rows. `limit` and `target_limit` are in tokens; `labels` the classes in the order of their ids.
+    """What an encoding needs besides the rows. `limit` and `target_limit` are in tokens; `labels` the classes
+    in the order of their ids.
 
     `segments`: the model takes token types (a generic tokenizer offers them to models that do not).
     """
@@ -89,7 +93,10 @@ class Coder:
         eos = self.tokenizer.eos_token_id
         if not isinstance(eos, int):
             remedy = "set eos_token in the model's tokenizer_config.json"
-            raise FileError("the tokenizer has no end-of-sequence token, so the model could not learn to stop", remedy=remedy)
+            raise FileError(
+                "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
+                remedy=remedy,
+            )
         return eos
 
 
@@ -123,11 +130,14 @@ def cut_on(tokenizer: PreTrainedTokenizerBase, side: str) -> Iterator[None]:
 
 @contextmanager
 def whole_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Raise FileError where the tokenizer's own program breaks down inside: a regular expression of its file without end, above all."""
+    """Raise FileError where the tokenizer's own program breaks down inside: a regular expression of its file
+    without end, above all."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # a BaseException of a module that cannot be imported
             raise
         name = tokenizer.name_or_path or "tokenizer"
-        raise FileError(f"the tokenizer breaks down: {error}", where=name, remedy="take another copy of the model") from None
+        raise FileError(
+            f"the tokenizer breaks down: {error}", where=name, remedy="take another copy of the model"
+        ) from None

@@ -14,7 +14,11 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (  # in lower case, as the file be
     (b"<head", "an HTML page", PAGE),
     (b"<?xml", "an XML document", "convert it to .jsonl"),
     (b"%pdf", "a PDF document", "convert it to .txt"),
-    (b"pk\x03\x04", "a zip archive, or a document of an office program", "unpack it first, or save it as .csv"),
+    (
+        b"pk\x03\x04",
+        "a zip archive, or a document of an office program",
+        "unpack it first, or save it as .csv",
+    ),
     (b"\x1f\x8b", "a gzip archive", "unpack it first: gunzip"),
     (b"bzh", "a bzip2 archive", "unpack it first: bunzip2"),
     (b"\xfd7zxz", "an xz archive", "unpack it first: unxz"),

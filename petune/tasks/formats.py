@@ -1,7 +1,7 @@
 """Formats: which columns play which role, found from their names, whose case does not matter.
 
-Detection takes the most telling format that the task can use and says what it chose; where two readings are possible it is an error, never
-a guess.
+Detection takes the most telling format that the task can use and says what it chose; where two readings are
+possible it is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -73,13 +73,16 @@ class Layout:
     columns: Mapping[str, str]
 
     def __str__(self) -> str:
-        return f"format {self.format}: " + ", ".join(f"{role} is column {name!r}" for role, name in self.columns.items())
+        return f"format {self.format}: " + ", ".join(
+            f"{role} is column {name!r}" for role, name in self.columns.items()
+        )
 
 
 def detect(record: Record, format_: str, columns: Mapping[str, str], task: str | None) -> Layout:
     """The layout of a record like this one, for `task` (None: whatever it is by itself).
 
-    Raises UsageError for roles or formats that do not exist, DataError if a named column is missing or nothing fits.
+    Raises UsageError for roles or formats that do not exist, DataError if a named column is missing or
+    nothing fits.
     """
     for role in columns:
         if role not in ROLES:
@@ -97,14 +100,27 @@ def detect(record: Record, format_: str, columns: Mapping[str, str], task: str |
         wanted = (format_,)
     if preference := _preference(record, columns):
         raise DataError([preference])
-    fitting = [layout for name in NEEDS if name in wanted and (layout := _fit(name, record, columns, forced=format_ != "auto"))]
+    fitting = [
+        layout
+        for name in NEEDS
+        if name in wanted and (layout := _fit(name, record, columns, forced=format_ != "auto"))
+    ]
     if not fitting:
         raise DataError([_unfit(record, wanted, columns, task)])
-    telling = [one for one in fitting if one.format != "text" and not (one.format == "pairs" and fitting[0].format == "alpaca")]
+    telling = [
+        one
+        for one in fitting
+        if one.format != "text" and not (one.format == "pairs" and fitting[0].format == "alpaca")
+    ]
     if len(telling) > 1:
         names = ", ".join(one.format for one in telling)
         found = ", ".join(record.columns)
-        raise DataError(f"the columns can be read as {names}", where=record.where, found=found, remedy="choose: data.format, or task")
+        raise DataError(
+            f"the columns can be read as {names}",
+            where=record.where,
+            found=found,
+            remedy="choose: data.format, or task",
+        )
     return (telling or fitting)[0]
 
 
@@ -116,16 +132,23 @@ def _fit(format_: str, record: Record, given: Mapping[str, str], *, forced: bool
         elif role in NEEDS[format_]:
             return None
     if not forced and any(
-        isinstance(record.columns[found[role]], list) == (role == "label") for role in ("label", "tags") if role in found
+        isinstance(record.columns[found[role]], list) == (role == "label")
+        for role in ("label", "tags")
+        if role in found
     ):
         return None
-    if format_ in ("messages", "sharegpt") and not forced and _turn_style(record.columns[found["messages"]]) != format_:
+    if (
+        format_ in ("messages", "sharegpt")
+        and not forced
+        and _turn_style(record.columns[found["messages"]]) != format_
+    ):
         return None
     return Layout(format_, found)
 
 
 def column_of(role: str, record: Record, given: Mapping[str, str]) -> str | None:
-    """The column of `record` that plays `role`: the one given, or one of a usual name, in any case, that is given no other role."""
+    """The column of `record` that plays `role`: the one given, or one of a usual name, in any case, that is
+    given no other role."""
     if role in given:
         return given[role]
     free = [name for name in record.columns if name not in given.values()]
@@ -144,17 +167,34 @@ def missing(record: Record, name: str, why: str) -> Problem:
     """The problem of a record without the column `name`, which `why` asks for."""
     near = nearest(name, record.columns)
     remedy = f"did you mean: {near[0]}" if near else None
-    return Problem(f"there is no column {name!r} ({why})", record.where, found="columns " + ", ".join(record.columns), remedy=remedy)
+    return Problem(
+        f"there is no column {name!r} ({why})",
+        record.where,
+        found="columns " + ", ".join(record.columns),
+        remedy=remedy,
+    )
 
 
 def _preference(record: Record, given: Mapping[str, str]) -> Problem | None:
-    """Refuse what says which answer is better: learning it as if it were one answer would turn its meaning round."""
-    columns, used = {name.casefold(): value for name, value in record.columns.items()}, {name.casefold() for name in given.values()}
-    if {"chosen", "rejected"} <= columns.keys() and not {"chosen", "rejected"} & used and "messages" not in columns:
+    """Refuse what says which answer is better: learning it as if it were one answer would turn its meaning
+    round."""
+    columns, used = (
+        {name.casefold(): value for name, value in record.columns.items()},
+        {name.casefold() for name in given.values()},
+    )
+    if (
+        {"chosen", "rejected"} <= columns.keys()
+        and not {"chosen", "rejected"} & used
+        and "messages" not in columns
+    ):
         role = "messages" if isinstance(columns["chosen"], list) else "target"
         chosen = next(name for name in record.columns if name.casefold() == "chosen")
         remedy = f"to learn the preferred answers alone: data.columns.{role}={chosen}"
-    elif {"prompt", "completion"} <= columns.keys() and str(columns.get("label")).lower() in ("true", "false") and not given:
+    elif (
+        {"prompt", "completion"} <= columns.keys()
+        and str(columns.get("label")).lower() in ("true", "false")
+        and not given
+    ):
         remedy = "to learn the good answers alone: keep the rows whose label is true, without that column"
     else:
         return None
@@ -163,10 +203,14 @@ def _preference(record: Record, given: Mapping[str, str]) -> Problem | None:
 
 
 def refuse_left_label(layout: Layout, records: Sequence[Record]) -> None:
-    """Raise DataError for rows read as text alone that have another column with few distinct short values, which looks like their label."""
+    """Raise DataError for rows read as text alone that have another column with few distinct short values,
+    which looks like their label."""
     text = layout.columns["text"]
     names = dict.fromkeys(name for record in records for name in record.columns if name != text)
-    values = {name: [cell for record in records if (cell := record.columns.get(name)) not in (None, "")] for name in names}
+    values = {
+        name: [cell for record in records if (cell := record.columns.get(name)) not in (None, "")]
+        for name in names
+    }
     labels = [name for name in names if _few_and_short(values[name])]
     if not labels:
         return
@@ -175,12 +219,18 @@ def refuse_left_label(layout: Layout, records: Sequence[Record]) -> None:
         f"the rows can be read as texts with a label or as texts alone: column {label!r} looks like a label",
         where=records[0].where,
         found=f"{len(set(values[label]))} different values in {len(records)} rows",
-        remedy=f"for the label: data.columns.text={text} data.columns.label={label}; for texts alone: task=mlm, or causal with a decoder",
+        remedy=(
+            f"for the label: data.columns.text={text} data.columns.label={label}; for texts alone: task=mlm,"
+            " or causal with a decoder"
+        ),
     )
 
 
 def _few_and_short(values: Sequence[object]) -> bool:
-    if not all(isinstance(one, int) or (isinstance(one, str) and len(one) <= 40 and "\n" not in one) for one in values):
+    if not all(
+        isinstance(one, int) or (isinstance(one, str) and len(one) <= 40 and "\n" not in one)
+        for one in values
+    ):
         return False
     number = len(set(values))
     return number < len(values) and (number <= 20 or 2 * number <= len(values))
@@ -190,23 +240,44 @@ def _unfit(record: Record, wanted: Sequence[str], given: Mapping[str, str], task
     """What each format needs, and which column might play a role that is missing."""
     what = f"the columns do not fit task {task}" if task else "the columns fit no format"
     expected = "; or ".join(f"{name}: {' + '.join(NEEDS[name])}" for name in NEEDS if name in wanted)
-    lacking = {name: [role for role in NEEDS[name] if column_of(role, record, given) is None] for name in wanted}
+    lacking = {
+        name: [role for role in NEEDS[name] if column_of(role, record, given) is None] for name in wanted
+    }
     taken = {column_of(role, record, given) for name in wanted for role in NEEDS[name]}
-    guesses = {role: name for roles in lacking.values() for role in roles if (name := _like(role, record, taken))}
-    if odd := [role for name, roles in lacking.items() if not roles for role in NEEDS[name] if role in ("label", "tags", "messages")]:
+    guesses = {
+        role: name for roles in lacking.values() for role in roles if (name := _like(role, record, taken))
+    }
+    if odd := [
+        role
+        for name, roles in lacking.items()
+        if not roles
+        for role in NEEDS[name]
+        if role in ("label", "tags", "messages")
+    ]:
         name = str(column_of(odd[0], record, given))
-        wants = {"label": "the name or number of a class", "tags": "a list, a tag for every word", "messages": "a list of turns"}[odd[0]]
+        wants = {
+            "label": "the name or number of a class",
+            "tags": "a list, a tag for every word",
+            "messages": "a list of turns",
+        }[odd[0]]
         remedy = f"write {wants} into it, or name another: data.columns.{odd[0]}=COLUMN"
-        return Problem(f"{what}: column {name!r} is {kind_of(record.columns[name])}", record.where, wants, None, remedy)
+        return Problem(
+            f"{what}: column {name!r} is {kind_of(record.columns[name])}", record.where, wants, None, remedy
+        )
     fewest = min(lacking.values(), key=lambda roles: (len(set(roles) - guesses.keys()), len(roles)))
     named = ", ".join(f"data.columns.{role}={guesses.get(role, 'NAME')}" for role in fewest)
     sure = all(role in guesses for role in fewest)
-    remedy = f"name the column of the {' and the '.join(fewest)}: {named}" if sure else "name the columns: data.columns.ROLE=COLUMN"
+    remedy = (
+        f"name the column of the {' and the '.join(fewest)}: {named}"
+        if sure
+        else "name the columns: data.columns.ROLE=COLUMN"
+    )
     return Problem(what, record.where, expected, "columns " + ", ".join(record.columns), remedy)
 
 
 def _like(role: str, record: Record, taken: Collection[str | None]) -> str | None:
-    """The column with values for `role` whose name is most like its usual ones, or the only column left with such values."""
+    """The column with values for `role` whose name is most like its usual ones, or the only column left with
+    such values."""
     able = [name for name, value in record.columns.items() if name not in taken and _suits(role, value)]
     near = next((found[0] for usual in USUAL[role] if (found := nearest(usual, able, 1))), None)
     return near or (able[0] if len(able) == 1 else None)

@@ -1,4 +1,5 @@
-"""The first rows of every file a data config names: enough to know that they can be read, without reading them all."""
+"""The first rows of every file a data config names: enough to know that they can be read, without reading
+them all."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ FIRST_ROWS = 100
 
 
 def hub_specs(config: DataConfig, folder: Path) -> tuple[str, ...]:
-    """Those of `path` and `eval` that name data of the hub, which is not on this machine. Raises DataError for one that names nothing."""
+    """Those of `path` and `eval` that name data of the hub, which is not on this machine. Raises DataError
+    for one that names nothing."""
     return tuple(spec for spec in (config.path, config.eval) if spec and find_source(spec, folder).hub)
 
 
 def check_first_rows(config: DataConfig, task: str, folder: Path, count: int = FIRST_ROWS) -> tuple[str, ...]:
-    """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the columns that play no role.
+    """Read the first `count` rows of each side as `load_rows` would, in the layout of the very first; the
+    columns that play no role.
 
-    Data of the hub is left alone. Raises DataError for rows that cannot be read, UsageError where format and task do not fit.
+    Data of the hub is left alone. Raises DataError for rows that cannot be read, UsageError where format and
+    task do not fit.
     """
     unused: dict[str, None] = {}
     layout, source, distant = None, find_source(config.path, folder), hub_specs(config, folder)

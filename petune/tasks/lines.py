@@ -1,4 +1,5 @@
-"""Lines of a file and records made of them. Lines are read with a cap, so that a file without line ends costs no memory."""
+"""Lines of a file and records made of them. Lines are read with a cap, so that a file without line ends costs
+no memory."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Line(NamedTuple):
 
 
 def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
-    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also ends the reading."""
+    """Decoded lines, blank ones included. An over-long or undecodable line is a fault; with `fatal` it also
+    ends the reading."""
     with path.open("rb") as file:
         name, number = shown(path), 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -45,7 +47,9 @@ def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(2**20)
                 what = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
-                faults.add(Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal)
+                faults.add(
+                    Problem(what, where, remedy="one row per line; is a line end missing?"), fatal=fatal
+                )
             else:
                 try:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -53,6 +57,9 @@ def lines(path: Path, faults: Faults, *, fatal: bool = False) -> Iterator[Line]:
                     continue
                 except UnicodeDecodeError as error:
                     what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-                    faults.add(Problem(what, f"{where}:{error.start + 1}", remedy="save the file as UTF-8"), fatal=fatal)
+                    faults.add(
+                        Problem(what, f"{where}:{error.start + 1}", remedy="save the file as UTF-8"),
+                        fatal=fatal,
+                    )
             if fatal:
                 return

@@ -1,4 +1,5 @@
-"""From a data config to the rows of a run: find, read, detect, check, split; everything decided on the way becomes a note."""
+"""From a data config to the rows of a run: find, read, detect, check, split; everything decided on the way
+becomes a note."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ INFERRED: dict[tuple[str, str], str] = {  # (format, kind of model) -> task
 
 
 def infer_task(format_: str, model_kind: str) -> str:
-    """The one task that rows of this format mean for a model of this kind ("encoder", "encoder-decoder", "decoder"); UsageError if none."""
+    """The one task that rows of this format mean for a model of this kind ("encoder", "encoder-decoder",
+    "decoder"); UsageError if none."""
     if task := INFERRED.get((format_, model_kind)):
         return task
     fit = [f"{kind}: {task}" for (known, kind), task in INFERRED.items() if known == format_]
@@ -47,7 +49,8 @@ def infer_task(format_: str, model_kind: str) -> str:
 
 
 def detect_format(config: DataConfig, folder: Path, objects: Mapping[str, DataObject] = {}) -> str:
-    """The format of the first row, without a task to help: for `infer_task`. "docstrings" for the demo corpus.
+    """The format of the first row, without a task to help: for `infer_task`. "docstrings" for the demo
+    corpus.
 
     Raises DataError, also for text beside a column that looks like its label.
     """
@@ -72,26 +75,37 @@ def load_rows(
     labels: tuple[str, ...] | None = None,
     objects: Mapping[str, DataObject] = {},
 ) -> Rows:
-    """Read and check every row of a run. `folder` is where relative paths start (the recipe's), `seed` matters to `split_by: seed` alone.
+    """Read and check every row of a run. `folder` is where relative paths start (the recipe's), `seed`
+    matters to `split_by: seed` alone.
 
-    `labels` are the classes, in the order of their ids, of a model that has been trained; without them the rows define the classes.
-    `objects` are rows given from Python, by the spec that names them in `config`.
-    Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a file or the hub cannot be
-    reached.
+    `labels` are the classes, in the order of their ids, of a model that has been trained; without them the
+    rows define the classes. `objects` are rows given from Python, by the spec that names them in `config`.
+    Raises DataError with the first ten bad rows, UsageError if format and task do not fit, MachineError if a
+    file or the hub cannot be reached.
     """
     if task not in TASK_FORMATS:
         near = nearest(task, TASK_FORMATS)
         remedy = f"did you mean: {near[0]}" if near else None
-        raise UsageError(f"there is no task {task!r}", where="task", expected=", ".join(TASK_FORMATS), remedy=remedy)
+        raise UsageError(
+            f"there is no task {task!r}", where="task", expected=", ".join(TASK_FORMATS), remedy=remedy
+        )
     source = find_source(config.path, folder, objects)
     notes = list(source.notes)
     train, layout = _read(source, "train", config, task, notes)
     if config.chunk and layout.format != "text":
         remedy = "remove data.chunk, or set format: text"
-        raise UsageError("only plain text is cut into windows", where="data.chunk", expected="text", found=layout.format, remedy=remedy)
+        raise UsageError(
+            "only plain text is cut into windows",
+            where="data.chunk",
+            expected="text",
+            found=layout.format,
+            remedy=remedy,
+        )
     if given := held_out_of(source, config.eval, folder, objects):
         held_out, _ = _read(*given, config, task, notes, layout)
-        split = keep_apart(train, held_out, f"held-out rows {'are' if config.eval else 'come with'} {given[0].name}")
+        split = keep_apart(
+            train, held_out, f"held-out rows {'are' if config.eval else 'come with'} {given[0].name}"
+        )
     elif config.chunk and config.split * len(train) < 0.5:
         split = split_documents(train, config.split)
     else:
@@ -102,11 +116,20 @@ def load_rows(
         labels = _known(split, labels) if labels else _labels(split) if task == "classify" else _tags(split)
     kept, held = (sample(rows, config.max_rows) for rows in (split.train, split.eval))
     if len(kept) + len(held) < len(split.train) + len(split.eval):
-        sizes = f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
+        sizes = (
+            f"{len(kept)} of {len(split.train)} rows to train on, {len(held)} of {len(split.eval)} held out"
+        )
         notes.append(f"max_rows: {sizes}, chosen by content hash")
     if task in WITH_LABELS:
         notes += [_per_class(kept, held), *_doubtful_classes(kept, held)]
-    return Rows(kept, held, labels if task in WITH_LABELS else None, layout.format, tuple(notes), fingerprint(kept, held))
+    return Rows(
+        kept,
+        held,
+        labels if task in WITH_LABELS else None,
+        layout.format,
+        tuple(notes),
+        fingerprint(kept, held),
+    )
 
 
 def _first(records: Iterator[Record], name: str, faults: Faults) -> Record:
@@ -126,10 +149,15 @@ def _read(
     demo = source.demo if config.format == "auto" and not config.columns else None
     records = source.records(side, faults, whole=config.chunk)
     if demo and task == "tokens":
-        records = (Record(one.where, dict(zip(DEMO[task], punctuated(one.columns["text"]), strict=True))) for one in records)
+        records = (
+            Record(one.where, dict(zip(DEMO[task], punctuated(one.columns["text"]), strict=True)))
+            for one in records
+        )
     first = _first(records, source.name, faults)
     columns: Mapping[str, str] = DEMO[task] if demo else config.columns
-    make = RowMaker(layout or detect(first, config.format, columns, task), task, faults, drop_empty=demo is not None)
+    make = RowMaker(
+        layout or detect(first, config.format, columns, task), task, faults, drop_empty=demo is not None
+    )
     rows = [row for record in itertools.chain((first,), records) if (row := make(record)) is not None]
     if layout is None:
         notes.append(str(make.layout))
@@ -159,7 +187,10 @@ def _doubtful_classes(train: list[Row], held_out: list[Row]) -> Iterator[str]:
     """Lines about classes that no held-out row has, and about those that differ in case alone."""
     trained, held = ({label for row in side for label in _labels_of(row)} for side in (train, held_out))
     if missed := _in_order(trained - held):
-        yield f"warning: labels without a held-out row, of which no score tells: {_abridged(missed)}; use more rows or a larger data.split"
+        yield (
+            f"warning: labels without a held-out row, of which no score tells: {_abridged(missed)}; use more"
+            " rows or a larger data.split"
+        )
     folded: dict[str, list[str]] = {}
     for label in _in_order(trained | held):
         folded.setdefault(label.casefold(), []).append(label)
@@ -182,24 +213,40 @@ def _known(split: Split, labels: tuple[str, ...]) -> tuple[str, ...]:
     for row in (*split.train, *split.eval):
         for label in _labels_of(row):
             if label not in labels:
-                raise DataError(f"label {label!r} is not one the model knows", where=row.where, expected=", ".join(labels[:10]))
+                raise DataError(
+                    f"label {label!r} is not one the model knows",
+                    where=row.where,
+                    expected=", ".join(labels[:10]),
+                )
     return labels
 
 
 def _tags(split: Split) -> tuple[str, ...]:
-    """The tags of both sides: a rare one may be held out alone. Raises DataError unless there is something to tell apart."""
+    """The tags of both sides: a rare one may be held out alone. Raises DataError unless there is something to
+    tell apart."""
     tags = {tag for row in (*split.train, *split.eval) for tag in _labels_of(row)}
     if len(tags) < 2:
-        raise DataError("every word has the same tag", where=split.train[0].where, expected="at least 2 tags", found=", ".join(tags))
+        raise DataError(
+            "every word has the same tag",
+            where=split.train[0].where,
+            expected="at least 2 tags",
+            found=", ".join(tags),
+        )
     return _in_order(tags)
 
 
 def _labels(split: Split) -> tuple[str, ...]:
-    """The classes trained on, numbers in their order, names in the alphabet's. Raises DataError unless there is something to tell apart."""
+    """The classes trained on, numbers in their order, names in the alphabet's. Raises DataError unless there
+    is something to tell apart."""
     counts = Counter(row.label for row in split.train if isinstance(row, Labelled))
     first = split.train[0].where
     if len(counts) < 2:
-        raise DataError("every row has the same label", where=first, expected="at least 2 classes", found=repr(next(iter(counts))))
+        raise DataError(
+            "every row has the same label",
+            where=first,
+            expected="at least 2 classes",
+            found=repr(next(iter(counts))),
+        )
     if len(counts) == len(split.train) > 2:
         raise DataError(
             "every row has a label of its own",
@@ -212,7 +259,12 @@ def _labels(split: Split) -> tuple[str, ...]:
             near = nearest(row.label, counts)
             remedy = f"did you mean: {near[0]}" if near else None
             known = ", ".join(sorted(counts)[:10])
-            raise DataError(f"label {row.label!r} is held out but never trained on", where=row.where, expected=known, remedy=remedy)
+            raise DataError(
+                f"label {row.label!r} is held out but never trained on",
+                where=row.where,
+                expected=known,
+                remedy=remedy,
+            )
     return _in_order(counts)
 
 

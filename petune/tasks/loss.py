@@ -1,7 +1,8 @@
 """The loss as a sum and the count to divide it by, kept apart.
 
-A step of several forwards (or ranks) must divide by the number of trained tokens of all of them, which no forward knows: so `count` is read
-from the labels before the first forward, and `loss_sum` never divides. Only trained positions are turned to fp32, which saves memory.
+A step of several forwards (or ranks) must divide by the number of trained tokens of all of them, which no
+forward knows: so `count` is read from the labels before the first forward, and `loss_sum` never divides. Only
+trained positions are turned to fp32, which saves memory.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ from petune.tasks.examples import MASKED, Example
 
 
 def count(batch: Mapping[str, Tensor], class_weights: Tensor | None = None) -> float:
-    """What the loss of this batch is divided by: its trained tokens; its rows for classify, or the sum of their class weights."""
+    """What the loss of this batch is divided by: its trained tokens; its rows for classify, or the sum of
+    their class weights."""
     labels = batch["labels"]
     if labels.dim() == 1:
-        return float(len(labels)) if class_weights is None else float(class_weights.to(labels.device)[labels].sum())
+        return (
+            float(len(labels))
+            if class_weights is None
+            else float(class_weights.to(labels.device)[labels].sum())
+        )
     return float((labels != MASKED).sum())
 
 
-def loss_sum(logits: Tensor, batch: Mapping[str, Tensor], task: str, class_weights: Tensor | None = None) -> tuple[Tensor, float]:
+def loss_sum(
+    logits: Tensor, batch: Mapping[str, Tensor], task: str, class_weights: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The summed cross-entropy in nats (a scalar, fp32 or wider) and its `count`.
 
-    logits: [batch, classes] (classify) or [batch, sequence, vocabulary]; a decoder's are shifted here. class_weights: [classes].
-    A batch without a trained label gives 0 with gradients of 0.
+    logits: [batch, classes] (classify) or [batch, sequence, vocabulary]; a decoder's are shifted here.
+    class_weights: [classes]. A batch without a trained label gives 0 with gradients of 0.
     """
     labels = batch["labels"].to(logits.device)
     chosen, gold = trained_positions(logits, labels, task)
@@ -48,23 +56,43 @@ def trained_positions(logits: Tensor, labels: Tensor, task: str) -> tuple[Tensor
     return logits[trained], labels[trained]
 
 
-def class_weights(spec: str | Mapping[str, float], examples: Sequence[Example], labels: Sequence[str]) -> list[float] | None:
-    """Weights in the order of the classes: None for "none", inverse to their frequency (mean 1 over the rows) for "balanced", or as given.
+def class_weights(
+    spec: str | Mapping[str, float], examples: Sequence[Example], labels: Sequence[str]
+) -> list[float] | None:
+    """Weights in the order of the classes: None for "none", inverse to their frequency (mean 1 over the rows)
+    for "balanced", or as given.
 
     Raises UsageError for a name that is no class; classes not named weigh 1.
     """
     if spec == "none":
         return None
     if any(not isinstance(example.labels, int) for example in examples):
-        raise UsageError("only classes have weights", where="class_weights", expected="none", remedy="they belong to task: classify")
+        raise UsageError(
+            "only classes have weights",
+            where="class_weights",
+            expected="none",
+            remedy="they belong to task: classify",
+        )
     if spec == "balanced":
         rows = Counter(example.labels for example in examples if isinstance(example.labels, int))
-        return [len(examples) / (len(labels) * rows[index]) if rows[index] else 1.0 for index in range(len(labels))]
+        return [
+            len(examples) / (len(labels) * rows[index]) if rows[index] else 1.0
+            for index in range(len(labels))
+        ]
     if isinstance(spec, str):
-        raise UsageError(f"class_weights {spec!r} is unknown", where="class_weights", expected="none, balanced, or {class: weight}")
+        raise UsageError(
+            f"class_weights {spec!r} is unknown",
+            where="class_weights",
+            expected="none, balanced, or {class: weight}",
+        )
     for name in spec:
         if name not in labels:
             near = nearest(name, labels)
             remedy = f"did you mean: {near[0]}" if near else None
-            raise UsageError(f"class_weights.{name} is not a class", where="class_weights", expected=", ".join(labels), remedy=remedy)
+            raise UsageError(
+                f"class_weights.{name} is not a class",
+                where="class_weights",
+                expected=", ".join(labels),
+                remedy=remedy,
+            )
     return [float(spec.get(label, 1.0)) for label in labels]

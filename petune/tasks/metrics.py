@@ -37,10 +37,11 @@ def matthews(predicted: Sequence[int], gold: Sequence[int]) -> float:
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Kind, first and last word of every entity, by the rules of conlleval (Tjong Kim Sang and Buchholz 2000), as in seqeval.
+    """Kind, first and last word of every entity, by the rules of conlleval (Tjong Kim Sang and Buchholz
+    2000), as in seqeval.
 
-    B begins an entity, I goes on with one or, where there is none of its kind, begins it, E (or L) ends it, S (or U) is one. A tag without
-    such a letter is a kind by itself: a run of it is one entity. O is outside.
+    B begins an entity, I goes on with one or, where there is none of its kind, begins it, E (or L) ends it, S
+    (or U) is one. A tag without such a letter is a kind by itself: a run of it is one entity. O is outside.
     """
     found: set[tuple[str, int, int]] = set()
     start, last, kind = -1, "O", ""
@@ -73,7 +74,8 @@ def perplexity(loss: float) -> float:
 
 
 class Scorer:
-    """The metrics of one task over many batches. `labels` are the classes or tags in the order of their ids, where the task has any."""
+    """The metrics of one task over many batches. `labels` are the classes or tags in the order of their ids,
+    where the task has any."""
 
     def __init__(self, task: str, labels: Sequence[str] = ()) -> None:
         self.task, self.labels = task, labels
@@ -86,7 +88,8 @@ class Scorer:
         self.entities = [0, 0, 0]  # found and true, found, true
 
     def add(self, logits: Tensor, labels: Tensor, loss_sum: Tensor | float, count: float) -> None:
-        """One batch: its logits and labels as the model had them, its summed loss and what that is to be divided by."""
+        """One batch: its logits and labels as the model had them, its summed loss and what that is to be
+        divided by."""
         labels = labels.to(logits.device)
         chosen, gold = trained_positions(logits.detach(), labels, self.task)
         guesses = chosen.argmax(-1)
@@ -101,7 +104,9 @@ class Scorer:
         if self.task == "tokens":
             words = (labels != MASKED).sum(-1).tolist()
             for said, truth in zip(guesses.split(words), gold.split(words), strict=True):
-                self._add_words([self.labels[tag] for tag in said.tolist()], [self.labels[tag] for tag in truth.tolist()])
+                self._add_words(
+                    [self.labels[tag] for tag in said.tolist()], [self.labels[tag] for tag in truth.tolist()]
+                )
 
     def _add_words(self, said: Sequence[str], truth: Sequence[str]) -> None:
         """The entities of one row."""
@@ -110,8 +115,12 @@ class Scorer:
             self.entities[place] += number
 
     def numbers(self) -> list[float]:
-        """All it has gathered as numbers that may be added to another scorer's; for classify the table gold x predicted."""
-        table, classes = Counter(zip(self.gold, self.predicted, strict=True)), range(len(self.labels) if self.task == "classify" else 0)
+        """All it has gathered as numbers that may be added to another scorer's; for classify the table gold x
+        predicted."""
+        table, classes = (
+            Counter(zip(self.gold, self.predicted, strict=True)),
+            range(len(self.labels) if self.task == "classify" else 0),
+        )
         counts = [float(table[gold, predicted]) for gold in classes for predicted in classes]
         return [self.loss, self.count, self.right, self.tokens, *self.entities, *counts]
 
@@ -128,16 +137,26 @@ class Scorer:
         return scorer
 
     def result(self) -> dict[str, float]:
-        """Every metric of the task. Raises DataError if nothing was scored, which is not the same as a loss of 0."""
+        """Every metric of the task. Raises DataError if nothing was scored, which is not the same as a loss
+        of 0."""
         if not self.count:
-            raise DataError("no label was scored", remedy="are all labels masked? petune data shows what is trained")
+            raise DataError(
+                "no label was scored", remedy="are all labels masked? petune data shows what is trained"
+            )
         loss = self.loss / self.count
         if self.task == "classify":
             measures = (accuracy, f1_macro, matthews)
-            return {"loss": loss, **{measure.__name__: measure(self.predicted, self.gold) for measure in measures}}
+            return {
+                "loss": loss,
+                **{measure.__name__: measure(self.predicted, self.gold) for measure in measures},
+            }
         right = self.right / self.tokens
         if self.task == "tokens":
             both, found, true = self.entities
-            scores = {"precision": share(both, found), "recall": share(both, true), "f1": share(2 * both, found + true)}
+            scores = {
+                "precision": share(both, found),
+                "recall": share(both, true),
+                "f1": share(2 * both, found + true),
+            }
             return {"loss": loss, **scores, "accuracy": right}
         return {"loss": loss, "perplexity": perplexity(loss), "token_accuracy": right}

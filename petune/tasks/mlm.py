@@ -1,8 +1,8 @@
 """mlm: an encoder fills in words that are hidden from it (Devlin et al. 2019, arXiv:1810.04805, section 3.1).
 
-15 % of the tokens of a row are chosen, one at least; 8 in 10 of these become the mask token, 1 in 10 another token, 1 in 10 stays. The
-choice is a pure function of seed, step and the row's number in the step, so that it is the same under every plan and after a resume;
-held-out rows have one choice for ever.
+15 % of the tokens of a row are chosen, one at least; 8 in 10 of these become the mask token, 1 in 10 another
+token, 1 in 10 stays. The choice is a pure function of seed, step and the row's number in the step, so that it
+is the same under every plan and after a resume; held-out rows have one choice for ever.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ HIDDEN, EXCHANGED = 0.8, 0.1  # of the chosen tokens; the rest stays
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden: the mask token, the number of tokens to exchange with, and those that are never put in."""
+    """How tokens are hidden: the mask token, the number of tokens to exchange with, and those that are never
+    put in."""
 
     mask: int
     vocabulary: int
     special: frozenset[int]
 
     def draw(self, example: Example, key: str) -> Example:
-        """`example`, whose labels are all that may be hidden, with a choice of it hidden and only that trained. `key` decides."""
+        """`example`, whose labels are all that may be hidden, with a choice of it hidden and only that
+        trained. `key` decides."""
         assert isinstance(example.labels, list)
         drawn, ids = random.Random(key), list(example.input_ids)
         places = [place for place, label in enumerate(example.labels) if label != MASKED]
@@ -53,7 +55,11 @@ def masking_of(coder: Coder) -> Masking:
     """How this tokenizer's tokens are hidden. FileError if it has no mask token."""
     tokenizer = coder.tokenizer
     if not isinstance(tokenizer.mask_token_id, int):
-        raise FileError("the tokenizer has no mask token", expected="mask_token", remedy="take a model that was trained with masks")
+        raise FileError(
+            "the tokenizer has no mask token",
+            expected="mask_token",
+            remedy="take a model that was trained with masks",
+        )
     return Masking(tokenizer.mask_token_id, len(tokenizer), frozenset(tokenizer.all_special_ids))
 
 
@@ -75,7 +81,9 @@ def encode_mlm(rows: Sequence[Row], coder: Coder) -> list[Example]:
         for ids, where, given in coded:
             length = len(ids)
             if given and length > coder.limit:
-                ids = coder.tokenizer(given, truncation=True, max_length=coder.limit, verbose=False)["input_ids"]
+                ids = coder.tokenizer(given, truncation=True, max_length=coder.limit, verbose=False)[
+                    "input_ids"
+                ]
             labels = [MASKED if token in special else token for token in ids]
             examples.append(Example(ids, labels, where, length))
     return examples

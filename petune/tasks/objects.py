@@ -1,7 +1,9 @@
-"""Rows given from Python: a list of mappings, a datasets.Dataset or a pandas.DataFrame, or a mapping of splits to these (DatasetDict).
+"""Rows given from Python: a list of mappings, a datasets.Dataset or a pandas.DataFrame, or a mapping of
+splits to these (DatasetDict).
 
-Neither library is imported here: whoever gives such an object has imported its library. Values become plain ones (numpy's and torch's
-scalars and arrays, tuples, missing cells of a DataFrame), so that the same rows train alike from a file and from Python.
+Neither library is imported here: whoever gives such an object has imported its library. Values become plain
+ones (numpy's and torch's scalars and arrays, tuples, missing cells of a DataFrame), so that the same rows
+train alike from a file and from Python.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Table(Protocol):
 class DataObject:
     """Rows given from Python. `spec` stands for them in a recipe, `name` is the argument they came by.
 
-    `sides` holds the rows of "train" and, where the object has held-out rows, "eval", each with the words that name its place.
+    `sides` holds the rows of "train" and, where the object has held-out rows, "eval", each with the words
+    that name its place.
     """
 
     spec: str
@@ -57,11 +60,19 @@ class DataObject:
             if isinstance(row, dict):
                 yield Record(where, row)
             else:
-                faults.add(Problem("a row must be a mapping", where, expected='{"column": value, ...}', found=kind_of(row)))
+                faults.add(
+                    Problem(
+                        "a row must be a mapping",
+                        where,
+                        expected='{"column": value, ...}',
+                        found=kind_of(row),
+                    )
+                )
 
 
 def take_rows(value: Any, name: str) -> DataObject:
-    """`value`, which was given as the argument `name` ("data", "data.eval"), as rows. Raises UsageError for what holds no rows."""
+    """`value`, which was given as the argument `name` ("data", "data.eval"), as rows. Raises UsageError for
+    what holds no rows."""
     sides: dict[str, tuple[str, Table]] = {}
     if isinstance(value, Mapping):
         for side, known in (("train", TRAIN), ("eval", HELD_OUT)):
@@ -84,7 +95,11 @@ def take_rows(value: Any, name: str) -> DataObject:
 
 def _refuse_other(table: Any, place: str) -> None:
     """Raise UsageError unless `table` is of a kind that is read, DataError when it holds no rows."""
-    if not (isinstance(table, list | tuple) or _is(table, "pandas", "DataFrame") or _is(table, "datasets", "Dataset")):
+    if not (
+        isinstance(table, list | tuple)
+        or _is(table, "pandas", "DataFrame")
+        or _is(table, "datasets", "Dataset")
+    ):
         raise UsageError(
             "data of this kind cannot be read",
             where=place,
@@ -103,7 +118,8 @@ def _is(value: object, package: str, kind: str) -> bool:
 
 
 def rows_of(table: Any) -> Iterator[Any]:
-    """The rows of a table with plain values, numbers of classes as their names. A row that is no mapping is passed on as it is."""
+    """The rows of a table with plain values, numbers of classes as their names. A row that is no mapping is
+    passed on as it is."""
     names = class_names(table.features.to_dict()) if _is(table, "datasets", "Dataset") else {}
     if _is(table, "pandas", "DataFrame"):
         table = table.astype(object).where(table.notna(), None).to_dict("records")
@@ -118,7 +134,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "shape") and hasattr(value, "tolist"):  # of numpy or torch: a list, or of a scalar Python's number
+    # of numpy or torch: a list, or of a scalar Python's number
+    if hasattr(value, "shape") and hasattr(value, "tolist"):
         found = value.tolist()
         return _plain(found) if isinstance(found, list) else found
     return value

@@ -1,7 +1,8 @@
 """Packing: several examples in one sequence, best fit first, none seeing another.
 
-The longest example not yet placed goes to the fullest bin it fits. Positions restart at 0 for each sample and no attention mask is passed;
-transformers derives the block-diagonal mask from that, provided that no cache is in use (pass use_cache=False).
+The longest example not yet placed goes to the fullest bin it fits. Positions restart at 0 for each sample and
+no attention mask is passed; transformers derives the block-diagonal mask from that, provided that no cache is
+in use (pass use_cache=False).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from petune.tasks.examples import Example
 
 
 def pack(examples: Sequence[Example], limit: int) -> list[Example]:
-    """Bins of at most `limit` tokens, in the order of their first example. Each example must fit by itself."""
+    """Bins of at most `limit` tokens, in the order of their first example. Each example must fit by
+    itself."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for index in sorted(range(len(examples)), key=lambda i: (-len(examples[i].input_ids), i)):
@@ -28,7 +30,8 @@ def pack(examples: Sequence[Example], limit: int) -> list[Example]:
 
 
 def join(samples: Sequence[Example]) -> Example:
-    """One packed example; the first label of each sample is masked already, so none predicts the next one's first token."""
+    """One packed example; the first label of each sample is masked already, so none predicts the next one's
+    first token."""
     labels = [label for sample in samples if isinstance(sample.labels, list) for label in sample.labels]
     ids = [token for sample in samples for token in sample.input_ids]
     positions = [position for sample in samples for position in range(len(sample.input_ids))]

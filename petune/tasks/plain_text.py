@@ -1,4 +1,5 @@
-"""Plain text: a row per line, a whole file as one document, or sentences of words with tags, as CoNLL has them."""
+"""Plain text: a row per line, a whole file as one document, or sentences of words with tags, as CoNLL has
+them."""
 
 from __future__ import annotations
 
@@ -23,27 +24,44 @@ def is_conll(path: Path) -> bool:
 
 
 def read_conll(path: Path, faults: Faults) -> Iterator[Record]:
-    """Sentences of lines `word ... tag` between blank ones, cells parted by tabs or else by spaces; the place is a sentence's first line.
+    """Sentences of lines `word ... tag` between blank ones, cells parted by tabs or else by spaces; the place
+    is a sentence's first line.
 
-    The first cell is column "tokens", the last "tags", those between "column 2" and so on. Lines of -DOCSTART- are passed over.
+    The first cell is column "tokens", the last "tags", those between "column 2" and so on. Lines of
+    -DOCSTART- are passed over.
     """
     name, width = shown(path), 0
     sentence: list[list[str]] = []
     first = 0
     for line in (*lines(path, faults), Line(0, "", True)):
-        cells = [cell.strip() for cell in line.text.rstrip().split("\t")] if "\t" in line.text else line.text.split()
+        cells = (
+            [cell.strip() for cell in line.text.rstrip().split("\t")]
+            if "\t" in line.text
+            else line.text.split()
+        )
         if not line.text.strip() or cells[0] == DOCSTART:
             if sentence:
                 columns = ("tokens", *(f"column {number}" for number in range(2, width)), "tags")
                 yield Record(
-                    f"{name}:{first}", {column: list(cells) for column, cells in zip(columns, zip(*sentence, strict=True), strict=True)}
+                    f"{name}:{first}",
+                    {
+                        column: list(cells)
+                        for column, cells in zip(columns, zip(*sentence, strict=True), strict=True)
+                    },
                 )
             sentence = []
             continue
         width = width or len(cells)
         if len(cells) < 2 or len(cells) != width:
             expected = f"{width} cells, as before" if width > 1 else "a word and its tag"
-            faults.add(Problem("a line of another width", f"{name}:{line.number}", expected, f"{len(cells)} cell{'s' * (len(cells) > 1)}"))
+            faults.add(
+                Problem(
+                    "a line of another width",
+                    f"{name}:{line.number}",
+                    expected,
+                    f"{len(cells)} cell{'s' * (len(cells) > 1)}",
+                )
+            )
             width = width if width > 1 else 0
             continue
         first = first if sentence else line.number
@@ -55,7 +73,10 @@ def read_document(path: Path, faults: Faults) -> Iterator[Record]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        faults.add(Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"), fatal=True)
+        faults.add(
+            Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"),
+            fatal=True,
+        )
         return
     if text.strip():
         yield Record(shown(path), {"text": text})

@@ -1,7 +1,7 @@
 """Readers: a file becomes records (place, columns), strictly and with line numbers.
 
-JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or name the wrong line. A bad line
-goes to `Faults` and reading goes on where it can.
+JSON is read by our own strict reader because the usual ones accept NaN, duplicate keys and half a file, or
+name the wrong line. A bad line goes to `Faults` and reading goes on where it can.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ def read_file(path: Path, faults: Faults, *, whole: bool = False) -> Iterator[Re
         refuse_foreign(path, shown(path))
         yield from (read_document if whole and suffix == ".txt" else READERS[suffix])(path, faults)
     except PermissionError as error:
-        raise MachineError("no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}") from error
+        raise MachineError(
+            "no permission to read the data file", where=shown(path), remedy=f"chmod u+r {shown(path)}"
+        ) from error
     except OSError as error:
-        raise MachineError(f"cannot read the data file: {error.strerror or error}", where=shown(path)) from error
+        raise MachineError(
+            f"cannot read the data file: {error.strerror or error}", where=shown(path)
+        ) from error
 
 
 # --- JSON ---
@@ -95,17 +99,27 @@ def read_jsonl(path: Path, faults: Faults) -> Iterator[Record]:
             if isinstance(value, dict):
                 yield Record(where, value)
             else:
-                faults.add(Problem("a row must be an object", where, expected='{"column": value, ...}', found=kind_of(value)))
+                faults.add(
+                    Problem(
+                        "a row must be an object",
+                        where,
+                        expected='{"column": value, ...}',
+                        found=kind_of(value),
+                    )
+                )
 
 
 CUT = ("the last line is cut off", "was the file copied whole?")
 
 
 def _cut(line: Line, error: json.JSONDecodeError) -> bool:
-    """Whether a line that cannot be read only lacks its end: it has no line end, and more of it could have been JSON."""
+    """Whether a line that cannot be read only lacks its end: it has no line end, and more of it could have
+    been JSON."""
     rest = line.text[error.pos :].rstrip()
     unfinished = (
-        error.msg.startswith("Unterminated string") or len(rest) < 2 or any(word.startswith(rest) for word in ("true", "false", "null"))
+        error.msg.startswith("Unterminated string")
+        or len(rest) < 2
+        or any(word.startswith(rest) for word in ("true", "false", "null"))
     )
     return not line.ended and line.text.lstrip().startswith("{") and unfinished
 
@@ -134,7 +148,10 @@ def read_json(path: Path, faults: Faults) -> Iterator[Record]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        faults.add(Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"), fatal=True)
+        faults.add(
+            Problem(f"byte {error.start} is not UTF-8", shown(path), remedy="save the file as UTF-8"),
+            fatal=True,
+        )
         return
     yield from _array(path, text, faults)
 
@@ -168,7 +185,12 @@ def _array(path: Path, text: str, faults: Faults) -> Iterator[Record]:
         if skip(" \t\r\n") == ",":
             position += 1
         elif text[position : position + 1] != "]":
-            faults.add(Problem("expected , or ] after a row", f"{name}:{line + text.count(chr(10), seen, position)}"), fatal=True)
+            faults.add(
+                Problem(
+                    "expected , or ] after a row", f"{name}:{line + text.count(chr(10), seen, position)}"
+                ),
+                fatal=True,
+            )
             return
 
 
@@ -186,7 +208,9 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     name, limit = shown(path), csv.field_size_limit(MAX_LINE_BYTES)  # the limit is the process', so put back
     try:
-        reader = csv.reader((line.text + "\n" for line in lines(path, faults, fatal=True)), delimiter=delimiter, strict=True)
+        reader = csv.reader(
+            (line.text + "\n" for line in lines(path, faults, fatal=True)), delimiter=delimiter, strict=True
+        )
         header: list[str] = []
         line = 1
         try:
@@ -197,12 +221,21 @@ def read_csv(path: Path, faults: Faults) -> Iterator[Record]:
                 elif not header:
                     header = _header(cells, where, delimiter)
                 elif len(cells) != len(header):
-                    what, remedy = "a row of another width than the header", "quote cells that hold the separator"
+                    what, remedy = (
+                        "a row of another width than the header",
+                        "quote cells that hold the separator",
+                    )
                     faults.add(Problem(what, where, f"{len(header)} cells", str(len(cells)), remedy))
                 else:
-                    yield Record(where, {column: cell if cell else None for column, cell in zip(header, cells, strict=True)})
+                    yield Record(
+                        where,
+                        {column: cell if cell else None for column, cell in zip(header, cells, strict=True)},
+                    )
         except csv.Error as error:
-            faults.add(Problem(f"not CSV: {error}", f"{name}:{line}", remedy="nothing after this place was read"), fatal=True)
+            faults.add(
+                Problem(f"not CSV: {error}", f"{name}:{line}", remedy="nothing after this place was read"),
+                fatal=True,
+            )
     finally:
         csv.field_size_limit(limit)
 
@@ -211,20 +244,32 @@ def _header(cells: list[str], where: str, delimiter: str) -> list[str]:
     header = [cell.strip() for cell in cells]
     if len(header) == 1 and (other := next((mark for mark in SEPARATORS if mark in header[0]), None)):
         expected, found = SEPARATORS.get(delimiter, repr(delimiter)), SEPARATORS[other]
-        remedy = f"save it with {expected}" + (", or name it .tsv" if other == "\t" else ", or name it .csv" if other == "," else "")
+        remedy = f"save it with {expected}" + (
+            ", or name it .tsv" if other == "\t" else ", or name it .csv" if other == "," else ""
+        )
         raise DataError(
-            "the header has one column: the cells are separated by another sign", where=where, expected=expected, found=found, remedy=remedy
+            "the header has one column: the cells are separated by another sign",
+            where=where,
+            expected=expected,
+            found=found,
+            remedy=remedy,
         )
     for name in header:
         if not name or header.count(name) > 1:
-            raise DataError(f"column name {name!r} appears twice" if name else "a column has no name", where=where, found=", ".join(header))
+            raise DataError(
+                f"column name {name!r} appears twice" if name else "a column has no name",
+                where=where,
+                found=", ".join(header),
+            )
     return header
 
 
 def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
-    """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's number, from 1.
+    """Rows of a Parquet file, class numbers named where datasets left the names; the place is the row's
+    number, from 1.
 
-    Some rows are in memory at a time. Raises DataError for a damaged file, and for one that holds far more than its size lets expect.
+    Some rows are in memory at a time. Raises DataError for a damaged file, and for one that holds far more
+    than its size lets expect.
     """
     import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
 
@@ -244,11 +289,15 @@ def read_parquet(path: Path, faults: Faults) -> Iterator[Record]:
                 yield Record(f"{name}:{number}", named(columns, names))
     except DataError:
         raise
-    except Exception as error:  # pyarrow raises bare classes of its own, and OSError without a number, for damaged files
+    except (
+        Exception
+    ) as error:  # pyarrow raises bare classes of its own, and OSError without a number, for damaged files
         if isinstance(error, OSError) and error.errno is not None:
             raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"not a whole Parquet file: {first}", where=name, remedy="fetch or write it again") from error
+        raise DataError(
+            f"not a whole Parquet file: {first}", where=name, remedy="fetch or write it again"
+        ) from error
 
 
 def _size(value: Any) -> int:
@@ -265,7 +314,9 @@ def _refuse_grown(held: int, most: int, path: Path) -> None:
     if held > most:
         found = f"a file of {human(path.stat().st_size)}"
         remedy = "it is damaged or made to fill the memory; if it is meant, write it as .jsonl"
-        raise DataError(f"the rows take more than {human(most)}", where=shown(path), found=found, remedy=remedy)
+        raise DataError(
+            f"the rows take more than {human(most)}", where=shown(path), found=found, remedy=remedy
+        )
 
 
 Reader = Callable[[Path, Faults], Iterator[Record]]

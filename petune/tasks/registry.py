@@ -19,7 +19,8 @@ from petune.tasks.tokens import encode_tokens
 
 @dataclass(frozen=True)
 class Task:
-    """`head`: what the model must end in. `kinds`: families it fits. `metric`, `direction`: what names the best checkpoint by default."""
+    """`head`: what the model must end in. `kinds`: families it fits. `metric`, `direction`: what names the
+    best checkpoint by default."""
 
     name: str
     head: str
@@ -52,11 +53,19 @@ class Task:
 
 TASKS: dict[str, Task] = {
     "classify": Task(
-        "classify", "classify", frozenset({"encoder", "encoder-decoder", "decoder"}), "accuracy", "max", False, encode_classify
+        "classify",
+        "classify",
+        frozenset({"encoder", "encoder-decoder", "decoder"}),
+        "accuracy",
+        "max",
+        False,
+        encode_classify,
     ),
     "tokens": Task("tokens", "tokens", frozenset({"encoder", "decoder"}), "f1", "max", False, encode_tokens),
     "mlm": Task("mlm", "mlm", frozenset({"encoder"}), "loss", "min", False, encode_mlm),
-    "seq2seq": Task("seq2seq", "seq2seq", frozenset({"encoder-decoder"}), "loss", "min", False, encode_seq2seq),
+    "seq2seq": Task(
+        "seq2seq", "seq2seq", frozenset({"encoder-decoder"}), "loss", "min", False, encode_seq2seq
+    ),
     "causal": Task("causal", "causal", frozenset({"decoder"}), "loss", "min", True, encode_causal),
     "chat": Task("chat", "causal", frozenset({"decoder"}), "loss", "min", True, encode_chat),
 }
@@ -72,7 +81,8 @@ def find_task(name: str) -> Task:
 
 
 def check_fit(task: str, model_kind: str, packing: bool = False) -> None:
-    """UsageError unless a model of this kind ("encoder", "encoder-decoder", "decoder") can learn the task, and packing makes sense."""
+    """UsageError unless a model of this kind ("encoder", "encoder-decoder", "decoder") can learn the task,
+    and packing makes sense."""
     found = find_task(task)
     if model_kind not in found.kinds:
         fitting = ", ".join(name for name, other in TASKS.items() if model_kind in other.kinds)
@@ -84,4 +94,8 @@ def check_fit(task: str, model_kind: str, packing: bool = False) -> None:
         )
     if packing and not found.packs:
         remedy = "set data.packing to false, or choose task causal or chat with a decoder"
-        raise UsageError(f"packing does not fit task {task} with a model of kind {model_kind}", where="data.packing", remedy=remedy)
+        raise UsageError(
+            f"packing does not fit task {task} with a model of kind {model_kind}",
+            where="data.packing",
+            remedy=remedy,
+        )

@@ -1,4 +1,5 @@
-"""What became of the rows: lengths, cuts, drops, the share of trained tokens, and examples with the trained part marked."""
+"""What became of the rows: lengths, cuts, drops, the share of trained tokens, and examples with the trained
+part marked."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Figures of the rows to train on; lengths are tokens of one example before cutting. `bins` counts packed sequences.
+    """Figures of the rows to train on; lengths are tokens of one example before cutting. `bins` counts packed
+    sequences.
 
     `trained` is None for classify, where rows are trained, not tokens, and for mlm, where they change.
     """
@@ -50,15 +52,24 @@ class DataReport:
         """The report, one fact a line."""
         said = [f"rows {self.rows:,} to train on, {self.eval_rows:,} held out"]
         if self.dropped or self.eval_dropped:
-            said.append(f"dropped {self.dropped:,} and {self.eval_dropped:,} rows: nothing to train was left after cutting")
+            said.append(
+                f"dropped {self.dropped:,} and {self.eval_dropped:,} rows: nothing to train was left after"
+                " cutting"
+            )
         share = f"{self.truncated_share:.1%} cut on the {self.truncation}"
-        said.append(f"tokens per row p50 {self.p50:,}, p95 {self.p95:,}, longest {self.longest:,}; limit {self.limit:,}, {share}")
+        said.append(
+            f"tokens per row p50 {self.p50:,}, p95 {self.p95:,}, longest {self.longest:,}; limit"
+            f" {self.limit:,}, {share}"
+        )
         if self.target_p50 is not None:
             said.append(f"tokens per target p50 {self.target_p50:,}, longest {self.target_longest:,}")
         if self.trained is not None:
             said.append(f"trained tokens {self.trained:,} of {self.tokens:,} ({self.trained_share:.1%})")
         if self.bins is not None:
-            said.append(f"packed into {self.bins:,} sequences, {self.tokens / (self.bins * self.limit):.1%} full; a batch counts sequences")
+            said.append(
+                f"packed into {self.bins:,} sequences, {self.tokens / (self.bins * self.limit):.1%} full; a"
+                " batch counts sequences"
+            )
         return [*said, *self.notes]
 
 
@@ -69,7 +80,8 @@ def percentile(values: Sequence[int], share: float) -> int:
 
 
 def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """The example as pieces of text, each with whether it is trained. For seq2seq the source comes first, then the target."""
+    """The example as pieces of text, each with whether it is trained. For seq2seq the source comes first,
+    then the target."""
     if isinstance(example.labels, int):
         return [(_text(tokenizer, example.input_ids), False)]
     if example.has_target:
@@ -88,12 +100,16 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None) -> str:
-    """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by name if `labels` is given."""
+    """The example as text with what is trained in [[...]]: a class after the text, a tag after its token, by
+    name if `labels` is given."""
     if isinstance(example.labels, int):
         name = labels[example.labels] if labels else str(example.labels)
         return f"{_text(tokenizer, example.input_ids)} -> [[{name}]]"
     if labels:
-        tokens = ((_text(tokenizer, [token]), label) for token, label in zip(example.input_ids, example.labels, strict=True))
+        tokens = (
+            (_text(tokenizer, [token]), label)
+            for token, label in zip(example.input_ids, example.labels, strict=True)
+        )
         return " ".join(text if label == MASKED else f"[[{text} {labels[label]}]]" for text, label in tokens)
     arrow = " -> " if example.has_target else ""
     return arrow.join(f"[[{text}]]" if trained else text for text, trained in spans(example, tokenizer))

@@ -1,7 +1,8 @@
 """Rows: a record of a known layout becomes a row of a task.
 
-Values are checked here: a cell that is null, empty, nan or of another type than before is named with its line. A column that only some
-records have is found in the first that has it, and one that plays no role is remembered, for the run to say so.
+Values are checked here: a cell that is null, empty, nan or of another type than before is named with its
+line. A column that only some records have is found in the first that has it, and one that plays no role is
+remembered, for the run to say so.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged
 from petune.tasks.turns import conversation, schemas
 
 ALPACA = (
-    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}{input}\n\n### Response:"
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the"
+    " request.\n\n### Instruction:\n{instruction}{input}\n\n### Response:"
 )
 
 
@@ -100,10 +101,18 @@ class RowMaker:
     def _labelled(self, record: Record) -> Row:
         value, name = self._cell(record, "label"), self.columns["label"]
         if isinstance(value, float) and not value.is_integer():
-            raise Bad(f"column {name!r} is a number with a fraction", "the name or number of a class", repr(value))
+            raise Bad(
+                f"column {name!r} is a number with a fraction", "the name or number of a class", repr(value)
+            )
         if not isinstance(value, str | int | float):
             raise Bad(f"column {name!r} is {kind_of(value)}", "the name or number of a class", kind_of(value))
-        label = str(value).lower() if isinstance(value, bool) else str(int(value)) if isinstance(value, float) else str(value).strip()
+        label = (
+            str(value).lower()
+            if isinstance(value, bool)
+            else str(int(value))
+            if isinstance(value, float)
+            else str(value).strip()
+        )
         if not label:
             raise Bad(f"column {name!r} is empty", "the name of a class", None, FILL)
         if label.lower() == "nan":
@@ -112,23 +121,40 @@ class RowMaker:
 
     def _tagged(self, record: Record) -> Row:
         sides = {role: self._cell(record, role) for role in ("tokens", "tags")}
-        for role, kind, known in (("tokens", "strings", (str,)), ("tags", "the names or numbers of tags", (str, int))):
+        for role, kind, known in (
+            ("tokens", "strings", (str,)),
+            ("tags", "the names or numbers of tags", (str, int)),
+        ):
             name, values = self.columns[role], sides[role]
             if not isinstance(values, list) or not values:
-                raise Bad(f"column {name!r} has no words" if values == [] else f"column {name!r} is no list", "a list", kind_of(values))
+                raise Bad(
+                    f"column {name!r} has no words" if values == [] else f"column {name!r} is no list",
+                    "a list",
+                    kind_of(values),
+                )
             if wrong := [value for value in values if type(value) not in known or value == ""]:
-                raise Bad(f"column {name!r} is not a list of {kind}", f"{kind}, none of them empty", repr(wrong[0]))
+                raise Bad(
+                    f"column {name!r} is not a list of {kind}", f"{kind}, none of them empty", repr(wrong[0])
+                )
         tokens, tags = sides["tokens"], sides["tags"]
         if len(tokens) != len(tags):
             raise Bad("not as many tags as words", f"{len(tokens)} tags, one a word", str(len(tags)))
-        return Tagged(record.where, tuple(clean(word, "a word", may_be_empty=True) for word in tokens), tuple(map(str, tags)))
+        return Tagged(
+            record.where,
+            tuple(clean(word, "a word", may_be_empty=True) for word in tokens),
+            tuple(map(str, tags)),
+        )
 
     def _pair(self, record: Record) -> Row:
         return self._paired(record, self._text(record, "source"), self._text(record, "target"))
 
     def _alpaca(self, record: Record) -> Row:
         instruction, given = self._text(record, "instruction"), self._optional(record, "input")
-        source = alpaca_prompt(instruction, given) if self.task == "causal" else "\n\n".join(part for part in (instruction, given) if part)
+        source = (
+            alpaca_prompt(instruction, given)
+            if self.task == "causal"
+            else "\n\n".join(part for part in (instruction, given) if part)
+        )
         return self._paired(record, source, self._text(record, "output"))
 
     def _paired(self, record: Record, source: str, target: str) -> Row:
@@ -140,7 +166,12 @@ class RowMaker:
             return Conversation(record.where, (*opening, *turns), schemas(tools))
         if said:
             name = self.columns[said[0]]
-            raise Bad(f"task {self.task} has no place for column {name!r}", None, None, "set task: chat, or remove the column")
+            raise Bad(
+                f"task {self.task} has no place for column {name!r}",
+                None,
+                None,
+                "set task: chat, or remove the column",
+            )
         return Pair(record.where, source, target)
 
     def _earlier(self, record: Record) -> list[Message]:
@@ -148,16 +179,26 @@ class RowMaker:
         if not self._given(record, "history"):
             return []
         pairs, name = self._cell(record, "history"), f"column {self.columns['history']!r}"
-        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in pairs
+        ):
             raise Bad(f"{name} is not a list of pairs", '[["question", "answer"], ...]', kind_of(pairs))
-        return [Message(role, clean(text, name)) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+        return [
+            Message(role, clean(text, name))
+            for pair in pairs
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
 
     def _conversation(self, record: Record) -> Row:
         tools = record.columns[self.columns["tools"]] if self._given(record, "tools") else None
-        return conversation(record.where, self._cell(record, "messages"), self.format, self._optional(record, "system"), tools)
+        return conversation(
+            record.where, self._cell(record, "messages"), self.format, self._optional(record, "system"), tools
+        )
 
 
 def alpaca_prompt(instruction: str, given: str | None) -> str:
     """The prompt of the Alpaca format, up to and with '### Response:'."""
     paired = ", paired with an input that provides further context" if given else ""
-    return ALPACA.format(paired=paired, instruction=instruction, input=f"\n\n### Input:\n{given}" if given else "")
+    return ALPACA.format(
+        paired=paired, instruction=instruction, input=f"\n\n### Input:\n{given}" if given else ""
+    )

@@ -1,7 +1,8 @@
 """A row: what one line of data means to a task, and where it came from.
 
-Five shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, a text. `where` is for people,
-never part of a row's content: the fingerprint of the same rows is the same on every machine.
+Five shapes cover every format: a labelled text, tagged words, a source with its target, a conversation, a
+text. `where` is for people, never part of a row's content: the fingerprint of the same rows is the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Pair:
 class Message:
     """One turn of a conversation; role is system, user, assistant or tool.
 
-    `more` are its other fields, for the chat template alone: tool_calls, tool_call_id, reasoning_content, name ... `trained` is False for
-    an assistant's turn of weight 0, which is read and not learned.
+    `more` are its other fields, for the chat template alone: tool_calls, tool_call_id, reasoning_content,
+    name ... `trained` is False for an assistant's turn of weight 0, which is read and not learned.
     """
 
     role: str
@@ -48,7 +49,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order, at least one of them the assistant's and trained, and the tools it may call, as JSON schemas."""
+    """Turns in order, at least one of them the assistant's and trained, and the tools it may call, as JSON
+    schemas."""
 
     where: str
     messages: tuple[Message, ...]
@@ -79,7 +81,8 @@ Row = Labelled | Tagged | Pair | Conversation | Text
 class Rows:
     """Every row of a run.
 
-    `labels` are the classes or tags in the order of their ids (classify and tokens); `notes` say what was detected and decided.
+    `labels` are the classes or tags in the order of their ids (classify and tokens); `notes` say what was
+    detected and decided.
     """
 
     train: list[Row]
@@ -91,7 +94,8 @@ class Rows:
 
 
 def content(row: Row) -> str:
-    """The row without its place, as one canonical line. Fields at their default are left out: a new one changes no fingerprint."""
+    """The row without its place, as one canonical line. Fields at their default are left out: a new one
+    changes no fingerprint."""
     return json.dumps(_plain(row), ensure_ascii=True, sort_keys=True)
 
 
@@ -109,7 +113,8 @@ def _default(entry: Any) -> Any:
 
 
 def identity(row: Row) -> str:
-    """What makes two rows the same one when held-out rows must not be among the trained: what is read, where that is labelled or tagged."""
+    """What makes two rows the same one when held-out rows must not be among the trained: what is read, where
+    that is labelled or tagged."""
     if isinstance(row, Labelled):
         return json.dumps([row.text, row.pair])
     if isinstance(row, Tagged):

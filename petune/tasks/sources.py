@@ -1,8 +1,10 @@
-"""Where rows come from: a file, a folder, a glob, `demo:NAME`, a data set of the hub, or an object given from Python.
+"""Where rows come from: a file, a folder, a glob, `demo:NAME`, a data set of the hub, or an object given from
+Python.
 
-What exists on this machine wins over a name on the hub, and nothing that looks like a file is ever looked for on the network. A source may
-bring its own held-out rows: a folder's `eval` or `validation` file, the validation split of a data set of the hub or of one that the
-library `datasets` has saved to disk. A `test` file or split is never touched.
+What exists on this machine wins over a name on the hub, and nothing that looks like a file is ever looked for
+on the network. A source may bring its own held-out rows: a folder's `eval` or `validation` file, the
+validation split of a data set of the hub or of one that the library `datasets` has saved to disk. A `test`
+file or split is never touched.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Source:
 
 
 def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {}) -> Source:
-    """What `spec` names, seen from the recipe's folder, then from the working directory; one of `objects` by its spec.
+    """What `spec` names, seen from the recipe's folder, then from the working directory; one of `objects` by
+    its spec.
 
     Raises DataError when nothing is there, listing where it looked and the nearest names.
     """
@@ -77,7 +80,11 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
     if spec.startswith("demo:"):
         return _demo(spec.removeprefix("demo:"))
     tried = list(dict.fromkeys((base / Path(spec).expanduser()).resolve() for base in (folder, Path.cwd())))
-    hub = None if spec.startswith((".", "~", "/")) or Path(spec).suffix.lower() in READERS else HUB.fullmatch(spec)
+    hub = (
+        None
+        if spec.startswith((".", "~", "/")) or Path(spec).suffix.lower() in READERS
+        else HUB.fullmatch(spec)
+    )
     for path in tried:
         if path.is_file():
             return Source(spec, train=(path,))
@@ -86,7 +93,11 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
             return _folder(spec, path, said)
         if path.exists():
             raise DataError("neither a file nor a folder", where=shown(path))
-        if glob.has_magic(spec) and (found := sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())):
+        if glob.has_magic(spec) and (
+            found := sorted(
+                Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()
+            )
+        ):
             return Source(spec, train=tuple(found), notes=(f"{len(found)} files match {spec}",))
     if hub and not glob.has_magic(hub["id"]):
         return Source(spec, hub=(hub["id"], hub["config"], hub["split"]))
@@ -94,8 +105,11 @@ def find_source(spec: str, folder: Path, objects: Mapping[str, DataObject] = {})
     raise DataError(f"no data at {spec!r}", found=f"no such file or folder in {places}", remedy=_near(tried))
 
 
-def held_out_of(source: Source, spec: str | None, folder: Path, objects: Mapping[str, DataObject] = {}) -> tuple[Source, str] | None:
-    """Where held-out rows are given, and on which side: at `spec` (data.eval), else with `source` itself; None where they are not."""
+def held_out_of(
+    source: Source, spec: str | None, folder: Path, objects: Mapping[str, DataObject] = {}
+) -> tuple[Source, str] | None:
+    """Where held-out rows are given, and on which side: at `spec` (data.eval), else with `source` itself;
+    None where they are not."""
     if not spec:
         return (source, "eval") if source.has("eval") else None
     other = find_source(spec, folder, objects)
@@ -104,17 +118,27 @@ def held_out_of(source: Source, spec: str | None, folder: Path, objects: Mapping
 
 def _given(spec: str, objects: Mapping[str, DataObject]) -> Source:
     if spec not in objects:
-        remedy = "give it again: petune.train(..., data=...); or write the rows to a .jsonl file and give its path"
-        raise DataError("the data were an object given from Python, which no file holds", where=spec, remedy=remedy)
+        remedy = (
+            "give it again: petune.train(..., data=...); or write the rows to a .jsonl file and give its path"
+        )
+        raise DataError(
+            "the data were an object given from Python, which no file holds", where=spec, remedy=remedy
+        )
     given = objects[spec]
     sizes = " and ".join(f"{len(table)} rows of {name}" for name, table in given.sides.values())
-    return Source(given.name, given=given, notes=(f"{sizes}, given from Python as {spec.removeprefix(OBJECT)}",))
+    return Source(
+        given.name, given=given, notes=(f"{sizes}, given from Python as {spec.removeprefix(OBJECT)}",)
+    )
 
 
 def _near(tried: list[Path]) -> str:
     """The data files and folders whose name without its suffix is most like the one asked for."""
     here = [entry for path in tried if path.parent.is_dir() for entry in path.parent.iterdir()]
-    data = [entry for entry in here if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in READERS)]
+    data = [
+        entry
+        for entry in here
+        if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in READERS)
+    ]
     stems = nearest(tried[0].stem, dict.fromkeys(entry.stem for entry in data))
     near = dict.fromkeys(entry.name for stem in stems for entry in data if entry.stem == stem)
     return (
@@ -131,20 +155,43 @@ def _demo(name: str) -> Source:
         raise DataError(f"there is no demo data called {name!r}", expected="demo:" + ", demo:".join(known))
     start = "domain_" if part else ""
     folder = data_path(corpus)
-    return Source(f"demo:{name}", train=(folder / f"{start}train.jsonl",), held_out=(folder / f"{start}eval.jsonl",), demo=corpus)
+    return Source(
+        f"demo:{name}",
+        train=(folder / f"{start}train.jsonl",),
+        held_out=(folder / f"{start}eval.jsonl",),
+        demo=corpus,
+    )
 
 
 def _folder(spec: str, folder: Path, said: tuple[str, ...]) -> Source:
     if any((folder / name).is_file() for name in SAVED):
         return Source(spec, saved=folder, notes=(*said, f"{spec}: a data set saved by datasets"))
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in READERS and not path.name.startswith("."))
+    files = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix.lower() in READERS and not path.name.startswith(".")
+    )
     if not files:
-        raise DataError("no data file in the folder", where=shown(folder), expected=" ".join(f"*{suffix}" for suffix in READERS))
-    train, held_out = (tuple(path for path in files if path.stem.lower() in names) for names in (TRAIN, HELD_OUT))
+        raise DataError(
+            "no data file in the folder",
+            where=shown(folder),
+            expected=" ".join(f"*{suffix}" for suffix in READERS),
+        )
+    train, held_out = (
+        tuple(path for path in files if path.stem.lower() in names) for names in (TRAIN, HELD_OUT)
+    )
     if not train:
-        return Source(spec, train=tuple(files), notes=(*said, f"{len(files)} files of {spec}, read in the order of their names"))
+        return Source(
+            spec,
+            train=tuple(files),
+            notes=(*said, f"{len(files)} files of {spec}, read in the order of their names"),
+        )
     left = [path.name for path in files if path not in train and path not in held_out]
-    notes = (*said, f"{spec}: {', '.join(path.name for path in (*train, *held_out))}" + (f"; not read: {', '.join(left)}" if left else ""))
+    notes = (
+        *said,
+        f"{spec}: {', '.join(path.name for path in (*train, *held_out))}"
+        + (f"; not read: {', '.join(left)}" if left else ""),
+    )
     return Source(spec, train=train, held_out=held_out, notes=notes)
 
 
@@ -157,12 +204,15 @@ def _hub_records(name: str, config: str | None, split: str | None, side: str) ->
 
 
 def _records(name: str, splits: Any, joint: str, side: str) -> Iterator[Record]:
-    """Rows of one side of a data set in splits, by their names; `joint` stands between its name and that of a split."""
+    """Rows of one side of a data set in splits, by their names; `joint` stands between its name and that of a
+    split."""
     held = next((one for one in (TRAIN if side == "train" else HELD_OUT) if one in splits), None)
     if held is not None:
         yield from _rows(f"{name}{joint}{held}", splits[held])
     elif side == "train":
-        raise DataError(f"the data set {name} has no train split", expected=f"{name}{joint}SPLIT", found=", ".join(splits))
+        raise DataError(
+            f"the data set {name} has no train split", expected=f"{name}{joint}SPLIT", found=", ".join(splits)
+        )
 
 
 def _rows(name: str, split: Any) -> Iterator[Record]:
@@ -206,7 +256,11 @@ def _whole(records: Iterator[Record], folder: Path) -> Iterator[Record]:
 
 def _not_whole(folder: Path, error: Exception) -> DataError:
     first = (str(error).splitlines() or [type(error).__name__])[0]
-    return DataError(f"not a whole data set saved by datasets: {first}", where=shown(folder), remedy="save or copy it again")
+    return DataError(
+        f"not a whole data set saved by datasets: {first}",
+        where=shown(folder),
+        remedy="save or copy it again",
+    )
 
 
 def _hub_load(name: str, config: str | None, split: str | None) -> Any:
@@ -215,9 +269,15 @@ def _hub_load(name: str, config: str | None, split: str | None) -> Any:
     try:
         return datasets.load_dataset(name, config, split=split)
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError(f"the hub shows this account no data set {name!r}", remedy="a local folder is written ./NAME") from error
+        raise DataError(
+            f"the hub shows this account no data set {name!r}", remedy="a local folder is written ./NAME"
+        ) from error
     except OSError as error:
         remedy = "pass a local file, or demo:docstrings, which needs no network"
-        raise MachineError(f"cannot reach the hub for the data set {name!r}: {error}", remedy=remedy) from error
+        raise MachineError(
+            f"cannot reach the hub for the data set {name!r}: {error}", remedy=remedy
+        ) from error
     except ValueError as error:
-        raise DataError(f"cannot load the data set {name!r}: {error}", remedy="write it as NAME:CONFIG@SPLIT") from error
+        raise DataError(
+            f"cannot load the data set {name!r}: {error}", remedy="write it as NAME:CONFIG@SPLIT"
+        ) from error

@@ -1,6 +1,8 @@
-"""Which rows are held out: a rule that depends on the rows alone, so that it is the same everywhere and said in one line.
+"""Which rows are held out: a rule that depends on the rows alone, so that it is the same everywhere and said
+in one line.
 
-The rank of a row is the SHA-256 of what identifies it; the lowest ranks are held out. Equal rows have equal ranks and so fall on one side.
+The rank of a row is the SHA-256 of what identifies it; the lowest ranks are held out. Equal rows have equal
+ranks and so fall on one side.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def rank(row: Row, salt: str) -> str:
 
 
 def split_off(rows: list[Row], share: float, salt: str = "") -> Split:
-    """Hold out `share` of the distinct rows, per class where there are classes. Raises DataError below two distinct rows."""
+    """Hold out `share` of the distinct rows, per class where there are classes. Raises DataError below two
+    distinct rows."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         groups[rank(row, salt)].append(index)
@@ -36,7 +39,11 @@ def split_off(rows: list[Row], share: float, salt: str = "") -> Split:
         found = f"{len(rows)} row{'s' if len(rows) > 1 else ''}, {len(groups)} distinct"
         remedy = "add rows, or give the held-out rows: data.eval"
         raise DataError(
-            "too few rows to hold some out", where=rows[0].where, expected="2 distinct rows or more", found=found, remedy=remedy
+            "too few rows to hold some out",
+            where=rows[0].where,
+            expected="2 distinct rows or more",
+            found=found,
+            remedy=remedy,
         )
     strata: dict[str | None, list[str]] = defaultdict(list)
     for key in sorted(groups):
@@ -65,7 +72,8 @@ def split_off(rows: list[Row], share: float, salt: str = "") -> Split:
 
 
 def split_documents(rows: list[Row], share: float) -> Split:
-    """Hold out the end of every document: for too few of them to hold out some whole. Raises DataError for one of a single word."""
+    """Hold out the end of every document: for too few of them to hold out some whole. Raises DataError for
+    one of a single word."""
     kept: list[Row] = []
     held: list[Row] = []
     for row in rows:
@@ -73,20 +81,33 @@ def split_documents(rows: list[Row], share: float) -> Split:
         at = row.text.find(" ", round(len(row.text) * (1 - share)))
         place = at if at > 0 else row.text.rfind(" ")
         if place < 1 or not (row.text[:place].strip() and row.text[place:].strip()):
-            raise DataError("the document has one word, so that none of it can be held out", where=row.where, remedy="give data.eval")
+            raise DataError(
+                "the document has one word, so that none of it can be held out",
+                where=row.where,
+                remedy="give data.eval",
+            )
         kept.append(replace(row, text=row.text[:place]))
         held.append(replace(row, text=row.text[place:].lstrip()))
-    return Split(kept, held, f"held out the last {share:.0%} of {'each document' if len(rows) > 1 else 'the document'}")
+    return Split(
+        kept, held, f"held out the last {share:.0%} of {'each document' if len(rows) > 1 else 'the document'}"
+    )
 
 
 def keep_apart(train: list[Row], held_out: list[Row], rule: str) -> Split:
-    """Given held-out rows stay; trained rows equal to one of them go. Raises DataError if none are left. `rule` says whence they are."""
+    """Given held-out rows stay; trained rows equal to one of them go. Raises DataError if none are left.
+    `rule` says whence they are."""
     held = {identity(row) for row in held_out}
     kept = [row for row in train if identity(row) not in held]
     if not kept:
-        raise DataError("every row to train on is also held out", where=train[0].where, remedy="are path and eval the same file?")
+        raise DataError(
+            "every row to train on is also held out",
+            where=train[0].where,
+            remedy="are path and eval the same file?",
+        )
     gone = len(train) - len(kept)
-    return Split(kept, held_out, rule + (f"; {gone} rows of train that are among them dropped" if gone else ""))
+    return Split(
+        kept, held_out, rule + (f"; {gone} rows of train that are among them dropped" if gone else "")
+    )
 
 
 def sample(rows: list[Row], limit: int | None) -> list[Row]:

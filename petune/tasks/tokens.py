@@ -1,7 +1,8 @@
-"""tokens: every word has a tag. The first token of a word carries its tag; other tokens of it, and special ones, are not trained.
+"""tokens: every word has a tag. The first token of a word carries its tag; other tokens of it, and special
+ones, are not trained.
 
-A text is its words joined by spaces, and a token belongs to the word its characters lie in. So every fast tokenizer will do, and a text is
-cut into tokens as it is anywhere else.
+A text is its words joined by spaces, and a token belongs to the word its characters lie in. So every fast
+tokenizer will do, and a text is cut into tokens as it is anywhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from petune.tasks.rows import Row, Tagged
 
 @dataclass(frozen=True)
 class Words:
-    """A text of words as token ids, cut to the limit. `firsts[i]` is the place of the first token of word i, None if it has none left.
+    """A text of words as token ids, cut to the limit. `firsts[i]` is the place of the first token of word i,
+    None if it has none left.
 
     `length` counts the tokens before the cut.
     """
@@ -60,7 +62,8 @@ def encode_words(words: Sequence[str], coder: Coder) -> Words:
         if length > coder.limit:
             coded = coder.tokenizer(text, truncation=True, max_length=coder.limit, **asked)
     firsts: list[int | None] = [None] * len(words)
-    word, opens = 0, coder.config.truncation == "left" and length > coder.limit  # a cut may leave the rest of a word first
+    # a cut may leave the rest of a word first
+    word, opens = 0, coder.config.truncation == "left" and length > coder.limit
     for place, (begin, stop) in enumerate(coded["offset_mapping"]):
         begin += len(text[begin:stop]) - len(text[begin:stop].lstrip())
         while word < len(words) and ends[word] <= begin:

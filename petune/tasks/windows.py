@@ -1,4 +1,5 @@
-"""Windows: documents joined, each with its end token, and cut into pieces of one length. No token is lost and none is in two pieces."""
+"""Windows: documents joined, each with its end token, and cut into pieces of one length. No token is lost and
+none is in two pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The frozen corpus keeps its promises: no leak between splits, balance, the counts and hashes of PROVENANCE."""
+"""The frozen corpus keeps its promises: no leak between splits, balance, the counts and hashes of
+PROVENANCE."""
 
 from __future__ import annotations
 
@@ -85,14 +86,21 @@ def test_nothing_near_a_held_out_text_is_trained_on(corpus: dict[str, list[dict[
 def test_provenance_states_counts_and_hashes() -> None:
     folder = data_path("docstrings")
     notice = (folder / "PROVENANCE").read_text("utf-8")
-    assert "PSF-2.0" in notice and "Python Software Foundation" in notice and "benchmarks.demo_corpus" in notice
+    assert (
+        "PSF-2.0" in notice and "Python Software Foundation" in notice and "benchmarks.demo_corpus" in notice
+    )
     table = dict(re.findall(r"^(\w+)\.jsonl +(.*)$", notice, re.MULTILINE))
     assert set(table) == set(FILES) == {path.stem for path in folder.glob("*.jsonl")}
     for name, line in table.items():
         data = (folder / f"{name}.jsonl").read_bytes()
         rows = [json.loads(text) for text in data.splitlines()]
         kinds = Counter(row["kind"] for row in rows)
-        found = [len(rows), *(kinds[kind] for kind in KINDS), sum(len(row["text"]) for row in rows), hashlib.sha256(data).hexdigest()]
+        found = [
+            len(rows),
+            *(kinds[kind] for kind in KINDS),
+            sum(len(row["text"]) for row in rows),
+            hashlib.sha256(data).hexdigest(),
+        ]
         assert line.split() == [str(value) for value in found], name
 
 
@@ -105,10 +113,17 @@ def test_the_script_makes_the_frozen_files_again(tmp_path: Path) -> None:
 
 
 def test_docstrings_gives_each_definition_its_kind_and_name() -> None:
-    inner = 'class A:\n  """A class that is there to be seen."""\n  def f(self):\n    """A function that does it all.\n\n    Or so."""\n'
+    inner = (
+        'class A:\n  """A class that is there to be seen."""\n  def f(self):\n    """A function that does it'
+        ' all.\n\n    Or so."""\n'
+    )
     source = '"""What the module is about, said."""\n' + inner
     rows = {row["name"]: row for row in docstrings("pkg.mod", source)}
-    assert {name: row["kind"] for name, row in rows.items()} == {"pkg.mod": "module", "A": "class", "A.f": "function"}
+    assert {name: row["kind"] for name, row in rows.items()} == {
+        "pkg.mod": "module",
+        "A": "class",
+        "A.f": "function",
+    }
     assert rows["A.f"]["summary"] == "A function that does it all." and rows["A.f"]["body"] == "Or so."
 
 
@@ -117,12 +132,22 @@ def test_texts_under_other_terms_are_left_out() -> None:
 
 
 def test_a_long_first_paragraph_is_cut_at_its_first_sentence() -> None:
-    summary, body = split_summary("Does one thing, and\ndoes it well. " + "More words follow here. " * 10 + "\n\nEnd.")
-    assert summary == "Does one thing, and does it well." and body.startswith("More words") and body.endswith("End.")
+    summary, body = split_summary(
+        "Does one thing, and\ndoes it well. " + "More words follow here. " * 10 + "\n\nEnd."
+    )
+    assert (
+        summary == "Does one thing, and does it well."
+        and body.startswith("More words")
+        and body.endswith("End.")
+    )
 
 
 def test_near_duplicates_fall_and_neighbours_stay() -> None:
-    texts = ["Return the width of the widget.", "return the WIDTH of the widget", "Return the height of the window."]
+    texts = [
+        "Return the width of the widget.",
+        "return the WIDTH of the widget",
+        "Return the height of the window.",
+    ]
     texts += ["Codec cp037 for Python.", "Codec cp850 for Python."]
     kept = without_near_duplicates({"text": text} for text in texts)
     assert [row["text"] for row in kept] == [texts[0], texts[2], texts[3]]

@@ -1,4 +1,5 @@
-"""The pretraining script's pieces: spans, targets, packing, and a run of two steps that writes a loadable checkpoint."""
+"""The pretraining script's pieces: spans, targets, packing, and a run of two steps that writes a loadable
+checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def test_spans_are_ordered_apart_and_of_the_asked_share(length: int) -> None:
 def test_bart_reads_masks_and_writes_the_whole_text() -> None:
     ids = list(range(100, 200))
     read, write = cut_out("bart", ids, random.Random(0))
-    assert write == ids and [token for token in read if token != MASK] == [token for token in ids if token in read] and len(read) < len(ids)
+    assert (
+        write == ids
+        and [token for token in read if token != MASK] == [token for token in ids if token in read]
+        and len(read) < len(ids)
+    )
 
 
 def test_t5_writes_what_its_sentinels_stand_for() -> None:
@@ -66,8 +71,12 @@ def test_two_steps_write_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: py
     rows = [{"module": f"m{at}", "name": f"f{at}", "text": text.format(at) * 4} for at in range(24)]
     monkeypatch.setattr(pretrain, "general_rows", lambda: (rows[:16], rows[16:]))
     monkeypatch.setattr(pretrain, "rows_of", lambda name: rows[16:])
-    assert pretrain.main(["t5", "--steps", "2", "--rows", "2", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert (
+        pretrain.main(["t5", "--steps", "2", "--rows", "2", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    )
     model, report = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()) and json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (
+        not any(report.values()) and json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    )
     assert "weights of step 2" in (tmp_path / "README.md").read_text("utf-8") and LENGTH == 256
     assert AutoTokenizer.from_pretrained(tmp_path)("x").input_ids[-1] == model.config.eos_token_id

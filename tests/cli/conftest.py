@@ -72,7 +72,11 @@ class FakeRun:
     summary: Mapping[str, Any] = field(default_factory=lambda: {"task": "causal"})
 
     def eval(self) -> Mapping[str, Any]:
-        scores = {"base": {"accuracy": 0.5, "loss": 1.25}, "tuned": {"accuracy": 0.875, "loss": 0.5}, "rows": 8}
+        scores = {
+            "base": {"accuracy": 0.5, "loss": 1.25},
+            "tuned": {"accuracy": 0.875, "loss": 0.5},
+            "rows": 8,
+        }
         return scores | {"warnings": ["too good"], "notes": ["too few"]}
 
     def generate(self, prompt: str, **options: Any) -> str:

@@ -22,7 +22,9 @@ def test_a_second_target_is_refused() -> None:
         Given.of(["a.yaml", "b.yaml"])
 
 
-def test_a_path_with_an_equals_sign_is_a_path_when_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_an_equals_sign_is_a_path_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_setting("lr=1")
     (tmp_path / "lr=1").mkdir()
@@ -43,7 +45,9 @@ def test_a_recipe_means_the_run_it_made(run_folder: FakeRun, monkeypatch: pytest
     assert run.recipe.batch_size == 3
 
 
-def test_the_newest_of_several_runs_of_a_recipe_without_out_is_meant(run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_of_several_runs_of_a_recipe_without_out_is_meant(
+    run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = run_folder.folder.parent
     monkeypatch.chdir(runs.parent)
     text = "model: demo:tiny-llama\ndata: demo:docstrings\ntask: causal\nmethod: lora\n"
@@ -72,21 +76,29 @@ def test_a_folder_that_is_no_run_is_a_file_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["three.jsonl", "rows.csv", "ROWS.TSV"])
-def test_a_data_file_for_a_recipe_is_told_where_it_belongs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_file_for_a_recipe_is_told_where_it_belongs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("text,label\n")
     for look in (Given(name, ()).recipe, Given(name, ()).run):
-        with pytest.raises(UsageError, match=f"{name}  this is a data file\\n.*\\n.*petune data RECIPE data={name}"):
+        with pytest.raises(
+            UsageError, match=f"{name}  this is a data file\\n.*\\n.*petune data RECIPE data={name}"
+        ):
             look()
 
 
-def test_a_data_file_that_is_not_there_is_a_recipe_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_file_that_is_not_there_is_a_recipe_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match="no such recipe file"):
         Given("rows.csv", ()).recipe()
 
 
-def test_a_run_folder_that_is_not_there_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_that_is_not_there_is_called_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileError, match="not a run folder"):
         Given("runs/nothing", ()).run()

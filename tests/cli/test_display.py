@@ -14,7 +14,15 @@ from petune.run.reporting import PlainReporter, Reporter
 
 def record(step: int) -> dict[str, Any]:
     """One training step as the loop reports it."""
-    return {"step": step, "epoch": step / 10, "loss": 1.5 / step, "lr": 1e-4, "grad_norm": 0.5, "tokens": 64, "tokens_per_s": 1234.5}
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "loss": 1.5 / step,
+        "lr": 1e-4,
+        "grad_norm": 0.5,
+        "tokens": 64,
+        "tokens_per_s": 1234.5,
+    }
 
 
 def play(shown: Reporter, steps: int) -> None:

@@ -53,7 +53,23 @@ def test_help_fits_a_screen_and_groups_the_verbs(type_: Type) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["train", "chat", "ls", "cp", "doctor", "check", "plan", "profile", "bench", "data", "eval", "merge", "export", "generate"]
+    "verb",
+    [
+        "train",
+        "chat",
+        "ls",
+        "cp",
+        "doctor",
+        "check",
+        "plan",
+        "profile",
+        "bench",
+        "data",
+        "eval",
+        "merge",
+        "export",
+        "generate",
+    ],
 )
 def test_every_verb_has_help(type_: Type, verb: str) -> None:
     shown = type_(verb, "--help")
@@ -66,7 +82,14 @@ def test_version(type_: Type) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("bogus",), ("train", "--bogus"), ("export", "x", "--to", "gguf"), ("export", "x"), ("data", "-n", "many")]
+    "words",
+    [
+        ("bogus",),
+        ("train", "--bogus"),
+        ("export", "x", "--to", "gguf"),
+        ("export", "x"),
+        ("data", "-n", "many"),
+    ],
 )
 def test_a_wrong_command_line_is_exit_2(type_: Type, words: tuple[str, ...]) -> None:
     assert type_(*words).code == 2
@@ -85,21 +108,30 @@ def test_a_wrong_command_line_is_exit_2(type_: Type, words: tuple[str, ...]) -> 
         (errors.Stopped, 75),
     ],
 )
-def test_each_kind_of_error_has_its_exit_code(type_: Type, monkeypatch: pytest.MonkeyPatch, kind: Any, code: int) -> None:
+def test_each_kind_of_error_has_its_exit_code(
+    type_: Type, monkeypatch: pytest.MonkeyPatch, kind: Any, code: int
+) -> None:
     raising(monkeypatch, kind("it broke", where="here", remedy="mend it"))
     shown = type_("train", "llama_lora")
     assert (shown.code, shown.err) == (code, "here  it broke\n   mend it\n")
 
 
-def test_an_unforeseen_error_is_one_message_without_traceback(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unforeseen_error_is_one_message_without_traceback(
+    type_: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raising(monkeypatch, ZeroDivisionError("first\nsecond"))
     shown = type_("train", "llama_lora")
     assert shown.code == 1
-    assert shown.err == "petune: internal error: ZeroDivisionError: first\n   run again with --debug to see where\n"
+    assert (
+        shown.err
+        == "petune: internal error: ZeroDivisionError: first\n   run again with --debug to see where\n"
+    )
 
 
 @pytest.mark.parametrize("words", [("--debug", "train", "llama_lora"), ("train", "llama_lora", "--debug")])
-def test_debug_shows_the_traceback_wherever_it_stands(type_: Type, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+def test_debug_shows_the_traceback_wherever_it_stands(
+    type_: Type, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
     raising(monkeypatch, errors.DataError("it broke"))
     shown = type_(*words)
     assert shown.code == 3
@@ -118,7 +150,11 @@ def test_ctrl_c_is_exit_130(type_: Type, monkeypatch: pytest.MonkeyPatch) -> Non
     assert type_("train", "llama_lora").code == 130
 
 
-@pytest.mark.parametrize("words", [("data", "llama_lora", "-n", "300"), ("ls",)], ids=["flushed lines", "a table left in the buffer"])
+@pytest.mark.parametrize(
+    "words",
+    [("data", "llama_lora", "-n", "300"), ("ls",)],
+    ids=["flushed lines", "a table left in the buffer"],
+)
 def test_who_reads_the_output_may_go_away(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -132,16 +168,23 @@ def test_python_searches_nothing_for_garbage_as_the_command_ends() -> None:
     """With torch in memory that search takes longer than a stop may."""
     code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > len(gc.get_objects())));"
     command = [sys.executable, "-c", f"{code} from petune_cli.main import app; app(['ls', 'nowhere'])"]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout.endswith("True\n")
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout.endswith(
+        "True\n"
+    )
 
 
-def test_out_of_memory_and_a_full_disk_are_the_machines_fault(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_and_a_full_disk_are_the_machines_fault(
+    type_: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     for error in (
         torch.OutOfMemoryError("no room"),
         MemoryError(),
-        *(OSError(code, "no", "runs/x") for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)),
+        *(
+            OSError(code, "no", "runs/x")
+            for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+        ),
         PermissionError(13, "no", "x"),
     ):
         raising(monkeypatch, error)
@@ -165,12 +208,16 @@ def test_other_errors_of_the_system_are_internal(type_: Type, monkeypatch: pytes
         (("train", "--rank", "8"), "write method.r=8"),
     ],
 )
-def test_a_setting_written_as_an_option_is_told_how_settings_are_written(words: tuple[str, ...], remedy: str, type_: Type) -> None:
+def test_a_setting_written_as_an_option_is_told_how_settings_are_written(
+    words: tuple[str, ...], remedy: str, type_: Type
+) -> None:
     shown = type_(*words)
     assert shown.code == 2 and shown.err.rstrip().endswith(remedy)
 
 
-@pytest.mark.parametrize(("verb", "meant"), [("predict", "generate"), ("finetune", "train"), ("evaluate", "eval")])
+@pytest.mark.parametrize(
+    ("verb", "meant"), [("predict", "generate"), ("finetune", "train"), ("evaluate", "eval")]
+)
 def test_a_verb_of_other_tools_is_told_what_it_is_called_here(verb: str, meant: str, type_: Type) -> None:
     shown = type_(verb, "runs/mine", "words")
     assert shown.code == 2 and f"did you mean: petune {meant}\n" in shown.err

@@ -1,4 +1,5 @@
-"""Text that a shell would run, in every string of a recipe, in paths, names, rows and prompts: nothing runs it or starts a process."""
+"""Text that a shell would run, in every string of a recipe, in paths, names, rows and prompts: nothing runs
+it or starts a process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from petune.recipe import Recipe, load_recipe
 from tests.cli.conftest import Type
 from tests.small_runs import as_yaml, settings, write_model
 
-SHELL = ("$(touch OWNED)", "`touch OWNED`", "; touch OWNED", "| sh -c 'touch OWNED'", "&& touch OWNED #", "\ntouch OWNED\n", "%(x)s{0}")
+SHELL = (
+    "$(touch OWNED)",
+    "`touch OWNED`",
+    "; touch OWNED",
+    "| sh -c 'touch OWNED'",
+    "&& touch OWNED #",
+    "\ntouch OWNED\n",
+    "%(x)s{0}",
+)
 ALL = "x" + "".join(SHELL).replace("\n", " ")
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _started: list[Any] | None = None
@@ -44,15 +53,43 @@ def _nothing_starts(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_whose_every_name_is_shell_text_only_trains(type_: Type, tmp_path: Path):
     name = ALL.replace("/", "")
-    model, rows, out = write_model(tmp_path / f"m {name}", "bert"), tmp_path / f"d {name}.jsonl", f"run {name}"
-    texts = [json.loads(line)["text"] for line in Path(settings(tmp_path, "bert")["data"]["path"]).read_text().splitlines()]
+    model, rows, out = (
+        write_model(tmp_path / f"m {name}", "bert"),
+        tmp_path / f"d {name}.jsonl",
+        f"run {name}",
+    )
+    texts = [
+        json.loads(line)["text"]
+        for line in Path(settings(tmp_path, "bert")["data"]["path"]).read_text().splitlines()
+    ]
     columns = {"text": f"t {ALL}", "label": f"l {ALL}"}
-    lines = ({columns["text"]: f"{text} {ALL}", columns["label"]: f"{number % 2} {ALL}"} for number, text in enumerate(texts))
+    lines = (
+        {columns["text"]: f"{text} {ALL}", columns["label"]: f"{number % 2} {ALL}"}
+        for number, text in enumerate(texts)
+    )
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = {"name": name, "model": str(model), "task": "classify", "out": out, "max_steps": 2, "warmup": 0, "device": "cpu"}
-    recipe |= {"method": {"name": "lora", "r": 2, "targets": ["query"]}, "data": {"path": str(rows), "columns": columns, "prefix": ALL}}
+    recipe = {
+        "name": name,
+        "model": str(model),
+        "task": "classify",
+        "out": out,
+        "max_steps": 2,
+        "warmup": 0,
+        "device": "cpu",
+    }
+    recipe |= {
+        "method": {"name": "lora", "r": 2, "targets": ["query"]},
+        "data": {"path": str(rows), "columns": columns, "prefix": ALL},
+    }
     file = as_yaml(tmp_path / f"r {name}.yaml", recipe | {"lr": 1e-3})
-    for words in (["check", str(file)], ["plan", str(file)], ["data", str(file)], ["train", str(file)], ["eval", out], ["merge", out]):
+    for words in (
+        ["check", str(file)],
+        ["plan", str(file)],
+        ["data", str(file)],
+        ["train", str(file)],
+        ["eval", out],
+        ["merge", out],
+    ):
         shown = type_(*words)
         assert shown.code == 0, (words[0], shown.err)
     assert type_("export", out, "--to", "peft").code == 0
@@ -88,7 +125,16 @@ def test_shell_text_in_a_setting_is_a_text_or_refused(type_: Type):
         taken.append(field)
         shown = type_("check", "llama_lora", setting)
         assert shown.code in (0, 2, 3, 4) and "Traceback" not in shown.err + shown.out, (field, shown.err)
-    assert {"name", "model", "out", "data.path", "data.eval", "data.prefix", "data.separator", "init_adapter"} <= set(taken)
+    assert {
+        "name",
+        "model",
+        "out",
+        "data.path",
+        "data.eval",
+        "data.prefix",
+        "data.separator",
+        "init_adapter",
+    } <= set(taken)
 
 
 def test_a_process_would_be_noticed():

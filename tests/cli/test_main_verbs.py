@@ -22,10 +22,26 @@ from tests.cli.conftest import FakeRun, Type
 def test_train_hands_over_the_recipe_and_the_options(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("petune.run.train.train", lambda recipe, **options: seen.append((recipe, options)))
-    assert type_("train", "llama_lora", "method.r=4", "--resume", "--allow-change", "epochs", "--allow-change", "lr").code == 0
+    assert (
+        type_(
+            "train",
+            "llama_lora",
+            "method.r=4",
+            "--resume",
+            "--allow-change",
+            "epochs",
+            "--allow-change",
+            "lr",
+        ).code
+        == 0
+    )
     recipe, options = seen[0]
     assert (recipe.method_name, recipe.method.r) == ("lora", 4)
-    assert (options["resume"], options["overwrite"], options["allow_change"]) == (True, False, ("epochs", "lr"))
+    assert (options["resume"], options["overwrite"], options["allow_change"]) == (
+        True,
+        False,
+        ("epochs", "lr"),
+    )
 
 
 def test_train_from_a_checkpoint_names_it(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +85,10 @@ def test_doctor_passes_here_without_a_network(type_: Type, no_network: None) -> 
 
 
 def test_doctor_fails_when_the_self_test_does(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.methods.tune", lambda model, config: [value.requires_grad_(True) for value in model.parameters()])
+    monkeypatch.setattr(
+        "petune.methods.tune",
+        lambda model, config: [value.requires_grad_(True) for value in model.parameters()],
+    )
     assert "frozen weights moved" in str(doctor.self_test())
     assert type_("doctor").code == 5
 
@@ -80,9 +99,16 @@ def test_doctor_says_when_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPa
     assert "cannot be reached" in doctor.hub()[1]
 
 
-def test_doctor_of_a_run_shows_its_state_and_ends_with_4_when_it_is_damaged(type_: Type, run_folder: FakeRun) -> None:
+def test_doctor_of_a_run_shows_its_state_and_ends_with_4_when_it_is_damaged(
+    type_: Type, run_folder: FakeRun
+) -> None:
     shown = type_("doctor", "runs/mine")
-    assert shown.code == 0 and "whole" in shown.out and "starts from the beginning" in shown.out and "self-test" not in shown.out
+    assert (
+        shown.code == 0
+        and "whole" in shown.out
+        and "starts from the beginning" in shown.out
+        and "self-test" not in shown.out
+    )
     (run_folder.folder / "checkpoints" / "step-3").mkdir(parents=True)
     shown = type_("doctor", "runs/mine")
     assert shown.code == 4 and "step-3 IS DAMAGED" in shown.out and "has no manifest" in shown.err
@@ -90,9 +116,24 @@ def test_doctor_of_a_run_shows_its_state_and_ends_with_4_when_it_is_damaged(type
 
 
 def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
-    assert type_("init", "model=demo:tiny-llama", "data=demo:docstrings-domain", "task=causal", "max_steps=2", "mine.yaml").code == 0
+    assert (
+        type_(
+            "init",
+            "model=demo:tiny-llama",
+            "data=demo:docstrings-domain",
+            "task=causal",
+            "max_steps=2",
+            "mine.yaml",
+        ).code
+        == 0
+    )
     text = (tmp_path / "mine.yaml").read_text()
-    assert "lr: 0.0002" in text and "task: causal" in text and "max_steps: 2" in text and "# usual for lora" in text
+    assert (
+        "lr: 0.0002" in text
+        and "task: causal" in text
+        and "max_steps: 2" in text
+        and "# usual for lora" in text
+    )
     shown = type_("init", "model=demo:tiny-llama", "data=demo:docstrings", "mine.yaml")
     assert shown.code == 2 and "there already" in shown.err
 
@@ -107,7 +148,9 @@ def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
         (("model=./m", "data=d"), "no model at"),
     ],
 )
-def test_init_refuses_before_it_writes(words: tuple[str, ...], said: str, type_: Type, tmp_path: Path) -> None:
+def test_init_refuses_before_it_writes(
+    words: tuple[str, ...], said: str, type_: Type, tmp_path: Path
+) -> None:
     shown = type_("init", *words)
     assert shown.code in (2, 4) and said in shown.err
     assert list(tmp_path.iterdir()) == []
@@ -119,7 +162,10 @@ def test_init_refuses_before_it_writes(words: tuple[str, ...], said: str, type_:
 def test_init_and_check_say_the_task_and_the_columns_that_are_not_used(type_: Type, tmp_path: Path) -> None:
     rows = "".join(f"{at},red sun {at},{'good' if at % 2 else 'bad'}\n" for at in range(20))
     (tmp_path / "rows.csv").write_text(f"id,Text,Label\n{rows}")
-    drafted, checked = type_("init", "model=demo:tiny-llama", "data=rows.csv"), type_("check", "model=demo:tiny-llama", "data=rows.csv")
+    drafted, checked = (
+        type_("init", "model=demo:tiny-llama", "data=rows.csv"),
+        type_("check", "model=demo:tiny-llama", "data=rows.csv"),
+    )
     assert drafted.code == checked.code == 0
     for shown in (drafted.out, checked.out):
         assert "for task classify" in shown and "columns not used: id\n" in shown
@@ -131,7 +177,9 @@ def test_check_of_a_good_recipe_is_one_line(type_: Type) -> None:
 
 
 def test_check_shows_every_mistake_and_writes_nothing(type_: Type, tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("model: demo:tiny-llama\ndata: demo:docstrings\nmethod: {name: lora, rank: 4}\nepoch: 2\n")
+    (tmp_path / "bad.yaml").write_text(
+        "model: demo:tiny-llama\ndata: demo:docstrings\nmethod: {name: lora, rank: 4}\nepoch: 2\n"
+    )
     shown = type_("check", "bad.yaml")
     assert shown.code == 2
     assert "bad.yaml:3" in shown.err
@@ -149,7 +197,10 @@ def test_check_schema_prints_the_schema(type_: Type) -> None:
 
 
 def test_data_shows_the_lines_it_gets(type_: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petune.preflight.inputs.preview", lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)))
+    monkeypatch.setattr(
+        "petune.preflight.inputs.preview",
+        lambda recipe, n: SimpleNamespace(facts=(recipe.model,), examples=(str(n),)),
+    )
     assert type_("data", "llama_lora", "-n", "5").out == "demo:tiny-llama\n\n5\n"
 
 
@@ -160,7 +211,10 @@ def test_data_marks_what_is_trained_in_the_real_rows(type_: Type) -> None:
 
 def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> None:
     lines = type_("eval", "runs/mine").out.splitlines()
-    assert [line.split() for line in lines[:2]] == [["metric", "base", "tuned"], ["accuracy", "0.5000", "0.8750"]]
+    assert [line.split() for line in lines[:2]] == [
+        ["metric", "base", "tuned"],
+        ["accuracy", "0.5000", "0.8750"],
+    ]
     assert lines[-2:] == ["note     too few", "WARNING  too good"]
 
 
@@ -170,7 +224,10 @@ def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> 
 def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun) -> None:
     assert type_("merge", "runs/mine").out.startswith(str(run_folder.folder / "merged"))
     assert type_("merge", "runs/mine", "--out", "there").out.startswith("there\n")
-    assert "load it with transformers.AutoModelForCausalLM.from_pretrained('there')" in type_("merge", "runs/mine", "--out", "there").out
+    assert (
+        "load it with transformers.AutoModelForCausalLM.from_pretrained('there')"
+        in type_("merge", "runs/mine", "--out", "there").out
+    )
     assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
     assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
 
@@ -184,10 +241,15 @@ def test_generate_answers_one_prompt_whatever_it_looks_like(type_: Type, run_fol
 def test_generate_passes_only_the_options_that_were_given(type_: Type, run_folder: FakeRun) -> None:
     type_("generate", "runs/mine", "x", "--max-new-tokens", "7", "--temperature", "0.5")
     type_("generate", "runs/mine", "x", "--temperature", "0")
-    assert [options for _, options in run_folder.calls] == [{"max_new_tokens": 7, "temperature": 0.5}, {"temperature": 0.0}]
+    assert [options for _, options in run_folder.calls] == [
+        {"max_new_tokens": 7, "temperature": 0.5},
+        {"temperature": 0.0},
+    ]
 
 
-def test_generate_reads_a_prompt_from_a_pipe(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_reads_a_prompt_from_a_pipe(
+    type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
     assert type_("generate", "runs/mine").out == "senil\nowt\n"
 
@@ -200,7 +262,9 @@ def test_merge_and_export_replace_only_when_told(type_: Type, run_folder: FakeRu
     assert run_folder.calls == [("merge", None, True), ("peft", Path("there"), True), ("hf", None, False)]
 
 
-@pytest.mark.parametrize("words", [("eval",), ("merge",), ("export", "--to", "hf"), ("generate", "x"), ("chat",)])
+@pytest.mark.parametrize(
+    "words", [("eval",), ("merge",), ("export", "--to", "hf"), ("generate", "x"), ("chat",)]
+)
 def test_every_verb_that_loads_a_run_can_verify_its_base(
     type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -217,7 +281,11 @@ def test_generate_writes_a_file_of_answers_once(type_: Type, run_folder: FakeRun
     words = ("generate", "runs/mine", "--file", "in.jsonl", "--out", "out.jsonl")
     assert type_(*words).code == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert rows == [{"prompt": "ab", "output": "ba"}, {"prompt": "cd", "output": "dc"}, {"prompt": "ü", "output": "ü"}]
+    assert rows == [
+        {"prompt": "ab", "output": "ba"},
+        {"prompt": "cd", "output": "dc"},
+        {"prompt": "ü", "output": "ü"},
+    ]
     again = type_(*words)
     assert again.code == 2 and "--overwrite" in again.err
     assert type_("generate", "runs/mine", "x", "--out", "other.jsonl").code == 2
@@ -226,7 +294,10 @@ def test_generate_writes_a_file_of_answers_once(type_: Type, run_folder: FakeRun
     assert json.loads((tmp_path / "out.jsonl").read_text())["output"] == "wen"
 
 
-@pytest.mark.parametrize(("out", "says"), [("nodir/x.jsonl", "no such folder"), ("here", "a folder"), ("in.txt", "replace the prompts")])
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [("nodir/x.jsonl", "no such folder"), ("here", "a folder"), ("in.txt", "replace the prompts")],
+)
 def test_generate_refuses_a_place_it_cannot_write_before_it_answers(
     type_: Type, run_folder: FakeRun, tmp_path: Path, out: str, says: str
 ) -> None:
@@ -276,7 +347,9 @@ def test_a_table_is_no_file_of_prompts(name: str, type_: Type, run_folder: FakeR
     assert shown.code == 2 and "one prompt a line, or JSONL" in shown.err and run_folder.calls == []
 
 
-def test_an_empty_prompt_is_refused(type_: Type, run_folder: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_prompt_is_refused(
+    type_: Type, run_folder: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert type_("generate", "runs/mine", "").code == type_("generate", "runs/mine", " \n").code == 2
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     assert "the prompt is empty" in type_("generate", "runs/mine").err and run_folder.calls == []
@@ -290,7 +363,9 @@ def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
     assert read_prompts(tmp_path / "in.txt") == ["one", "two"]
 
 
-def test_chat_obeys_its_commands_through_a_pipe(type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_obeys_its_commands_through_a_pipe(
+    type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = "abc\n/base\nabc\n\n/base\n/nonsense\n/reset\nxy\n/quit\nunheard\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(said))
     shown = type_("chat", "runs/mine", "--max-new-tokens", "5")

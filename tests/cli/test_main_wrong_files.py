@@ -1,6 +1,8 @@
-"""Wrong recipes and wrong data files, typed: the exit code, the place, no traceback, nothing written and no weight loaded.
+"""Wrong recipes and wrong data files, typed: the exit code, the place, no traceback, nothing written and no
+weight loaded.
 
-The tables are those of the tests of the reader and of the rows; here each file goes through `petune train` as a user would meet it.
+The tables are those of the tests of the reader and of the rows; here each file goes through `petune train` as
+a user would meet it.
 """
 
 from __future__ import annotations
@@ -31,18 +33,24 @@ def test_training_a_wrong_recipe_is_exit_2_with_its_place(type_: Type, tmp_path:
     (tmp_path / "r.yaml").write_bytes(text if isinstance(text, bytes) else (GOOD + text).encode())
     shown = type_("train", "r.yaml")
     assert shown.code == 2, shown.err
-    assert any(begins.startswith((f"r.yaml:{line}  ", f"r.yaml:{line}:")) for begins in shown.err.splitlines())
+    assert any(
+        begins.startswith((f"r.yaml:{line}  ", f"r.yaml:{line}:")) for begins in shown.err.splitlines()
+    )
     assert all(phrase in shown.err for phrase in phrases)
     assert "Traceback" not in shown.out + shown.err
     assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
 
 
-@pytest.mark.parametrize(("file", "raw", "task", "says"), [row[1:] for row in WRONG_DATA], ids=[row[0] for row in WRONG_DATA])
+@pytest.mark.parametrize(
+    ("file", "raw", "task", "says"), [row[1:] for row in WRONG_DATA], ids=[row[0] for row in WRONG_DATA]
+)
 def test_training_on_a_wrong_data_file_is_exit_3_with_its_place(
     type_: Type, tmp_path: Path, file: str, raw: bytes, task: str, says: list[str]
 ) -> None:
     (tmp_path / file).write_bytes(raw)
-    (tmp_path / "r.yaml").write_text(f"model: demo:tiny-llama\ndata: {file}\ntask: {task}\nmethod: lora\nout: runs/x\n")
+    (tmp_path / "r.yaml").write_text(
+        f"model: demo:tiny-llama\ndata: {file}\ntask: {task}\nmethod: lora\nout: runs/x\n"
+    )
     shown = type_("train", "r.yaml")
     assert shown.code == 3, shown.err
     assert all(part in shown.err for part in (file, *says)), shown.err
@@ -74,9 +82,13 @@ USES: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("use", USES)
-def test_a_name_that_no_file_can_have_or_that_leads_out_is_an_error_of_the_user(type_: Type, tmp_path: Path, use: str, name: str) -> None:
+def test_a_name_that_no_file_can_have_or_that_leads_out_is_an_error_of_the_user(
+    type_: Type, tmp_path: Path, use: str, name: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "red sun"}\n' * 8)
-    (tmp_path / "r.yaml").write_text("model: demo:tiny-llama\ndata: rows.jsonl\ntask: causal\nmethod: lora\nout: runs/x\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: demo:tiny-llama\ndata: rows.jsonl\ntask: causal\nmethod: lora\nout: runs/x\n"
+    )
     shown = type_(*(word.format(NAMES[name]) for word in USES[use]))
     assert shown.code in (2, 3, 4) or (use, name) == ("an adapter", "the folder itself"), shown.err
     assert "Traceback" not in shown.err and "internal error" not in shown.err
@@ -84,6 +96,8 @@ def test_a_name_that_no_file_can_have_or_that_leads_out_is_an_error_of_the_user(
 
 
 def test_a_setting_may_be_longer_than_a_name(type_: Type, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("model: demo:tiny-llama\ndata: rows.jsonl\ntask: causal\nmethod: lora\nout: runs/x\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: demo:tiny-llama\ndata: rows.jsonl\ntask: causal\nmethod: lora\nout: runs/x\n"
+    )
     targets = ", ".join(["q_proj"] * 60)
     assert type_("check", "r.yaml", f"method.targets=[{targets}]").code != 1

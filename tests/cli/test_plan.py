@@ -20,9 +20,23 @@ def test_plan_shows_layout_memory_and_traffic(type_: Type, tmp_path: Path, no_ne
     assert shown.code == 0
     assert lines[2] == "plan     galaxy 2 (heads 6,2; columns 288,96; sequence 3:1)"
     heads = next(line for line in lines if line.startswith("rank "))
-    assert heads.split()[:10] == ["rank", "blocks", "heads", "columns", "tokens", "rows", "frozen", "tuned", "gradients", "optimizer"]
+    assert heads.split()[:10] == [
+        "rank",
+        "blocks",
+        "heads",
+        "columns",
+        "tokens",
+        "rows",
+        "frozen",
+        "tuned",
+        "gradients",
+        "optimizer",
+    ]
     rows = [line.split() for line in lines if line[:1].isdigit()]
-    assert [row[:7] for row in rows] == [["0", "decoder", "0-7", "6", "288", "96", "16"], ["1", "decoder", "0-7", "2", "96", "32", "16"]]
+    assert [row[:7] for row in rows] == [
+        ["0", "decoder", "0-7", "6", "288", "96", "16"],
+        ["1", "decoder", "0-7", "2", "96", "32", "16"],
+    ]
     assert any(line.split()[:3] == ["decoder", "mlp", "all-gather"] for line in lines)
     assert lines[-1] == "fits     yes"
     assert list(tmp_path.iterdir()) == []
@@ -37,7 +51,11 @@ def test_plan_of_one_process_has_nothing_to_send(type_: Type) -> None:
 def test_plan_is_for_any_world(type_: Type) -> None:
     shown = type_("plan", "llama_lora", "parallel={dp: {shard: true, offload: cpu}, pp: 2}", "--world", "8")
     assert "plan     dp 4 (sharded; shards on the CPU) x pp 2" in shown.out
-    assert "gathered" in shown.out and "rest in the memory of the CPU" in shown.out and "bubble   33%" in shown.out
+    assert (
+        "gathered" in shown.out
+        and "rest in the memory of the CPU" in shown.out
+        and "bubble   33%" in shown.out
+    )
     assert type_("plan", "llama_lora", "parallel={tp: 2}", "--world", "3").code == 2
 
 
@@ -58,13 +76,17 @@ def test_a_plan_that_does_not_fit_is_shown_and_is_exit_5(type_: Type) -> None:
 def test_speeds_give_lists_to_write_into_a_recipe(type_: Type) -> None:
     shown = type_("plan", "llama_lora", "parallel=galaxy", "--speeds", "3,1")
     assert "gain     a step computes 2.00 times as fast" in shown.out
-    written = next(line for line in shown.out.splitlines() if line.startswith("write    ")).removeprefix("write    ")
+    written = next(line for line in shown.out.splitlines() if line.startswith("write    ")).removeprefix(
+        "write    "
+    )
     assert written == "parallel: {galaxy: {size: 2, heads: [6, 2], columns: [288, 96], sequence: [3, 1]}}"
     again = load_recipe("llama_lora", ["parallel=" + written.removeprefix("parallel: ")])
     assert again.parallel.galaxy is not None and again.parallel.galaxy.heads == (6, 2)
 
 
-def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(type_: Type, no_network: None) -> None:
+def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(
+    type_: Type, no_network: None
+) -> None:
     lines = type_("plan", "llama_lora", "--device", "H200").out.splitlines()
     assert lines[3] == "pass     16 rows of up to 128 tokens, bf16 on cuda"
     assert lines[4:6] == ["blocks   fused on H200, whose rates are measured", "memory: blocks 0-7 keep all"]
@@ -77,12 +99,17 @@ def test_plan_for_a_device_that_is_not_here_says_what_fused_blocks_keep(type_: T
 
 def test_plan_says_what_blocks_beside_a_ladder_keep(type_: Type) -> None:
     shown = type_("plan", "llama_side", "--device", "H200").out
-    assert "blocks   fused, and keep nothing: a ladder climbs beside them" in shown and "activations are an estimate" in shown
+    assert (
+        "blocks   fused, and keep nothing: a ladder climbs beside them" in shown
+        and "activations are an estimate" in shown
+    )
 
 
 def test_a_memory_setting_that_does_not_fit_is_exit_2(type_: Type) -> None:
     shown = type_("plan", "llama_lora", "memory.budget=0.01", "--device", "H200")
-    assert shown.code == 2 and shown.err.startswith("command line  memory: a step of 2,048 tokens does not fit its memory")
+    assert shown.code == 2 and shown.err.startswith(
+        "command line  memory: a step of 2,048 tokens does not fit its memory"
+    )
 
 
 def test_there_is_a_speed_for_each_rank(type_: Type) -> None:

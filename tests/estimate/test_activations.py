@@ -33,7 +33,11 @@ LENGTH, ROWS = 48, 2
 def model_of(name: str, method: str, depth: int, bf16: bool = False, r: int = 16, **changes: Any) -> Any:
     """A wider model of the zoo with `depth` blocks per stack, tuned, in training mode."""
     made, config, values = ZOO[name]
-    layers = {key: depth for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers") if key in values}
+    layers = {
+        key: depth
+        for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers")
+        if key in values
+    }
     wide = {key: value for key, value in WIDE.items() if key in values}
     torch.manual_seed(0)
     model = made(config(**{**values, **wide, **layers, **changes})).train()
@@ -46,16 +50,24 @@ def saved_by_autograd(model: Any, name: str, bf16: bool = False) -> int:
     ids = torch.randint(3, 97, (ROWS, LENGTH))
     inputs: dict[str, Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs["labels"] = torch.zeros(ROWS, dtype=torch.long) if name.endswith("classify") else ids.clone()
-    known = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers(), *inputs.values())}
+    known = {
+        value.untyped_storage().data_ptr()
+        for value in (*model.parameters(), *model.buffers(), *inputs.values())
+    }
     found: dict[int, Any] = {}
 
     def pack(value: Tensor) -> Tensor:
-        cast_weight = bf16 and value.dim() == 2 and value.dtype is torch.bfloat16 and value.shape[0] != ROWS * LENGTH
+        cast_weight = (
+            bf16 and value.dim() == 2 and value.dtype is torch.bfloat16 and value.shape[0] != ROWS * LENGTH
+        )
         if not cast_weight and value.untyped_storage().data_ptr() not in known:
             found[value.untyped_storage().data_ptr()] = value.untyped_storage()
         return value
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
         model(**inputs)
     return sum(storage.nbytes() for storage in found.values())
 
@@ -70,7 +82,9 @@ def estimated(model: Any, itemsize: int = 4, dropouts: tuple[float, float] = (0.
 
 
 @pytest.mark.parametrize("method", ["lora", "full", "adapter"])
-@pytest.mark.parametrize("name", ["llama-causal", "qwen3-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq", "t5-gated"])
+@pytest.mark.parametrize(
+    "name", ["llama-causal", "qwen3-causal", "bert-classify", "bart-seq2seq", "t5-seq2seq", "t5-gated"]
+)
 def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) -> None:
     saved = [saved_by_autograd(model_of(name, method, depth), name) for depth in (1, 2)]
     assert estimated(model_of(name, method, 2)) == pytest.approx(saved[1] - saved[0], rel=0.1)
@@ -80,23 +94,35 @@ def test_the_estimate_of_a_block_is_what_autograd_saves(name: str, method: str) 
 @pytest.mark.parametrize("name", ["llama-causal", "bert-classify", "t5-seq2seq"])
 def test_under_bf16_autocast_it_is_near(name: str, method: str) -> None:
     saved = [saved_by_autograd(model_of(name, method, depth, bf16=True), name, bf16=True) for depth in (1, 2)]
-    assert estimated(model_of(name, method, 2, bf16=True), itemsize=2) == pytest.approx(saved[1] - saved[0], rel=0.2)
+    assert estimated(model_of(name, method, 2, bf16=True), itemsize=2) == pytest.approx(
+        saved[1] - saved[0], rel=0.2
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "rates"), [("bert-classify", ("attention_probs_dropout_prob", "hidden_dropout_prob")), ("t5-seq2seq", ("dropout_rate",) * 2)]
+    ("name", "rates"),
+    [
+        ("bert-classify", ("attention_probs_dropout_prob", "hidden_dropout_prob")),
+        ("t5-seq2seq", ("dropout_rate",) * 2),
+    ],
 )
 def test_dropout_is_near(name: str, rates: tuple[str, str]) -> None:
     changes = dict.fromkeys(rates, 0.1)
     saved = [saved_by_autograd(model_of(name, "lora", depth, **changes), name) for depth in (1, 2)]
-    assert estimated(model_of(name, "lora", 2), dropouts=(0.1, 0.1)) == pytest.approx(saved[1] - saved[0], rel=0.3)
+    assert estimated(model_of(name, "lora", 2), dropouts=(0.1, 0.1)) == pytest.approx(
+        saved[1] - saved[0], rel=0.3
+    )
 
 
 def test_the_rank_of_an_update_is_what_its_layer_says() -> None:
     """A rank above the width is no less a rank."""
 
-    saved = [saved_by_autograd(model_of("llama-causal", "lora", depth, r=300), "llama-causal") for depth in (1, 2)]
-    assert estimated(model_of("llama-causal", "lora", 2, r=300)) == pytest.approx(saved[1] - saved[0], rel=0.05)
+    saved = [
+        saved_by_autograd(model_of("llama-causal", "lora", depth, r=300), "llama-causal") for depth in (1, 2)
+    ]
+    assert estimated(model_of("llama-causal", "lora", 2, r=300)) == pytest.approx(
+        saved[1] - saved[0], rel=0.05
+    )
 
 
 class Rescale(LlamaRMSNorm):
@@ -125,7 +151,8 @@ def test_side_saves_in_the_ladder_only() -> None:
     extent = Extent(LENGTH, LENGTH, LENGTH, heads=8)
     ladder: Any = stack.ladder
     level = saved_by(ladder.blocks[0], stack.rule, None, extent, 4, (0.0, 0.0)).of(ROWS)
-    level += ROWS * LENGTH * 4 * (256 + 2 * 32)  # what `down` takes from the backbone, and the two that are mixed
+    # what `down` takes from the backbone, and the two that are mixed
+    level += ROWS * LENGTH * 4 * (256 + 2 * 32)
     saved = [saved_by_autograd(model_of("llama-causal", "side", depth), "llama-causal") for depth in (1, 2)]
     assert level == pytest.approx(saved[1] - saved[0], rel=0.05)
 
@@ -151,7 +178,8 @@ def shares(connection: str) -> list[Saved]:
 def test_what_regions_save_is_shared_out_and_what_lies_between_only_by_sequence() -> None:
     whole = saved_by_block(0)
     between = 2 * LENGTH * 4 * 256  # two norms
-    entering = LENGTH * 4 * (2 * 256 + 7 * 16)  # inputs of column sites, and what their factors make, are the same on every rank
+    # inputs of column sites, and what their factors make, are the same on every rank
+    entering = LENGTH * 4 * (2 * 256 + 7 * 16)
     for connection, doubled in (("whole", between + entering), ("sequence", entering)):
         assert sum(one.row for one in shares(connection)) == pytest.approx(whole + doubled, rel=0.02)
     even, uneven = shares("whole")

@@ -24,7 +24,11 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def planned(
-    parallel: ParallelConfig, speeds: tuple[float, ...], room: Room | None = None, name: str = "llama-causal", **changes: Any
+    parallel: ParallelConfig,
+    speeds: tuple[float, ...],
+    room: Room | None = None,
+    name: str = "llama-causal",
+    **changes: Any,
 ) -> Any:
     """The config with lists, and the time of its step over that of the even plan."""
     config = config_of(name, **changes)
@@ -51,8 +55,12 @@ def test_a_cut_goes_by_speed() -> None:
 
 def test_layouts_that_do_not_occur_get_no_list() -> None:
     assert planned(ParallelConfig(sp=CutConfig()), (3, 1))[0].sp == CutConfig(size=2, sequence=(3, 1))
-    assert planned(ParallelConfig(tp=CutConfig()), (3, 1))[0].tp == CutConfig(size=2, heads=(6, 2), columns=(72, 24))
-    assert planned(ParallelConfig(galaxy2=CutConfig(shares=(1, 1))), (3, 1))[0].galaxy2 == CutConfig(size=2, heads=(6, 2), sequence=(3, 1))
+    assert planned(ParallelConfig(tp=CutConfig()), (3, 1))[0].tp == CutConfig(
+        size=2, heads=(6, 2), columns=(72, 24)
+    )
+    assert planned(ParallelConfig(galaxy2=CutConfig(shares=(1, 1))), (3, 1))[0].galaxy2 == CutConfig(
+        size=2, heads=(6, 2), sequence=(3, 1)
+    )
 
 
 def test_stages_and_rows_go_by_speed() -> None:
@@ -70,7 +78,11 @@ def test_several_stages_on_a_rank_share_its_speed() -> None:
 
 
 def test_equal_speeds_give_the_even_plan() -> None:
-    for parallel in (ParallelConfig(galaxy=CutConfig()), ParallelConfig(pp=PpConfig()), ParallelConfig(dp=DpConfig())):
+    for parallel in (
+        ParallelConfig(galaxy=CutConfig()),
+        ParallelConfig(pp=PpConfig()),
+        ParallelConfig(dp=DpConfig()),
+    ):
         assert planned(parallel, (2.0, 2.0))[1] == 1
 
 
@@ -87,12 +99,16 @@ def test_no_other_division_is_done_sooner(speeds: list[float], total: int, most:
             balance(total, speeds, limits, "block")
         return
     counts = balance(total, speeds, limits, "block")
-    assert sum(counts) == total and all(1 <= count <= limit for count, limit in zip(counts, limits, strict=True))
+    assert sum(counts) == total and all(
+        1 <= count <= limit for count, limit in zip(counts, limits, strict=True)
+    )
 
     def last(division: tuple[int, ...]) -> float:
         return max(count / speed for count, speed in zip(division, speeds, strict=True))
 
-    others = (one for one in itertools.product(*(range(1, limit + 1) for limit in limits)) if sum(one) == total)
+    others = (
+        one for one in itertools.product(*(range(1, limit + 1) for limit in limits)) if sum(one) == total
+    )
     assert last(counts) <= min(last(one) for one in others) + 1e-9
 
 
@@ -102,9 +118,19 @@ def test_lists_for_any_speeds_add_up_and_are_a_plan(data: st.DataObject) -> None
     ranks = data.draw(st.integers(2, 4))
     speeds = tuple(data.draw(st.lists(st.floats(0.1, 20), min_size=ranks, max_size=ranks)))
     groups, columns = data.draw(st.integers(ranks, 8)), data.draw(st.integers(ranks, 600))
-    changes = {"num_attention_heads": 2 * groups, "num_key_value_heads": groups, "intermediate_size": columns, "num_hidden_layers": 9}
-    for parallel in (ParallelConfig(galaxy=CutConfig()), ParallelConfig(pp=PpConfig()), ParallelConfig(dp=DpConfig())):
-        planned(parallel, speeds, hidden_size=16 * groups, **changes)  # make_plan refuses what does not add up
+    changes = {
+        "num_attention_heads": 2 * groups,
+        "num_key_value_heads": groups,
+        "intermediate_size": columns,
+        "num_hidden_layers": 9,
+    }
+    for parallel in (
+        ParallelConfig(galaxy=CutConfig()),
+        ParallelConfig(pp=PpConfig()),
+        ParallelConfig(dp=DpConfig()),
+    ):
+        # make_plan refuses what does not add up
+        planned(parallel, speeds, hidden_size=16 * groups, **changes)
 
 
 # ------------------------------------------------------------------ memory
@@ -132,7 +158,9 @@ def test_what_does_not_fit_goes_to_the_ranks_with_slack() -> None:
 def test_blocks_and_rows_stay_in_memory_too() -> None:
     whole = 2.0 * whole_of().total
     room = Room(memory=(whole / 2, whole), fixed=(0, 0), parameter=2.0, row=whole / 16)
-    assert planned(ParallelConfig(pp=PpConfig()), (7, 1), Room((whole, 2 * whole), (0, 0), 2.0))[0].pp.stages == (1, 1)
+    assert planned(ParallelConfig(pp=PpConfig()), (7, 1), Room((whole, 2 * whole), (0, 0), 2.0))[
+        0
+    ].pp.stages == (1, 1)
     assert planned(ParallelConfig(dp=DpConfig()), (3, 1), room)[0].dp.shares == (1, 1)
 
 
@@ -148,7 +176,9 @@ def test_devices_that_are_too_small_together_are_refused() -> None:
 # ------------------------------------------------------------------ numbers
 
 
-@pytest.mark.parametrize("name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal", "qwen3-causal"])
+@pytest.mark.parametrize(
+    "name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal", "qwen3-causal"]
+)
 def test_parameters_are_those_of_the_models_linears(name: str) -> None:
     model = tiny(name)
     family = FAMILIES[model.config.model_type]
@@ -163,7 +193,13 @@ def test_parameters_are_those_of_the_models_linears(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("speeds", "expected"),
-    [((3, 1), (3, 1)), ((6.0, 2.0), (3, 1)), ((1.5, 1), (3, 2)), ((1, 1, 1), (1, 1, 1)), ((123.4, 41.2), (3, 1))],
+    [
+        ((3, 1), (3, 1)),
+        ((6.0, 2.0), (3, 1)),
+        ((1.5, 1), (3, 2)),
+        ((1, 1, 1), (1, 1, 1)),
+        ((123.4, 41.2), (3, 1)),
+    ],
 )
 def test_speeds_become_a_ratio_of_small_numbers(speeds: tuple[float, ...], expected: tuple[int, ...]) -> None:
     assert ratio(speeds) == expected
@@ -178,7 +214,13 @@ def test_a_ratio_is_near_the_speeds(speeds: list[float]) -> None:
 
 
 def test_a_region_waits_for_its_slowest_rank() -> None:
-    plan = make_plan(ParallelConfig(galaxy=CutConfig(heads=(4, 4), columns=(72, 24))), FAMILIES["llama"], config_of("llama-causal"), 2, 8)
+    plan = make_plan(
+        ParallelConfig(galaxy=CutConfig(heads=(4, 4), columns=(72, 24))),
+        FAMILIES["llama"],
+        config_of("llama-causal"),
+        2,
+        8,
+    )
     assert step_time(plan, (3, 1), Parameters(1, 3), 8) == pytest.approx(0.25 * 0.5 + 0.75 * 0.25)
 
 

@@ -18,7 +18,9 @@ T = B * S * 64 * 4  # hidden states of the zoo's width in float32
 KV = B * S * 32 * 4  # keys, or values, of llama's 4 heads
 
 
-def sent(parallel: ParallelConfig, name: str = "llama-causal", backward: bool = True, **changes: Any) -> tuple[Transition, ...]:
+def sent(
+    parallel: ParallelConfig, name: str = "llama-causal", backward: bool = True, **changes: Any
+) -> tuple[Transition, ...]:
     _, config_type, values = ZOO[name]
     config = config_type(**{**values, **changes})
     family = FAMILIES[config.model_type]
@@ -43,7 +45,11 @@ def per_block(found: tuple[Transition, ...], blocks: int = 2) -> tuple[int, int]
         (ParallelConfig(sp=CutConfig(size=2)), KV, KV),
         (ParallelConfig(sp=CutConfig(size=4)), 6 * KV // 4, 6 * KV // 4),
         (ParallelConfig(sp=CutConfig(size=2, exchange="ring")), KV, 2 * KV),
-        (ParallelConfig(sp=CutConfig(size=2, exchange="ulysses")), (2 * T + 2 * KV) // 4, (2 * T + 2 * KV) // 4),
+        (
+            ParallelConfig(sp=CutConfig(size=2, exchange="ulysses")),
+            (2 * T + 2 * KV) // 4,
+            (2 * T + 2 * KV) // 4,
+        ),
         (ParallelConfig(galaxy=CutConfig(size=2, sequence=(3, 1))), 3 * T, 3 * T),
         (ParallelConfig(cut=CutConfig(2, "sequence", "heads", "sequence")), KV + T, KV + T),
     ],
@@ -59,7 +65,11 @@ def test_nothing_goes_backward_where_nothing_trains(row: str) -> None:
 
 
 def test_a_stack_is_entered_and_left_on_every_stage() -> None:
-    ends = [(one.where, one.forward, one.backward, one.times) for one in sent(ParallelConfig(galaxy=CutConfig(size=2))) if one.times == 1]
+    ends = [
+        (one.where, one.forward, one.backward, one.times)
+        for one in sent(ParallelConfig(galaxy=CutConfig(size=2)))
+        if one.times == 1
+    ]
     assert ends == [("decoder entry", 0, T // 2, 1), ("decoder exit", T // 2, 0, 1)]
     piped = sent(ParallelConfig(galaxy=CutConfig(size=2), pp=PpConfig(size=3)), num_hidden_layers=5)
     assert [one.times for one in piped if one.where in ("decoder entry", "decoder exit")] == [3, 3]
@@ -77,9 +87,14 @@ def test_cross_attention_is_a_region_and_encoder_states_enter_once() -> None:
 def test_between_stages_go_hidden_states_encoder_states_and_t5s_bias() -> None:
     bias = 4 * 8 * S * S * 4  # one for each of four micro-batches
     pieces = PpConfig(stages=(1, 2, 1), microbatches=4)
-    assert [(one.forward, one.backward) for one in sent(ParallelConfig(pp=pieces), "t5-seq2seq")] == [(T + bias, T), (2 * T + bias, 2 * T)]
+    assert [(one.forward, one.backward) for one in sent(ParallelConfig(pp=pieces), "t5-seq2seq")] == [
+        (T + bias, T),
+        (2 * T + bias, 2 * T),
+    ]
     halves = PpConfig(stages=(2, 2), microbatches=4)
-    assert [(one.forward, one.backward) for one in sent(ParallelConfig(pp=halves), "bart-seq2seq")] == [(T, T)]
+    assert [(one.forward, one.backward) for one in sent(ParallelConfig(pp=halves), "bart-seq2seq")] == [
+        (T, T)
+    ]
     assert [one.forward for one in sent(ParallelConfig(pp=PpConfig(size=2)))] == [T]
 
 
@@ -93,9 +108,13 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def pipeline(schedule: str, pp: int, per_rank: int, microbatches: int) -> ParallelPlan:
-    config = ParallelConfig(pp=PpConfig(size=pp, stages=(1,) * pp * per_rank, schedule=schedule, microbatches=microbatches))
+    config = ParallelConfig(
+        pp=PpConfig(size=pp, stages=(1,) * pp * per_rank, schedule=schedule, microbatches=microbatches)
+    )
     _, config_type, values = ZOO["llama-causal"]
-    return make_plan(config, FAMILIES["llama"], config_type(**{**values, "num_hidden_layers": pp * per_rank}), None, 64)
+    return make_plan(
+        config, FAMILIES["llama"], config_type(**{**values, "num_hidden_layers": pp * per_rank}), None, 64
+    )
 
 
 def test_a_bubble_shrinks_with_micro_batches_and_with_stages_on_a_rank() -> None:
@@ -119,7 +138,9 @@ def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 @pytest.mark.parametrize(("pp", "per_rank", "microbatches"), [(2, 2, 4), (4, 2, 8), (2, 3, 6), (4, 2, 4)])
-def test_what_a_rank_holds_is_the_most_in_torchs_order_of_passes(schedule: str, pp: int, per_rank: int, microbatches: int) -> None:
+def test_what_a_rank_holds_is_the_most_in_torchs_order_of_passes(
+    schedule: str, pp: int, per_rank: int, microbatches: int
+) -> None:
     order_of = getattr(schedules, "_get_1f1b_rank_ops", None)
     warm_up_of = getattr(schedules, "_get_warmup_ops", None)
     if order_of is None or warm_up_of is None:

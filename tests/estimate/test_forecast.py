@@ -1,4 +1,5 @@
-"""What a recipe would cost: the ranks' parts make up the model, and what does not fit is refused with numbers."""
+"""What a recipe would cost: the ranks' parts make up the model, and what does not fit is refused with
+numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ GB = 10**9
 
 
 def plan_of(drawn: Sketch, parallel: ParallelConfig) -> ParallelPlan:
-    return make_plan(parallel, drawn.family, drawn.config, None, drawn.work.rows, 2, drawn.work.vocabulary_head)
+    return make_plan(
+        parallel, drawn.family, drawn.config, None, drawn.work.rows, 2, drawn.work.vocabulary_head
+    )
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
@@ -37,7 +40,9 @@ def sizes(module: nn.Module) -> dict[str, int]:
 # ------------------------------------------------------------------ what ranks hold
 
 
-@pytest.mark.parametrize("name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal", "qwen3-causal"])
+@pytest.mark.parametrize(
+    "name", ["bert-classify", "bart-seq2seq", "t5-gated", "llama-causal", "qwen3-causal"]
+)
 @pytest.mark.parametrize("method", ["full", "lora", "adapter", "side"])
 def test_a_sketch_is_the_tuned_model(name: str, method: str, tmp_path: Path) -> None:
     from petune.methods import tune
@@ -87,7 +92,10 @@ def test_stages_make_up_the_model(name: str, method: str, tmp_path: Path) -> Non
 def test_a_vocabulary_is_shared_out(tmp_path: Path) -> None:
     drawn = sketch(recipe_of("llama-causal", tmp_path))
     plan = plan_of(drawn, ParallelConfig(tp=CutConfig()))
-    tables = [sizes(held_by(drawn.model, drawn.family, plan, Coordinate(tp=rank)).modules[0])["lm_head.weight"] for rank in (0, 1)]
+    tables = [
+        sizes(held_by(drawn.model, drawn.family, plan, Coordinate(tp=rank)).modules[0])["lm_head.weight"]
+        for rank in (0, 1)
+    ]
     assert sorted(tables) == [48 * 64, 49 * 64]
 
 
@@ -109,7 +117,11 @@ def test_shards_divide_what_they_hold(tmp_path: Path) -> None:
     alone = forecast(recipe).ranks[0].memory
 
     def sharded(**settings: Any) -> Any:
-        return forecast(recipe, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, **settings))).ranks[0].memory
+        return (
+            forecast(recipe, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, **settings)))
+            .ranks[0]
+            .memory
+        )
 
     one = sharded()
     assert one.tuned == one.gradients == pytest.approx(alone.tuned / 4, rel=0.01)
@@ -120,7 +132,11 @@ def test_shards_divide_what_they_hold(tmp_path: Path) -> None:
     assert (resting.tuned, resting.gradients, resting.optimizer) == (0, 0, 0)
     assert resting.at_rest == pytest.approx(4 * alone.tuned / 4, rel=0.01)
     lora = recipe_of("llama-causal", tmp_path)
-    kept = forecast(lora, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, frozen="replicated"))).ranks[0].memory
+    kept = (
+        forecast(lora, parallel=ParallelConfig(dp=DpConfig(size=4, shard=True, frozen="replicated")))
+        .ranks[0]
+        .memory
+    )
     assert kept.frozen == forecast(lora).ranks[0].memory.frozen
 
 
@@ -130,7 +146,10 @@ def test_activations_go_by_rows_in_flight(tmp_path: Path) -> None:
         return [rank.memory.activations for rank in forecast(recipe, parallel=parallel).ranks]
 
     (alone,) = most(ParallelConfig())
-    assert most(ParallelConfig(dp=DpConfig(shares=(3, 1)))) == [pytest.approx(0.75 * alone), pytest.approx(0.25 * alone)]
+    assert most(ParallelConfig(dp=DpConfig(shares=(3, 1)))) == [
+        pytest.approx(0.75 * alone),
+        pytest.approx(0.25 * alone),
+    ]
     gpipe = most(ParallelConfig(pp=PpConfig(size=2, schedule="gpipe", microbatches=4)))
     steady = most(ParallelConfig(pp=PpConfig(size=2, schedule="1f1b", microbatches=4)))
     assert gpipe == [pytest.approx(0.5 * alone)] * 2
@@ -153,7 +172,9 @@ def test_blocks_below_what_trains_and_beside_a_ladder_keep_nothing(tmp_path: Pat
 def test_a_forecast_says_what_each_rank_holds(tmp_path: Path) -> None:
     parallel = ParallelConfig(dp=DpConfig(size=2), galaxy=CutConfig(shares=(3, 1)), pp=PpConfig(size=2))
     found = forecast(recipe_of("t5-gated", tmp_path, batch_size=8), parallel=parallel)
-    facts = [(rank.rank, rank.blocks, rank.heads, rank.columns, rank.tokens, rank.rows) for rank in found.ranks]
+    facts = [
+        (rank.rank, rank.blocks, rank.heads, rank.columns, rank.tokens, rank.rows) for rank in found.ranks
+    ]
     assert facts[0] == (0, "encoder 0-1", 6, 72, 24, 4)
     assert facts[3] == (3, "encoder 0-1", 2, 24, 8, 4)
     assert facts[7] == (7, "decoder 0-1", 2, 24, 8, 4)
@@ -176,19 +197,31 @@ def test_a_ladder_sends_for_itself_and_its_backbone_nothing_back(tmp_path: Path)
 
 
 def test_a_model_without_a_table_is_replicated(tmp_path: Path) -> None:
-    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50}))
+    (tmp_path / "gpt2.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50})
+    )
     recipe = load_recipe(
-        {"model": f"config:{tmp_path}/gpt2.json", "data": "nowhere.jsonl", "task": "causal", "method": "lora", "device": "cpu"}
+        {
+            "model": f"config:{tmp_path}/gpt2.json",
+            "data": "nowhere.jsonl",
+            "task": "causal",
+            "method": "lora",
+            "device": "cpu",
+        }
     )
     found = forecast(recipe, parallel=ParallelConfig(dp=DpConfig(size=2)))
-    assert [(rank.blocks, rank.heads, rank.memory.activations) for rank in found.ranks] == [("all", None, 0)] * 2
+    assert [(rank.blocks, rank.heads, rank.memory.activations) for rank in found.ranks] == [
+        ("all", None, 0)
+    ] * 2
     with pytest.raises(UsageError, match="no table"):
         forecast(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)))
     with pytest.raises(UsageError, match="no table"):
         advise(recipe, (1, 1))
 
 
-def test_nothing_is_loaded_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None) -> None:
+def test_nothing_is_loaded_and_nothing_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: None
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("petune.models.loading.load_model", lambda *_: pytest.fail("a weight was read"))
     forecast(load_recipe("llama_lora"), parallel=ParallelConfig(tp=CutConfig(size=2)))
@@ -197,11 +230,22 @@ def test_nothing_is_loaded_and_nothing_written(tmp_path: Path, monkeypatch: pyte
 
 def test_a_large_model_needs_no_memory(tmp_path: Path) -> None:
     config = ZOO["llama-causal"][1](
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
     )
     (tmp_path / "8b.json").write_text(json.dumps(config.to_dict()))
     recipe = load_recipe(
-        {"model": f"config:{tmp_path}/8b.json", "data": "nowhere.jsonl", "task": "causal", "method": "lora", "device": "cuda"}
+        {
+            "model": f"config:{tmp_path}/8b.json",
+            "data": "nowhere.jsonl",
+            "task": "causal",
+            "method": "lora",
+            "device": "cuda",
+        }
     )
     found = forecast(recipe, parallel=ParallelConfig(tp=CutConfig(size=2)), memory=[80 * GB])
     assert [rank.memory.frozen / GB for rank in found.ranks] == [pytest.approx(8.03, abs=0.02)] * 2
@@ -223,7 +267,12 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help(tmp_path:
     assert text.startswith("rank 0 does not fit its device\n   expected at most 256 MiB, found ")
     for part in ("frozen", "tuned", "gradients", "optimizer", "activations", "the process 256 MiB"):
         assert part in text
-    for knob in ("gradient_checkpointing=true saves", "batch_size=4 saves", "data.max_length=16 saves", "dtype=bf16 saves"):
+    for knob in (
+        "gradient_checkpointing=true saves",
+        "batch_size=4 saves",
+        "data.max_length=16 saves",
+        "dtype=bf16 saves",
+    ):
         assert knob in text
     forecast(recipe, memory=[GB]).check()
 
@@ -283,7 +332,13 @@ def test_blocks_move_to_the_rank_with_memory(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
     place = tmp_path / "deep.json"
     place.write_text(json.dumps(tiny("llama-causal", **config).config.to_dict()))
-    base = {"model": f"config:{place}", "data": {"path": "nowhere", "max_length": 8}, "task": "causal", "method": "full", "device": "cpu"}
+    base = {
+        "model": f"config:{place}",
+        "data": {"path": "nowhere", "max_length": 8},
+        "task": "causal",
+        "method": "full",
+        "device": "cpu",
+    }
     for parallel in ("pp", "galaxy"):
         recipe = load_recipe({**base, "batch_size": 2, "parallel": parallel})
         first = advise(recipe, (3, 1)).forecast.ranks[0]

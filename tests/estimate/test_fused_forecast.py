@@ -1,4 +1,5 @@
-"""What fused blocks would keep on a device that is not here: measured plans of Llama-3.1-8B on an H200, and who is not fused."""
+"""What fused blocks would keep on a device that is not here: measured plans of Llama-3.1-8B on an H200, and
+who is not fused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ def large(folder: Path, rows: int, tokens: int, **settings: Any) -> Recipe:
     place = folder / "8b.json"
     place.write_text(json.dumps(ZOO["llama-causal"][1](**LLAMA_8B).to_dict()))
     data = {"path": "nowhere.jsonl", "max_length": tokens}
-    base = {"model": f"config:{place}", "data": data, "task": "causal", "method": "lora", "batch_size": rows, "device": "cuda"}
+    base = {
+        "model": f"config:{place}",
+        "data": data,
+        "task": "causal",
+        "method": "lora",
+        "batch_size": rows,
+        "device": "cuda",
+    }
     return load_recipe({**base, **settings})
 
 
@@ -73,7 +81,14 @@ def test_a_long_row_rests_in_host_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stream", "bytes_"), [("bf16", 6), ("fp32", 14)])
 def test_streamed_blocks_rest_on_the_host_with_their_states(stream: str, bytes_: int, tmp_path: Path) -> None:
-    recipe = large(tmp_path, 1, 131072, method="full", clip=None, memory={"stream": stream, "keep": "input", "offload": "none"})
+    recipe = large(
+        tmp_path,
+        1,
+        131072,
+        method="full",
+        clip=None,
+        memory={"stream": stream, "keep": "input", "offload": "none"},
+    )
     found = seen(recipe)
     (policy,), (rank,) = found.policies, found.forecast.ranks
     blocks = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
@@ -83,7 +98,8 @@ def test_streamed_blocks_rest_on_the_host_with_their_states(stream: str, bytes_:
     slots = 3 * (bytes_ + 2) * blocks / 32
     assert rank.memory.total == policy.peak
     assert rank.memory.total - rank.memory.activations == pytest.approx(2 * 2 * outside + slots, rel=1e-3)
-    assert rank.memory.at_rest == pytest.approx(bytes_ * blocks + (bytes_ - 2) * outside, rel=1e-3)  # norms left out
+    # norms left out
+    assert rank.memory.at_rest == pytest.approx(bytes_ * blocks + (bytes_ - 2) * outside, rel=1e-3)
 
 
 def test_a_plan_is_refused_as_the_run_would_be(tmp_path: Path) -> None:
@@ -97,7 +113,9 @@ def test_a_plan_is_refused_as_the_run_would_be(tmp_path: Path) -> None:
 
 def test_settings_of_memory_are_honoured(tmp_path: Path) -> None:
     assert chosen(large(tmp_path, 4, 2048, memory="attention")).rungs == (Rung("attention"),) * 32
-    assert {rung.keep for rung in chosen(large(tmp_path, 4, 2048, gradient_checkpointing=True)).rungs} == {"input"}
+    assert {rung.keep for rung in chosen(large(tmp_path, 4, 2048, gradient_checkpointing=True)).rungs} == {
+        "input"
+    }
     tiled = chosen(large(tmp_path, 4, 2048, memory={"keep": "input", "tile": 2048, "budget": 30}))
     assert tiled.tile == 2048 and tiled.budget == 30 * GIB
 
@@ -106,12 +124,18 @@ def test_eight_bits_are_faster_and_hold_half_of_the_blocks_weights(tmp_path: Pat
     plain, eight = chosen(large(tmp_path, 4, 2048)), chosen(large(tmp_path, 4, 2048, base_dtype="fp8"))
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert eight.seconds < 0.8 * plain.seconds
-    assert plain.peak - eight.peak == pytest.approx(weights, rel=0.1)  # the room for factors is gone too, and rows in eight bits come
+    # the room for factors is gone too, and rows in eight bits come
+    assert plain.peak - eight.peak == pytest.approx(weights, rel=0.1)
 
 
 def test_the_forecast_counts_a_byte_a_weight_and_its_scales(tmp_path: Path) -> None:
-    plain, eight = (seen(large(tmp_path, 4, 2048, **own)).forecast.ranks[0].memory for own in ({}, {"base_dtype": "fp8"}))
-    weights, outputs = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336), 32 * (3 * 4096 + 2 * 1024 + 2 * 14336)
+    plain, eight = (
+        seen(large(tmp_path, 4, 2048, **own)).forecast.ranks[0].memory for own in ({}, {"base_dtype": "fp8"})
+    )
+    weights, outputs = (
+        32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336),
+        32 * (3 * 4096 + 2 * 1024 + 2 * 14336),
+    )
     assert plain.frozen - eight.frozen == weights - 4 * outputs
     assert eight.tuned == plain.tuned and eight.activations > 0
 
@@ -131,7 +155,12 @@ def test_an_encoder_is_fused_without_a_vocabulary(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> None:
     large(tmp_path, 4, 2048)
     file = tmp_path / "mine.yaml"
-    rows = ["model: config:8b.json", "data: {path: nowhere.jsonl, max_length: 2048}", "task: causal", "method: lora"]
+    rows = [
+        "model: config:8b.json",
+        "data: {path: nowhere.jsonl, max_length: 2048}",
+        "task: causal",
+        "method: lora",
+    ]
     file.write_text("\n".join([*rows, "device: cuda", "memory: {keep: all, budget: 20}"]) + "\n")
     with pytest.raises(UsageError) as caught:
         seen(load_recipe(file))
@@ -149,13 +178,23 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
         ("llama-causal", {"kernels": "off"}, "kernels: off"),
         ("llama-causal", {"compile": True}, "compile: true"),
         ("llama-causal", {"parallel": {"sp": 2}}, "attention exchanges keys and values with other ranks"),
-        ("llama-causal", {"parallel": {"tp": {"size": 2, "overlap": True}}}, "overlap hides communication behind matmuls tile by tile"),
+        (
+            "llama-causal",
+            {"parallel": {"tp": {"size": 2, "overlap": True}}},
+            "overlap hides communication behind matmuls tile by tile",
+        ),
         ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts the model into stages"),
-        ("llama-causal", {"parallel": {"dp": {"size": 2, "shard": True}}}, "the parallel plan shards their weights"),
+        (
+            "llama-causal",
+            {"parallel": {"dp": {"size": 2, "shard": True}}},
+            "the parallel plan shards their weights",
+        ),
     ],
     ids=str,
 )
-def test_blocks_that_are_not_fused_have_a_reason(name: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_blocks_that_are_not_fused_have_a_reason(
+    name: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     found = forecast(recipe_of(name, tmp_path, **{"device": "cuda", **settings}), memory=[H200])
     told = outlook(found, "H200")
     assert told.policies == () and told.forecast is found
@@ -174,7 +213,10 @@ def test_ranks_that_share_blocks_keep_the_same_and_hold_their_parts(plan: str, t
     recipe = large(tmp_path, 8, 4096, parallel={plan: shares})
     told = outlook(forecast(recipe, memory=[H200 // 5, H200 // 2]), "H200")
     first, second = told.policies
-    alone = [policy_for(sketch(recipe), told.forecast.plan, 8, "H200", memory, at) for at, memory in enumerate([H200 // 5, H200 // 2])]
+    alone = [
+        policy_for(sketch(recipe), told.forecast.plan, 8, "H200", memory, at)
+        for at, memory in enumerate([H200 // 5, H200 // 2])
+    ]
     assert keeps(first) == keeps(second) and first.tile == second.tile
     assert keeps(alone[0]) != keeps(alone[1]), "they would have kept different things"
     assert first.peak < policy_for(sketch(recipe), ALONE, 8, "H200", H200).peak  # type: ignore[union-attr]
@@ -188,13 +230,17 @@ def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> No
     assert told.lines == ("blocks   fused, and keep nothing: a ladder climbs beside them",)
 
 
-def test_what_is_asked_for_by_name_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_by_name_and_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("petune.kernels.fuse.unownable", lambda model: "it drops whole layers")
     with pytest.raises(UsageError, match="argument  base_dtype: no block"):
         seen(recipe_of("t5-gated", tmp_path, device="cuda", base_dtype="fp8"))
 
 
-@pytest.mark.parametrize(("kernels", "word"), [("auto", "unfused"), ("reference", "fused"), ("triton", "refused")])
+@pytest.mark.parametrize(
+    ("kernels", "word"), [("auto", "unfused"), ("reference", "fused"), ("triton", "refused")]
+)
 def test_without_a_device_the_way_to_name_one_is_told(kernels: str, word: str, tmp_path: Path) -> None:
     (line,) = seen(recipe_of("llama-causal", tmp_path, kernels=kernels), device=None).lines
     assert line.startswith(f"blocks   {word}") and "on a CPU" in line and "--device H200" in line
@@ -229,7 +275,9 @@ def test_replicas_have_policies_of_their_rows(tmp_path: Path) -> None:
     even = seen(large(tmp_path, 4, 2048, parallel={"dp": 2}))
     assert len(even.lines) == 4 and len(set(even.policies)) == 1
     told = seen(large(tmp_path, 4, 2048, parallel={"dp": {"shares": [3, 1]}}))
-    assert [policy.peak for policy in told.policies] == [rank.total - PROCESS["cuda"] for rank in told.forecast.ranks]
+    assert [policy.peak for policy in told.policies] == [
+        rank.total - PROCESS["cuda"] for rank in told.forecast.ranks
+    ]
     assert told.policies[0].peak > even.policies[0].peak > told.policies[1].peak
     assert [line for line in told.lines if line.startswith("ranks")] == ["ranks    0", "ranks    1"]
 
@@ -237,7 +285,9 @@ def test_replicas_have_policies_of_their_rows(tmp_path: Path) -> None:
 def test_devices_of_unknown_memory_have_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found: Forecast = forecast(recipe_of("llama-causal", tmp_path, device="cuda"))
-    assert outlook(found, "H200").lines == ("blocks   fused, but the memory of the devices is not known: give --memory",)
+    assert outlook(found, "H200").lines == (
+        "blocks   fused, but the memory of the devices is not known: give --memory",
+    )
 
 
 def test_nothing_is_changed_in_the_model_that_is_looked_at(tmp_path: Path) -> None:

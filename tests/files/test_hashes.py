@@ -1,4 +1,5 @@
-"""Hashes of files: those that sha256sum prints, one reading of each file, no thread left behind, a change while they are read found."""
+"""Hashes of files: those that sha256sum prints, one reading of each file, no thread left behind, a change
+while they are read found."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from petune.files import hashes as file_hashes
 from petune.files.hashes import FileHashes, differing
 
 
-def test_they_are_those_of_the_whole_files_and_a_file_of_two_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_they_are_those_of_the_whole_files_and_a_file_of_two_names_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     opened: list[Path] = []
 
     class Watched(FileIO):
@@ -31,7 +34,9 @@ def test_they_are_those_of_the_whole_files_and_a_file_of_two_names_is_read_once(
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with FileHashes({name: tmp_path / name for name in ("a", "b", "link")}) as hashes:
         found = hashes.result()
-    assert found == {name: hashlib.sha256(contents.get(name, contents["a"])).hexdigest() for name in ("a", "b", "link")}
+    assert found == {
+        name: hashlib.sha256(contents.get(name, contents["a"])).hexdigest() for name in ("a", "b", "link")
+    }
     assert sorted(path.name for path in opened) == ["a", "b"]
 
 
@@ -43,7 +48,9 @@ def test_leaving_early_ends_the_threads(tmp_path: Path):
     assert not any(thread.name.startswith("petune-hash") for thread in threading.enumerate())
 
 
-def test_a_file_that_changes_meanwhile_or_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_changes_meanwhile_or_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(FileError, match=r"gone[\s\S]*does not exist"):
         FileHashes({"a": tmp_path / "gone"})
     (tmp_path / "a").write_bytes(b"before")
@@ -54,18 +61,26 @@ def test_a_file_that_changes_meanwhile_or_is_not_there_is_named(tmp_path: Path, 
         return stat(number)
 
     monkeypatch.setattr("petune.files.hashes.os.fstat", grown)
-    with FileHashes({"a": tmp_path / "a"}) as hashes, pytest.raises(FileError, match="has changed while it was hashed"):
+    with (
+        FileHashes({"a": tmp_path / "a"}) as hashes,
+        pytest.raises(FileError, match="has changed while it was hashed"),
+    ):
         hashes.result()
 
 
-def test_a_large_file_that_has_not_changed_is_not_read_again_by_any_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_that_has_not_changed_is_not_read_again_by_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("petune.files.hashes.REMEMBERED", 100)
     monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())
     large, small = tmp_path / "large", tmp_path / "small"
     large.write_bytes(bytes(200))
     small.write_bytes(bytes(50))
-    monkeypatch.setattr("petune.files.hashes.time.time_ns", lambda: max(large.stat().st_ctime_ns, large.stat().st_mtime_ns) + 3 * 10**9)
+    monkeypatch.setattr(
+        "petune.files.hashes.time.time_ns",
+        lambda: max(large.stat().st_ctime_ns, large.stat().st_mtime_ns) + 3 * 10**9,
+    )
     right = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (large, small)}
     files = {path.name: path for path in (large, small)}
     assert differing(files, right) == {}
@@ -89,7 +104,8 @@ def test_a_large_file_that_has_not_changed_is_not_read_again_by_any_process(tmp_
     content = bytearray(200)
     content[77] = 1
     large.write_bytes(content)
-    os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))  # the same size and time of modification: the system's own time tells
+    # the same size and time of modification: the system's own time tells
+    os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert list(differing(files, right)) == ["large"]
     (tmp_path / "cache" / "petune" / "file_hashes.json").write_text("damaged")
     monkeypatch.setattr(file_hashes, "_cache", file_hashes._Cache())

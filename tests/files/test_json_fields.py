@@ -1,7 +1,9 @@
-"""Every single-field change of every JSON file of petune's and of peft's is refused by file and field, or changes nothing.
+"""Every single-field change of every JSON file of petune's and of peft's is refused by file and field, or
+changes nothing.
 
-Each file is sealed again after the change, where it has a seal: hashes would find all of these by themselves, and whoever edits a file can
-compute them. What is promised is an error with exit code 4 (2 for a recipe), never another exception, and never another result in silence.
+Each file is sealed again after the change, where it has a seal: hashes would find all of these by themselves,
+and whoever edits a file can compute them. What is promised is an error with exit code 4 (2 for a recipe),
+never another exception, and never another result in silence.
 """
 
 from __future__ import annotations
@@ -21,7 +23,20 @@ from torch import Tensor, nn
 
 import petune
 from petune.errors import FileError, PetuneError
-from petune.files.json_fields import Digest, Fields, MapOf, Number, OneOf, Row, Text, Truth, Whole, check_fields, check_version, sealed
+from petune.files.json_fields import (
+    Digest,
+    Fields,
+    MapOf,
+    Number,
+    OneOf,
+    Row,
+    Text,
+    Truth,
+    Whole,
+    check_fields,
+    check_version,
+    sealed,
+)
 from petune.files.manifest import MANIFEST, seal_folder
 from petune.run.evaluate import shortcomings
 from petune.run.finished import load_run
@@ -47,7 +62,9 @@ IDS = torch.tensor([[5, 6, 7, 8, 2]])
 
 def places(value: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every field, the first three of long inner objects and the first item of lists."""
-    keys: list[Any] = [*value] if isinstance(value, dict) else [0] if isinstance(value, list) and value else []
+    keys: list[Any] = (
+        [*value] if isinstance(value, dict) else [0] if isinstance(value, list) and value else []
+    )
     for key in keys[:3] if under and len(keys) > 20 else keys:
         yield (*under, key)
         yield from places(value[key], (*under, key))
@@ -101,7 +118,8 @@ EVERY = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base `bert` and a finished lora run `run` of a classifier with two checkpoints, exported to `run/peft`."""
+    """A base `bert` and a finished lora run `run` of a classifier with two checkpoints, exported to
+    `run/peft`."""
     place = tmp_path_factory.mktemp("fields")
     run(settings(place, "bert", "lora", max_steps=2, warmup=0)).export("peft")
     return place
@@ -109,7 +127,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(place: Path) -> nn.Module:
-    model = transformers.BertForSequenceClassification.from_pretrained(place / "bert", num_labels=labels(place))
+    model = transformers.BertForSequenceClassification.from_pretrained(
+        place / "bert", num_labels=labels(place)
+    )
     return model.eval()
 
 
@@ -126,7 +146,13 @@ def logits(base: nn.Module, folder: Path) -> Tensor:
 @EVERY
 @pytest.mark.parametrize(
     ("folder", "file"),
-    [("tuned", "petune.json"), ("tuned", "adapter_config.json"), ("peft", "adapter_config.json"), ("tuned", MANIFEST), ("peft", MANIFEST)],
+    [
+        ("tuned", "petune.json"),
+        ("tuned", "adapter_config.json"),
+        ("peft", "adapter_config.json"),
+        ("tuned", MANIFEST),
+        ("peft", MANIFEST),
+    ],
 )
 def test_a_changed_field_of_a_tuned_folder_is_refused_or_changes_nothing(
     folder: str, file: str, every: int, place: Path, base: nn.Module, tmp_path: Path
@@ -140,7 +166,9 @@ def test_a_changed_field_of_a_tuned_folder_is_refused_or_changes_nothing(
         (tmp_path / folder / file).write_text(json.dumps(value))
         if file != MANIFEST:
             seal_folder(tmp_path / folder)
-        refused.append(assert_refused_or_equal(what, lambda: logits(base, tmp_path / folder), expected, folder))
+        refused.append(
+            assert_refused_or_equal(what, lambda: logits(base, tmp_path / folder), expected, folder)
+        )
     assert sum(refused) > len(refused) / 3
     assert len(refused) >= 80 / every
 
@@ -155,12 +183,21 @@ REPORTED = ("tokens", "seconds", "before", "head_only", "first_loss", "last_loss
 
 
 def restored(made: Loop, path: Path) -> Any:
-    """What resuming from a checkpoint gives: the progress that decides anything, what is tuned, the optimizer's options and moments."""
+    """What resuming from a checkpoint gives: the progress that decides anything, what is tuned, the
+    optimizer's options and moments."""
     made.saver.restore(path, ())
     steering = {key: value for key, value in vars(made.progress).items() if key not in REPORTED}
     moments = [value for state in made.step.optimizer.state.values() for value in state.values()]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in made.step.optimizer.param_groups]
-    return repr(steering), tuple(value.detach().clone() for value in made.step.tuned.values()), tuple(moments), repr(options)
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in made.step.optimizer.param_groups
+    ]
+    return (
+        repr(steering),
+        tuple(value.detach().clone() for value in made.step.tuned.values()),
+        tuple(moments),
+        repr(options),
+    )
 
 
 def seal_checkpoint(path: Path, manifest: dict[str, Any]) -> None:
@@ -226,7 +263,9 @@ def test_a_sealed_progress_that_contradicts_itself_is_refused(
         resumed.saver.restore(path, ())
 
 
-def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, resumed: Loop, tmp_path: Path) -> None:
+def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(
+    place: Path, resumed: Loop, tmp_path: Path
+) -> None:
     path = tmp_path / "step-99"
     shutil.copytree(newest(place / "run"), path)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -238,7 +277,9 @@ def test_a_sealed_checkpoint_beyond_the_end_of_the_run_is_refused(place: Path, r
 
 
 @EVERY
-def test_a_changed_field_of_the_summary_is_refused_or_changes_nothing(every: int, place: Path, tmp_path: Path) -> None:
+def test_a_changed_field_of_the_summary_is_refused_or_changes_nothing(
+    every: int, place: Path, tmp_path: Path
+) -> None:
     shutil.copytree(place / "run", tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     file = tmp_path / "run" / "summary.json"
     whole = json.loads(file.read_text())
@@ -263,7 +304,9 @@ def test_a_changed_field_of_the_summary_is_refused_or_changes_nothing(every: int
 
 
 @EVERY
-def test_a_changed_setting_of_a_run_is_a_recipe_that_is_wrong_or_another(every: int, place: Path, tmp_path: Path) -> None:
+def test_a_changed_setting_of_a_run_is_a_recipe_that_is_wrong_or_another(
+    every: int, place: Path, tmp_path: Path
+) -> None:
     shutil.copytree(place / "run", tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     file = tmp_path / "run" / "resolved.yaml"
     whole = load_run(tmp_path / "run").recipe.resolved()
@@ -299,7 +342,11 @@ def test_lines_of_metrics_that_are_no_records_are_left_out(place: Path, tmp_path
         (MapOf(Whole(), numbered=True), [{}, {"1": 1, "0": 0}], [{"1": 1}, {"a": 1}, [], {"0": "x"}]),
         (Row(Whole(), Text()), [[1, "a"]], [[1], [1, "a", 2], ["a", 1], {}]),
         (OneOf(Whole(), None), [1, None], ["a", {}, -1]),
-        (Fields({"a": Whole()}, {"b": Text()}), [{"a": 1}, {"a": 1, "b": ""}], [{}, {"a": 1, "c": 1}, {"a": 1, "b": 2}, []]),
+        (
+            Fields({"a": Whole()}, {"b": Text()}),
+            [{"a": 1}, {"a": 1, "b": ""}],
+            [{}, {"a": 1, "c": 1}, {"a": 1, "b": 2}, []],
+        ),
     ],
 )
 def test_a_kind_takes_what_it_says(kind: Any, good: list[Any], bad: list[Any]) -> None:
@@ -313,7 +360,9 @@ def test_a_kind_takes_what_it_says(kind: Any, good: list[Any], bad: list[Any]) -
 
 def test_a_newer_version_is_named_as_such_and_any_other_as_damage() -> None:
     assert check_version({"v": 1}, "v", 2, Path("x.json")) == 1
-    with pytest.raises(FileError, match=r"x\.json  v  was written by a newer petune[\s\S]*expected 1 to 2, found 3"):
+    with pytest.raises(
+        FileError, match=r"x\.json  v  was written by a newer petune[\s\S]*expected 1 to 2, found 3"
+    ):
         check_version({"v": 3}, "v", 2, Path("x.json"))
     for wrong in ({}, {"v": 0}, {"v": True}, {"v": "2"}, {"v": None}, {"v": -1}):
         with pytest.raises(FileError, match="another version"):

@@ -29,7 +29,10 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) 
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(MachineError, match=f"process {holder.pid} on {socket.gethostname()}"), RunLock(tmp_path):
+        with (
+            pytest.raises(MachineError, match=f"process {holder.pid} on {socket.gethostname()}"),
+            RunLock(tmp_path),
+        ):
             pass
         assert (tmp_path / ".lock").exists()
     finally:
@@ -44,7 +47,9 @@ def test_a_second_run_is_refused_and_a_killed_one_is_taken_over(tmp_path: Path) 
 
 
 def test_a_killed_runs_orphan_does_not_hold_its_lock(tmp_path: Path) -> None:
-    code = HOLD.replace("print('held', flush=True)", "import os; child = os.fork(); child and print(child, flush=True)")
+    code = HOLD.replace(
+        "print('held', flush=True)", "import os; child = os.fork(); child and print(child, flush=True)"
+    )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout
     orphan = int(holder.stdout.readline())

@@ -1,4 +1,5 @@
-"""Every file of what petune writes is under one manifest: a flipped bit is found wherever it lies, and a missing manifest is an error."""
+"""Every file of what petune writes is under one manifest: a flipped bit is found wherever it lies, and a
+missing manifest is an error."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ READERS: dict[str, Callable[[Path], Any]] = {"tuned": as_run, "peft": as_adapter
 def test_a_flipped_bit_in_any_file_is_found(name: str, count: int, shipped: Path) -> None:
     folder, read, drawn = shipped / "run" / name, READERS[name], random.Random(count)
     files = files_of(folder)
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", MANIFEST} <= {path.name for path in files}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", MANIFEST} <= {
+        path.name for path in files
+    }
     for path in files:
         whole = path.read_bytes()
         for _ in range(count):
@@ -127,8 +130,14 @@ def test_files_of_the_users_own_are_kept_and_those_a_loader_could_read_are_named
         (lambda found: found | {"version": 2}, r"newer petune[\s\S]*expected 1, found 2"),
         (lambda found: found | {"version": None}, "another version"),
         (lambda found: found | {"files": {}}, "files  does not fit"),
-        (lambda found: found | {"files": {"../x": {"size": 1, "sha256": "0" * 64}}}, "leads out of its folder"),
-        (lambda found: found | {"files": {"/etc/passwd": {"size": 1, "sha256": "0" * 64}}}, "leads out of its folder"),
+        (
+            lambda found: found | {"files": {"../x": {"size": 1, "sha256": "0" * 64}}},
+            "leads out of its folder",
+        ),
+        (
+            lambda found: found | {"files": {"/etc/passwd": {"size": 1, "sha256": "0" * 64}}},
+            "leads out of its folder",
+        ),
         (lambda found: found | {"files": {".": {"size": 1, "sha256": "0" * 64}}}, "leads out of its folder"),
         (lambda found: found | {"files": {"a\nb": {"size": 1, "sha256": "0" * 64}}}, "control character"),
         (lambda found: found | {"files": {"a\0b": {"size": 1, "sha256": "0" * 64}}}, "control character"),
@@ -137,7 +146,9 @@ def test_files_of_the_users_own_are_kept_and_those_a_loader_could_read_are_named
         (lambda found: found | {"files": {"․․/x": {"size": 1, "sha256": "0" * 64}}}, "is missing"),  # noqa: RUF001 - dots of Unicode
     ],
 )
-def test_a_manifest_that_was_edited_is_refused(change: Callable[[Any], Any], says: str, shipped: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_was_edited_is_refused(
+    change: Callable[[Any], Any], says: str, shipped: Path, tmp_path: Path
+) -> None:
     shutil.copytree(shipped / "run" / "peft", tmp_path / "peft")
     file = tmp_path / "peft" / MANIFEST
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
@@ -149,13 +160,21 @@ def as_format_1(folder: Path) -> dict[str, Any]:
     """Turn a tuned folder into what the first release wrote, and return its petune.json."""
     (folder / MANIFEST).unlink()
     facts = json.loads((folder / "petune.json").read_text()) | {"format": 1}
-    facts["base"]["files"] = {name: entry["sha256"] for name, entry in facts["base"]["files"].items() if name.endswith(".safetensors")}
-    facts["sha256"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    facts["base"]["files"] = {
+        name: entry["sha256"]
+        for name, entry in facts["base"]["files"].items()
+        if name.endswith(".safetensors")
+    }
+    facts["sha256"] = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
+    }
     (folder / "petune.json").write_text(json.dumps(facts))
     return facts
 
 
-def test_a_folder_of_the_first_release_is_read_and_its_hashes_cannot_be_left_out(shipped: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_first_release_is_read_and_its_hashes_cannot_be_left_out(
+    shipped: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "tuned"
     shutil.copytree(shipped / "run" / "tuned", folder)
     facts = as_format_1(folder)
@@ -164,7 +183,9 @@ def test_a_folder_of_the_first_release_is_read_and_its_hashes_cannot_be_left_out
         (folder / "petune.json").write_text(json.dumps(facts | {"sha256": hashes}))
         with pytest.raises(FileError, match=r"sha256|changed or damaged"):
             petune.load(base, folder)
-    (folder / "petune.json").write_text(json.dumps({name: value for name, value in facts.items() if name != "sha256"}))
+    (folder / "petune.json").write_text(
+        json.dumps({name: value for name, value in facts.items() if name != "sha256"})
+    )
     with pytest.raises(FileError, match="sha256  does not fit"):
         petune.load(base, folder)
     (folder / "petune.json").write_text(json.dumps(facts))

@@ -1,4 +1,5 @@
-"""Patterns of files: the answer of Python's own matcher, in bounded work, or a refusal with the exit code of the file."""
+"""Patterns of files: the answer of Python's own matcher, in bounded work, or a refusal with the exit code of
+the file."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from petune.files.patterns import MOST_STEPS, Pattern, Refused, _Program, compil
 from petune.recipe import load_recipe
 from petune.saving.peft import check_config
 
-NAMES = [f"model.layers.{at}.{name}" for at in range(1250) for name in ("q_proj", "mlp.up_proj", "norm", "self_attn.v_proj") * 2]
+NAMES = [
+    f"model.layers.{at}.{name}"
+    for at in range(1250)
+    for name in ("q_proj", "mlp.up_proj", "norm", "self_attn.v_proj") * 2
+]
 EVIL = [
     r"(([a-z0-9_.])+)+X",
     r"(a|a|[a-z.]|model)+X",
@@ -36,7 +41,8 @@ THEIRS = {  # as adapters of today say what they tune
 
 
 def drawn(draw: random.Random, depth: int = 3) -> str:
-    """A pattern over a and b: characters, classes, anchors, groups, alternatives, repetitions, looks around."""
+    """A pattern over a and b: characters, classes, anchors, groups, alternatives, repetitions, looks
+    around."""
     kind = draw.choice(("one", "one", "many", "way", "row", "look", "at") if depth else ("one",))
     if kind == "one":
         return draw.choice(("a", "b", ".", "[ab]", "[^a]", r"\w", r"\d", "[0-9b]"))
@@ -57,8 +63,12 @@ def test_the_bounded_matcher_gives_the_answers_of_pythons_own():
         pattern = drawn(draw)
         program = _Program(parser.parse(pattern))
         for text in texts:
-            assert (program.run(text, whole=True) is not None) == (re.fullmatch(pattern, text) is not None), (pattern, text)
-            if not any(part in pattern for part in ("*", "+", "{", "(?=")):  # groups matched twice or looked at differ
+            assert (program.run(text, whole=True) is not None) == (re.fullmatch(pattern, text) is not None), (
+                pattern,
+                text,
+            )
+            # groups matched twice or looked at differ
+            if not any(part in pattern for part in ("*", "+", "{", "(?=")):
                 found, expected = program.run(text, whole=False), re.match(pattern, text)
                 assert found == (expected and expected.groups()), (pattern, text)
                 different += found is not None
@@ -98,7 +108,9 @@ def test_what_adapters_of_today_say_is_accepted(pattern: str):
 def test_groups_are_pythons():
     for text in ("model.layers.12.q_proj", "layers.3.x", "x.y"):
         pattern = r"(?:^|.*?\.)layers\.(\d+)\."
-        assert Pattern(pattern, FileError, None).match(text) == ((found := re.match(pattern, text)) and found.groups())
+        assert Pattern(pattern, FileError, None).match(text) == (
+            (found := re.match(pattern, text)) and found.groups()
+        )
         assert _Program(parser.parse(pattern)).run(text, whole=False) == (found and found.groups())
 
 
@@ -135,9 +147,20 @@ def test_steps_run_out_with_the_name_that_took_them():
 def test_a_recipes_pattern_is_exit_2_and_an_adapters_exit_4(tmp_path: Path):
     bad = "(?i)((a)+)+"
     with pytest.raises(PetuneError, match=r"method\.targets") as caught:
-        load_recipe({"model": "demo:tiny-llama", "data": "demo:docstrings", "method": {"name": "lora", "targets": bad}})
+        load_recipe(
+            {
+                "model": "demo:tiny-llama",
+                "data": "demo:docstrings",
+                "method": {"name": "lora", "targets": bad},
+            }
+        )
     assert caught.value.code == 2
-    for field in ({"target_modules": bad}, {"exclude_modules": bad}, {"rank_pattern": {bad: 3}}, {"alpha_pattern": {bad: 3}}):
+    for field in (
+        {"target_modules": bad},
+        {"exclude_modules": bad},
+        {"rank_pattern": {bad: 3}},
+        {"alpha_pattern": {bad: 3}},
+    ):
         config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q"], **field}
         with pytest.raises(FileError, match="flags") as refused:
             check_config(config, tmp_path / "adapter_config.json")

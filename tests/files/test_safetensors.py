@@ -1,4 +1,5 @@
-"""Strict tensor and JSON files: what safetensors writes is read, what it lets pass is refused, and damage is never loaded half."""
+"""Strict tensor and JSON files: what safetensors writes is read, what it lets pass is refused, and damage is
+never loaded half."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from torch import Tensor
 
 from petune.errors import FileError, MachineError, PetuneError, TrainingFault
 from petune.files import safetensors as tensorfile
-from petune.files.safetensors import DTYPES, parse_json, read_header, read_json, read_tensors, write_file, write_json, write_tensors
+from petune.files.safetensors import (
+    DTYPES,
+    parse_json,
+    read_header,
+    read_json,
+    read_tensors,
+    write_file,
+    write_json,
+    write_tensors,
+)
 
 
 def sample() -> dict[str, Tensor]:
@@ -56,7 +66,9 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
         return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
 
     return set(left) == set(right) and all(
-        left[name].dtype == right[name].dtype and left[name].shape == right[name].shape and raw(left[name]) == raw(right[name])
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and raw(left[name]) == raw(right[name])
         for name in left
     )
 
@@ -71,7 +83,10 @@ def test_tensors_come_back_bit_identical(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_round_trips_and_is_what_safetensors_reads(tmp_path: Path, name: str) -> None:
-    tensors = {"x": torch.tensor([[0, 1], [1, 0], [1, 1]]).to(DTYPES[name]), "scalar": torch.tensor(1).to(DTYPES[name])}
+    tensors = {
+        "x": torch.tensor([[0, 1], [1, 0], [1, 1]]).to(DTYPES[name]),
+        "scalar": torch.tensor(1).to(DTYPES[name]),
+    }
     write_tensors(tmp_path / "ours", tensors)
     safetensors.torch.save_file(tensors, tmp_path / "theirs")
     assert same(safetensors.torch.load_file(tmp_path / "ours"), tensors)
@@ -118,7 +133,9 @@ def test_a_non_finite_value_is_neither_written_nor_read_unless_asked(tmp_path: P
             (tmp_path / "a").unlink()
 
 
-@pytest.mark.parametrize("name", ["", "../../x", "/etc/x", "a/../b", "a\0b", "a\nb", "a\\b", "x" * 1025, "\ud800", "__metadata__"])
+@pytest.mark.parametrize(
+    "name", ["", "../../x", "/etc/x", "a/../b", "a\0b", "a\nb", "a\\b", "x" * 1025, "\ud800", "__metadata__"]
+)
 def test_a_bad_name_is_not_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError):
         write_tensors(tmp_path / "a", {name: torch.ones(2)})
@@ -137,7 +154,9 @@ def test_no_tensors_and_unknown_dtypes_are_not_written(tmp_path: Path) -> None:
 HOSTILE: dict[str, Any] = {
     "no tensors": {},
     "only metadata": {"__metadata__": {"a": "b"}},
-    "a key twice": b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "a key twice": (
+        b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    ),
     "a field twice": b'{"x":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
     "an unknown field": {"x": entry() | {"code": "x"}},
     "a field missing": {"x": {"dtype": "F32", "shape": [2]}},
@@ -217,7 +236,9 @@ def test_the_costliest_header_stays_under_100_mb(tmp_path: Path) -> None:
         "try: tensorfile.read_tensors(Path(sys.argv[1]))\n"
         "except FileError: print(peak() - before, time.process_time() - start)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "bad")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "bad")], capture_output=True, text=True, check=True
+    )
     kilobytes, seconds = map(float, done.stdout.split())
     assert kilobytes < 100_000
     assert seconds < 5  # 0.5 s when the machine is free; a quadratic check would take minutes
@@ -283,7 +304,9 @@ def test_a_file_cut_at_any_header_offset_or_in_the_data_is_refused(tmp_path: Pat
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
-def test_a_header_of_random_edits_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_header_of_random_edits_is_refused_or_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.getbasetemp() / "edited"
     write_tensors(path, sample(), {"note": "x"})
     raw = bytearray(path.read_bytes())
@@ -297,7 +320,9 @@ def test_a_header_of_random_edits_is_refused_or_read(tmp_path_factory: pytest.Te
         assert "edited" in str(error)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a"
     write_tensors(path, {"x": torch.ones(100_000)})
     real = tensorfile._header
@@ -312,7 +337,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(tmp_path:
         read_tensors(path)
 
 
-def test_a_file_larger_than_memory_is_a_machine_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_memory_is_a_machine_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tensors(tmp_path / "a", {"x": torch.ones(9)})
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -337,7 +364,9 @@ def test_links_pipes_and_folders_are_refused_without_blocking(tmp_path: Path) ->
 # ---------------------------------------------------------------- writing
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a"
     write_tensors(path, sample())
     before = path.read_bytes()
@@ -403,7 +432,19 @@ def test_json_floats_come_back_bit_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{", b"[]", b'{"a":1,"a":2}', b'{"a":Infinity}', b'{"a":1e999}', b"\xff\xfe{}", b"[" * 99999, b"<html>", b'{"a":1,}']
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"a":1,"a":2}',
+        b'{"a":Infinity}',
+        b'{"a":1e999}',
+        b"\xff\xfe{}",
+        b"[" * 99999,
+        b"<html>",
+        b'{"a":1,}',
+    ],
 )
 def test_bad_json_is_refused_naming_the_file(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.json").write_bytes(text)

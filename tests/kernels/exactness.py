@@ -1,4 +1,5 @@
-"""Matrices for kernels, and the comparison with float64 that allows what torch's own rounding in the same dtype takes."""
+"""Matrices for kernels, and the comparison with float64 that allows what torch's own rounding in the same
+dtype takes."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def wider(value: object) -> object:
 
 
 def assert_as_good(found: Tensor, same: Tensor, exact: Tensor) -> None:
-    """No further from float64 than torch in the same dtype is, but for a tenth and 2^-18 of the largest: sums in another order round
-    another way where the exact value lies in the middle."""
+    """No further from float64 than torch in the same dtype is, but for a tenth and 2^-18 of the largest: sums
+    in another order round another way where the exact value lies in the middle."""
     assert found.dtype == same.dtype
     assert found.shape == same.shape
     if exact.numel():

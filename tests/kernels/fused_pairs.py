@@ -1,4 +1,5 @@
-"""Tiny models tuned twice, with fused blocks and without, and the comparison of their losses and gradients."""
+"""Tiny models tuned twice, with fused blocks and without, and the comparison of their losses and
+gradients."""
 
 from __future__ import annotations
 
@@ -30,10 +31,15 @@ from petune.kernels.configs import Rung
 from petune.kernels.fuse import fuse
 from petune.models import family_of
 
-SIZES: dict[str, Any] = dict(vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
+SIZES: dict[str, Any] = dict(
+    vocab_size=50, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4
+)
 GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=8)
-# Sliding and full attention in turn, a window shorter than the texts, a scale that is not of the width of a head
-GEMMA = GROUPED | dict(query_pre_attn_scalar=12, sliding_window=4, sliding_window_pattern=2, initializer_range=0.1)
+# Sliding and full attention in turn, a window shorter than the texts, a scale that is not of the width of a
+# head
+GEMMA = GROUPED | dict(
+    query_pre_attn_scalar=12, sliding_window=4, sliding_window_pattern=2, initializer_range=0.1
+)
 BERT = SIZES | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -103,19 +109,25 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict
     model.zero_grad()
     loss = model(**inputs, **extra).loss
     loss.backward()
-    return loss.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return loss.detach(), {
+        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+    }
 
 
 @contextmanager
 def terms_of_zeros(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """By name: the terms [tokens, width] of the gradients that are zero in exact arithmetic, once a backward pass has run.
+    """By name: the terms [tokens, width] of the gradients that are zero in exact arithmetic, once a backward
+    pass has run.
 
-    BERT's key bias is one: it adds the same to every score of a query, which softmax does not see. (Rotary keys do see theirs.)
+    BERT's key bias is one: it adds the same to every score of a query, which softmax does not see. (Rotary
+    keys do see theirs.)
     """
     found: dict[str, Tensor] = {}
     hooks = [
         module.register_full_backward_hook(
-            lambda module, into, out, name=f"{name}.bias": found.__setitem__(name, out[0].detach().flatten(0, -2))
+            lambda module, into, out, name=f"{name}.bias": found.__setitem__(
+                name, out[0].detach().flatten(0, -2)
+            )
         )
         for name, module in model.named_modules()
         if name.endswith("attention.self.key")

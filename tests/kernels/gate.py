@@ -1,6 +1,7 @@
 """What petune.kernels.triton launches, compiled for devices that are not here.
 
-`python -m tests.kernels.gate [module ...]` compiles every variant of the modules named (all, without a name) and prints a line for each.
+`python -m tests.kernels.gate [module ...]` compiles every variant of the modules named (all, without a name)
+and prints a line for each.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "petune.kernels.triton"
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have, by compute capability (CUDA programming guide, table of limits)
+# bytes a program may have, by compute capability (CUDA programming guide, table of limits)
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 
 class Compiled(NamedTuple):
-    """One kernel for one architecture. shared: bytes a program takes; registers and spilled bytes of a thread; error: why it failed."""
+    """One kernel for one architecture. shared: bytes a program takes; registers and spilled bytes of a
+    thread; error: why it failed."""
 
     kernel: str
     arch: int
@@ -37,15 +40,21 @@ class Compiled(NamedTuple):
 
 def modules() -> list[str]:
     """Every module of the package."""
-    return [f"{PACKAGE}.{found.name}" for found in pkgutil.iter_modules([str(ROOT.joinpath(*PACKAGE.split(".")))])]
+    return [
+        f"{PACKAGE}.{found.name}" for found in pkgutil.iter_modules([str(ROOT.joinpath(*PACKAGE.split(".")))])
+    ]
 
 
 def gate(names: list[str] | None = None, path: Path = ROOT) -> list[Compiled]:
-    """Every variant of the modules for every architecture, compiled in a process of its own: the interpreter is chosen at import."""
+    """Every variant of the modules for every architecture, compiled in a process of its own: the interpreter
+    is chosen at import."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}:{path}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.gate", "--json", *(names or modules())], capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "tests.kernels.gate", "--json", *(names or modules())],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -53,12 +62,15 @@ def gate(names: list[str] | None = None, path: Path = ROOT) -> list[Compiled]:
 
 
 def compiled(names: list[str]) -> Iterator[Compiled]:
-    """The same in this process, which must not interpret. A module without `variants` has no kernels of its own."""
+    """The same in this process, which must not interpret. A module without `variants` has no kernels of its
+    own."""
     for name in names:
         variants = getattr(importlib.import_module(name), "variants", tuple)
         for kernel, signature, constexprs, warps, stages in variants():
             for arch in SHARED:
-                row = Compiled(f"{name.rpartition('.')[2]}.{kernel.__name__}", arch, _shown(constexprs), warps)
+                row = Compiled(
+                    f"{name.rpartition('.')[2]}.{kernel.__name__}", arch, _shown(constexprs), warps
+                )
                 try:
                     yield row._replace(**_built(kernel, signature, constexprs, warps, stages, arch))
                 except Exception as error:
@@ -69,21 +81,31 @@ def _shown(constexprs: dict[str, Any]) -> str:
     return " ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in constexprs.items())
 
 
-def _built(kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], warps: int, stages: int, arch: int) -> dict[str, int]:
-    """What the compiled kernel takes. Pointers and integers are said to be multiples of 16, as in large models they are."""
+def _built(
+    kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], warps: int, stages: int, arch: int
+) -> dict[str, int]:
+    """What the compiled kernel takes. Pointers and integers are said to be multiples of 16, as in large
+    models they are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
-    even = [(place,) for place, kind in enumerate(types.values()) if kind.startswith("*") or kind in ("i32", "i64")]
+    even = [
+        (place,)
+        for place, kind in enumerate(types.values())
+        if kind.startswith("*") or kind in ("i32", "i64")
+    ]
     source = ASTSource(kernel, types, constexprs, {place: [["tt.divisibility", 16]] for place in even})
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
+    built = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages}
+    )
     return {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, as the toolkit's own reader of binaries that comes with Triton counts them."""
+    """Registers and spilled bytes of a thread, as the toolkit's own reader of binaries that comes with Triton
+    counts them."""
     import triton
 
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -101,8 +123,8 @@ def _main(arguments: list[str]) -> None:
         return
     for row in gate([name if "." in name else f"{PACKAGE}.{name}" for name in arguments]):
         print(
-            f"{row.kernel:<32} sm_{row.arch} warps {row.warps:>2} shared {row.shared:>7,} registers {row.registers:>3} "
-            f"spilled {row.spilled:>4}  {row.constexprs}  {row.error}".rstrip()
+            f"{row.kernel:<32} sm_{row.arch} warps {row.warps:>2} shared {row.shared:>7,} registers"
+            f" {row.registers:>3} spilled {row.spilled:>4}  {row.constexprs}  {row.error}".rstrip()
         )
 
 

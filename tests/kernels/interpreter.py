@@ -1,8 +1,9 @@
 """bfloat16 in Triton's interpreter.
 
-The interpreter of Triton 3.7 keeps bfloat16 as the uint16 of its bits: it adds and multiplies those, and its casts from float32 cut the low
-bits off. Here sums, products and comparisons are made in float32, and results rounded to the nearest, ties to even, as a GPU does. A
-reduction (tl.sum, tl.max) of bfloat16 is not mended: kernels reduce in float32.
+The interpreter of Triton 3.7 keeps bfloat16 as the uint16 of its bits: it adds and multiplies those, and its
+casts from float32 cut the low bits off. Here sums, products and comparisons are made in float32, and results
+rounded to the nearest, ties to even, as a GPU does. A reduction (tl.sum, tl.max) of bfloat16 is not mended:
+kernels reduce in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def apply() -> None:
     fma, dot = InterpreterBuilder.create_fma, InterpreterBuilder.create_dot
 
     def wide(handle: TensorHandle) -> TensorHandle:
-        return TensorHandle(widened(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+        return (
+            TensorHandle(widened(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+        )
 
     def narrow(handle: TensorHandle) -> TensorHandle:
         return TensorHandle(rounded(handle.data), tl.bfloat16)
@@ -56,7 +59,11 @@ def apply() -> None:
         return dot(self, wide(a), wide(b), d, *rest)
 
     def cast_impl(self: Any, src: TensorHandle, dst: tl.dtype) -> TensorHandle:
-        return narrow(cast(self, wide(src), tl.float32)) if dst.scalar == tl.bfloat16 else cast(self, wide(src), dst)
+        return (
+            narrow(cast(self, wide(src), tl.float32))
+            if dst.scalar == tl.bfloat16
+            else cast(self, wide(src), dst)
+        )
 
     def get_bf16(self: Any, value: float) -> TensorHandle:
         return narrow(self.get_fp32(value))

@@ -10,7 +10,8 @@ from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.models import gemma3
 from petune.models.spec import Attention, SubLayer
 
-LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336, ranks=Ranks(*[16] * 7))  # Llama-3.1-8B, LoRA r=16
+# Llama-3.1-8B, LoRA r=16
+LLAMA = BlockShape(width=4096, heads=32, kv_heads=8, head_dim=128, columns=14336, ranks=Ranks(*[16] * 7))
 # Gemma 3 4B, LoRA r=16: a norm behind each sub-layer too, heads' norms, wide heads
 GEMMA = BlockShape(
     width=2560,
@@ -20,7 +21,11 @@ GEMMA = BlockShape(
     columns=10240,
     ranks=Ranks(*[16] * 7),
     described=tuple(
-        SubLayer(replace(one.core, scale=1.0) if isinstance(one.core, Attention) else one.core, one.norm_in, one.norm_out)
+        SubLayer(
+            replace(one.core, scale=1.0) if isinstance(one.core, Attention) else one.core,
+            one.norm_in,
+            one.norm_out,
+        )
         for one in gemma3.BLOCK
     ),
 )

@@ -1,4 +1,5 @@
-"""What a fused model still is: saved, copied, merged, loaded, moved and hooked as any other; and every call that it declines."""
+"""What a fused model still is: saved, copied, merged, loaded, moved and hooked as any other; and every call
+that it declines."""
 
 from __future__ import annotations
 
@@ -39,7 +40,18 @@ from petune.models import attention, family_of
 from petune.models.stack import own_stacks
 from petune.rng.context import Running, running
 from petune.rng.dropout import drawing, step_key
-from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
+from tests.kernels.fused_pairs import (
+    BERT,
+    GROUPED,
+    METHODS,
+    MODELS,
+    assert_alike,
+    batch,
+    blocks,
+    gradients,
+    pair,
+    stand_on,
+)
 
 LORA = METHODS["lora"]
 
@@ -80,15 +92,22 @@ def in_bank(model: nn.Module) -> bool:
 
 def test_dropout_inside_attention_leaves_padding_unseen() -> None:
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 1e-12, "initializer_range": 0.3}))
+    model = BertForSequenceClassification(
+        BertConfig(**{**BERT, "attention_probs_dropout_prob": 1e-12, "initializer_range": 0.3})
+    )
     fused, plain = twice(model)
     torch.testing.assert_close(fused(**batch("bert")).logits, plain(**batch("bert")).logits)
 
 
 def test_dropout_inside_attention_keeps_packed_samples_apart() -> None:
     torch.manual_seed(0)
-    fused, plain = twice(LlamaForCausalLM(LlamaConfig(**GROUPED, attention_dropout=1e-12, initializer_range=0.3)))
-    packed = {"input_ids": batch("llama")["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
+    fused, plain = twice(
+        LlamaForCausalLM(LlamaConfig(**GROUPED, attention_dropout=1e-12, initializer_range=0.3))
+    )
+    packed = {
+        "input_ids": batch("llama")["input_ids"],
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2),
+    }
     torch.testing.assert_close(hidden(fused, **packed), hidden(plain, **packed), rtol=1e-5, atol=1e-5)
 
 
@@ -111,7 +130,9 @@ def test_blocks_that_decline_under_autocast_still_see_the_padding() -> None:
 def test_dropout_inside_attention_draws_the_masks_of_the_unfused_model(name: str, padding: str) -> None:
     torch.manual_seed(0)
     if name == "bert":
-        model: Any = BertForSequenceClassification(BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.3, "initializer_range": 0.3}))
+        model: Any = BertForSequenceClassification(
+            BertConfig(**{**BERT, "attention_probs_dropout_prob": 0.3, "initializer_range": 0.3})
+        )
     else:
         model = LlamaForCausalLM(LlamaConfig(**GROUPED, attention_dropout=0.3, initializer_range=0.3))
     fused, plain = twice(model, r=4, dropout=0.2)
@@ -125,7 +146,9 @@ def test_dropout_inside_attention_draws_the_masks_of_the_unfused_model(name: str
     assert not blocks(fused)[0].spec.said
     torch.testing.assert_close(found[0][0].float(), found[1][0].float(), rtol=2e-6, atol=0)
     for key, value in found[1][1].items():
-        torch.testing.assert_close(found[0][1][key], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()) + 1e-12)
+        torch.testing.assert_close(
+            found[0][1][key], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()) + 1e-12
+        )
 
 
 def padded_so(padding: str, name: str) -> dict[str, Tensor]:
@@ -149,7 +172,9 @@ def padded_so(padding: str, name: str) -> dict[str, Tensor]:
     return inputs
 
 
-def test_blocks_that_decline_without_padding_are_the_models_own_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_decline_without_padding_are_the_models_own_and_say_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.block.module.say", said.append)
     fused, plain = pair("llama", LORA)
@@ -162,7 +187,9 @@ def test_blocks_that_decline_without_padding_are_the_models_own_and_say_so_once(
 
 def test_a_mask_of_another_kind_goes_to_the_models_own_block() -> None:
     fused, _ = pair("llama", LORA)
-    assert "as its mask" in str(block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 9)}))
+    assert "as its mask" in str(
+        block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 9)})
+    )
     assert block_of(fused).declines(torch.zeros(2, 9, 32), {"attention_mask": torch.ones(2, 1, 9, 9)}) is None
 
 
@@ -180,7 +207,9 @@ def test_a_window_that_no_mask_says_is_the_blocks_own() -> None:
     block, hidden = block_of(fused), torch.randn(2, 11, 32)
     seen = torch.ones(11, 11, dtype=torch.bool).tril().triu(-7).expand(2, 1, -1, -1)
     angles = fused.model.rotary_emb(hidden, torch.arange(11)[None])
-    found, expected = (block(hidden, attention_mask=mask, position_embeddings=angles) for mask in (None, seen))
+    found, expected = (
+        block(hidden, attention_mask=mask, position_embeddings=angles) for mask in (None, seen)
+    )
     torch.testing.assert_close(found, expected)
     assert not block.spec.said and block.spec.program.attends[0].window == 8
 
@@ -195,11 +224,15 @@ WINDOWED = {
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("which", WINDOWED)
-def test_rows_longer_than_the_windows_of_blocks_train_without_a_mask(which: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_longer_than_the_windows_of_blocks_train_without_a_mask(
+    which: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     fused, plain = twice(WINDOWED[which](), method="lora", r=4)
     seen: list[Any] = []
-    monkeypatch.setattr(FusedBlock, "hows", lambda *args, own=FusedBlock.hows: (seen.extend(made := own(*args)), made)[1])
+    monkeypatch.setattr(
+        FusedBlock, "hows", lambda *args, own=FusedBlock.hows: (seen.extend(made := own(*args)), made)[1]
+    )
     assert_alike(fused, plain, batch("llama", padded), 2e-6)
     windows = [4, 4, 4] if which == "of all blocks" else [None, 4, 4]
     assert [how.window for how in seen] == windows and all(how.mask is None for how in seen)
@@ -239,7 +272,9 @@ def test_recorded_hidden_states_are_those_of_the_model() -> None:
     fused, plain = pair("llama", LORA)
     inputs = {name: value for name, value in batch("llama").items() if name != "labels"}
     real = inputs["attention_mask"].bool()
-    found, expected = (model(**inputs, output_hidden_states=True, use_cache=False).hidden_states for model in (fused, plain))
+    found, expected = (
+        model(**inputs, output_hidden_states=True, use_cache=False).hidden_states for model in (fused, plain)
+    )
     assert len(found) == len(expected) == 4
     for value, other in zip(found, expected, strict=True):
         torch.testing.assert_close(value[real], other[real], rtol=1e-5, atol=1e-5)
@@ -247,7 +282,9 @@ def test_recorded_hidden_states_are_those_of_the_model() -> None:
 
 def test_a_classifier_without_a_vocabulary_has_the_loss_of_the_unfused_one() -> None:
     torch.manual_seed(0)
-    fused, plain = twice(LlamaForSequenceClassification(LlamaConfig(**GROUPED, num_labels=3, pad_token_id=0)), r=4)
+    fused, plain = twice(
+        LlamaForSequenceClassification(LlamaConfig(**GROUPED, num_labels=3, pad_token_id=0)), r=4
+    )
     inputs = batch("llama") | {"labels": torch.tensor([0, 2])}
     inputs["input_ids"] = inputs["input_ids"].clamp(min=1) * inputs["attention_mask"]
     assert_alike(fused, plain, inputs, 2e-6)
@@ -287,7 +324,10 @@ def test_an_unfused_model_is_the_one_it_was_with_padding() -> None:
 def test_unfusing_leaves_no_hook() -> None:
     fused, plain = pair("llama", LORA)
     unfuse(fused)
-    hooks = [sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules()) for model in (fused, plain)]
+    hooks = [
+        sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+        for model in (fused, plain)
+    ]
     assert hooks[0] <= hooks[1] + 1  # the stack's own
 
 
@@ -306,9 +346,15 @@ def test_fusing_again_with_other_settings_of_memory_sets_them() -> None:
 
 
 def test_settings_of_memory_are_followed() -> None:
-    model = petune.wrap(MODELS["llama"](), kernels="reference", memory={"keep": "attention", "offload": "attention", "tile": 128}).train()
+    model = petune.wrap(
+        MODELS["llama"](),
+        kernels="reference",
+        memory={"keep": "attention", "offload": "attention", "tile": 128},
+    ).train()
     gradients(model, batch("llama"))
-    assert {(block.spec.rung, block.spec.tile) for block in blocks(model)} == {(Rung("attention", "attention"), 128)}
+    assert {(block.spec.rung, block.spec.tile) for block in blocks(model)} == {
+        (Rung("attention", "attention"), 128)
+    }
 
 
 # ------------------------------------------------------------------ merging, saving, loading
@@ -324,7 +370,9 @@ def test_what_is_merged_says_what_the_tuned_model_said() -> None:
     ids = batch("llama")["input_ids"]
     with torch.no_grad():
         expected = plain(input_ids=ids).logits
-        torch.testing.assert_close(petune.merge(fused).eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            petune.merge(fused).eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_merged_weights_are_used_and_come_back_into_the_bank() -> None:
@@ -332,7 +380,9 @@ def test_merged_weights_are_used_and_come_back_into_the_bank() -> None:
     ids = batch("llama")["input_ids"]
     with petune.methods.merged_weights(fused), petune.methods.merged_weights(plain), torch.no_grad():
         assert not in_bank(fused)
-        torch.testing.assert_close(hidden(fused, input_ids=ids), hidden(plain, input_ids=ids), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            hidden(fused, input_ids=ids), hidden(plain, input_ids=ids), rtol=1e-5, atol=1e-6
+        )
     assert in_bank(fused)
     assert_alike(fused.train(), plain.train(), batch("llama"), 2e-6)
 
@@ -403,7 +453,9 @@ def test_a_copy_is_fused_and_stands_alone() -> None:
     with torch.no_grad():
         for value in fused.parameters():
             value.zero_()
-    assert len(blocks(again)) == 3 and all(one.spec is not other.spec for one, other in zip(blocks(again), blocks(fused), strict=True))
+    assert len(blocks(again)) == 3 and all(
+        one.spec is not other.spec for one, other in zip(blocks(again), blocks(fused), strict=True)
+    )
     assert_alike(again, plain, batch("llama"), 2e-6)
     unfuse(again)
     assert has_fused_head(fused) and len(blocks(fused)) == 3
@@ -520,7 +572,9 @@ STRANGE = {
 
 @pytest.mark.parametrize("strange", STRANGE)
 @pytest.mark.parametrize("ops", ["reference", "triton"])
-def test_a_gradient_of_any_strides_is_read_right(strange: str, ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_of_any_strides_is_read_right(
+    strange: str, ops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if ops == "triton":
         torch.set_default_dtype(torch.float32)
         monkeypatch.setattr(fusing, "select", lambda *args: triton_ops())
@@ -531,7 +585,10 @@ def test_a_gradient_of_any_strides_is_read_right(strange: str, ops: str, monkeyp
         positions = torch.arange(6, device=device)[None]
         y = block_of(model)(x, attention_mask=None, position_embeddings=model.model.rotary_emb(x, positions))
         STRANGE[strange](y[0] if isinstance(y, tuple) else y).backward()
-        found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None} | {"x": x.grad})
+        found.append(
+            {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+            | {"x": x.grad}
+        )
     assert found[0].keys() == found[1].keys()
     for name, value in found[1].items():
         assert float((found[0][name] - value).abs().max()) <= 1e-4 * float(value.abs().max()), name
@@ -562,7 +619,9 @@ def test_hooks_on_layers_inside_a_block_fire_and_the_block_says_so(monkeypatch: 
     monkeypatch.setattr("petune.kernels.block.module.say", said.append)
     fused, plain = pair("llama", LORA)
     seen: list[nn.Module] = []
-    handle = block_of(fused).self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(module))
+    handle = block_of(fused).self_attn.q_proj.register_forward_hook(
+        lambda module, args, output: seen.append(module)
+    )
     assert_alike(fused, plain, batch("llama"), 2e-6)
     assert len(seen) == 1 and any("its self_attn.q_proj to be called" in line for line in said)
     handle.remove()
@@ -583,7 +642,9 @@ def test_what_hugging_face_records_outputs_with_stays_out_of_the_way(monkeypatch
 
 def test_a_layer_that_has_changed_its_class_is_refused_in_words() -> None:
     fused, _ = pair("llama", METHODS["lora on q and v"])
-    parametrize.register_parametrization(block_of(fused).self_attn.o_proj, "weight", nn.Identity(), unsafe=True)
+    parametrize.register_parametrization(
+        block_of(fused).self_attn.o_proj, "weight", nn.Identity(), unsafe=True
+    )
     with pytest.raises(UsageError, match="has become a ParametrizedLinear"):
         gradients(fused, batch("llama", padded=False))
 
@@ -604,7 +665,9 @@ def test_hugging_faces_checkpointing_of_fused_blocks_is_refused_with_the_remedy(
         gradients(fused, batch("llama"))
 
 
-@pytest.mark.parametrize("rung", [Rung("all"), Rung("attention"), Rung("input", "input")], ids=["all", "attention", "input"])
+@pytest.mark.parametrize(
+    "rung", [Rung("all"), Rung("attention"), Rung("input", "input")], ids=["all", "attention", "input"]
+)
 def test_a_checkpoint_around_fused_blocks_changes_nothing(rung: Rung) -> None:
     fused, plain = pair("llama", LORA)
     stand_on(fused, rung)
@@ -652,7 +715,10 @@ BAD: dict[str, dict[str, Any]] = {
     "a tile below its range": {"memory": {"tile": -3}},
     "a tile of words": {"memory": {"tile": "large"}},
     "a budget below its range": {"memory": {"budget": -1}},
-    "input alone, attention offloaded": {"memory": {"keep": "input", "offload": "attention"}, "kernels": "reference"},
+    "input alone, attention offloaded": {
+        "memory": {"keep": "input", "offload": "attention"},
+        "kernels": "reference",
+    },
 }
 
 
@@ -663,7 +729,8 @@ def test_a_bad_value_is_refused_by_wrap(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "words"), [("most", "memory.keep"), ({"keeps": "all"}, "memory.keeps"), ({"offload": "x"}, "memory.offload")]
+    ("memory", "words"),
+    [("most", "memory.keep"), ({"keeps": "all"}, "memory.keeps"), ({"offload": "x"}, "memory.offload")],
 )
 def test_a_name_that_memory_lacks_is_refused_by_wrap(memory: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -685,7 +752,9 @@ def test_wrapping_a_fused_model_again_is_refused() -> None:
 
 def test_a_stack_that_is_refused_is_left_alone() -> None:
     torch.manual_seed(0)
-    model = petune.wrap(LlamaForCausalLM(LlamaConfig(**GROUPED | {"intermediate_size": 64})), r=4, kernels="off")
+    model = petune.wrap(
+        LlamaForCausalLM(LlamaConfig(**GROUPED | {"intermediate_size": 64})), r=4, kernels="off"
+    )
     model.model.layers[1].mlp.down_proj.weight.requires_grad_(True)
     with pytest.raises(PetuneError):
         fuse(model, family_of(model), "reference", base_dtype="fp8")
@@ -707,7 +776,9 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return (off / sum(float(value.square().sum()) for value in expected.values())) ** 0.5
 
 
-def in_bf16(seed: int, method: str, name: str = "llama", weights: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+def in_bf16(
+    seed: int, method: str, name: str = "llama", weights: torch.dtype = torch.bfloat16
+) -> tuple[Any, Any]:
     """A fused and an unfused model with `weights` in bf16 and LoRA's factors in float32."""
     torch.manual_seed(seed)
     plain: Any = MODELS[name]()
@@ -732,7 +803,8 @@ def test_in_bf16_a_fused_model_is_as_near_to_the_truth_as_the_unfused_one(keep: 
         stand_on(fused, Rung(keep))
         loss, truth = oracle(plain, batch("llama"))
         for model, errors in ((fused, ours), (plain, theirs)):
-            with torch.autocast("cpu", torch.bfloat16):  # without it the unfused model computes its updates in float32
+            # without it the unfused model computes its updates in float32
+            with torch.autocast("cpu", torch.bfloat16):
                 found, grads = gradients(model, batch("llama"))
             errors.append((abs(float(found) - loss) / loss, distance(grads, truth)))
         assert not blocks(fused)[0].spec.said
@@ -742,7 +814,9 @@ def test_in_bf16_a_fused_model_is_as_near_to_the_truth_as_the_unfused_one(keep: 
 
 @pytest.mark.parametrize("keep", ["all", "input"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_float32_weights_that_train_are_rounded_under_autocast_as_linears_round_them(name: str, keep: Any) -> None:
+def test_float32_weights_that_train_are_rounded_under_autocast_as_linears_round_them(
+    name: str, keep: Any
+) -> None:
     fused, plain = in_bf16(0, "full", name, torch.float32)
     stand_on(fused, Rung(keep))
     wanted, truth = oracle(plain, batch(name))
@@ -750,7 +824,9 @@ def test_float32_weights_that_train_are_rounded_under_autocast_as_linears_round_
         loss, grads = gradients(fused, batch(name))
     assert not blocks(fused)[0].spec.said and all(value.dtype is torch.float32 for value in grads.values())
     inside = {name: value for name, value in grads.items() if ".layers." in name or ".layer." in name}
-    assert all(not torch.equal(value, value.bfloat16().float()) for value in inside.values()), "sums in float32 are not rounded on the way"
+    assert all(not torch.equal(value, value.bfloat16().float()) for value in inside.values()), (
+        "sums in float32 are not rounded on the way"
+    )
     assert abs(float(loss) - wanted) <= 1e-2 * wanted and distance(grads, truth) <= 2e-2
     loss, grads = gradients(fused, batch(name))  # in float32 where there is no autocast
     assert abs(float(loss) - wanted) <= 1e-6 * wanted and distance(grads, truth) <= 1e-5
@@ -759,10 +835,15 @@ def test_float32_weights_that_train_are_rounded_under_autocast_as_linears_round_
 def test_no_block_computes_in_float16_because_of_autocast() -> None:
     fused, _ = in_bf16(0, "full", weights=torch.float32)
     with torch.autocast("cpu", torch.float16), torch.no_grad():
-        assert all("autocast computes in float16" in str(block.unready(torch.device("cpu"))) for block in blocks(fused))
+        assert all(
+            "autocast computes in float16" in str(block.unready(torch.device("cpu")))
+            for block in blocks(fused)
+        )
 
 
-@pytest.mark.parametrize("rung", [Rung("input", "input"), Rung("attention", "attention")], ids=["input", "attention"])
+@pytest.mark.parametrize(
+    "rung", [Rung("input", "input"), Rung("attention", "attention")], ids=["input", "attention"]
+)
 def test_without_gradients_nothing_is_parked(rung: Rung) -> None:
     fused, plain = pair("llama", LORA)
     stand_on(fused, rung)
@@ -804,7 +885,8 @@ def test_fifty_steps_of_adamw_learn_what_the_unfused_model_learns(dtype: torch.d
     ours, theirs = curves
     assert theirs[-1] < 0.95 * theirs[0]  # or nothing would be compared
     away = [abs(one - other) / other for one, other in zip(ours, theirs, strict=True)]
-    mean, most = (1e-4, 1e-3) if dtype == torch.float32 else (1e-2, 3e-2)  # in bf16 both stray, each in its own way
+    # in bf16 both stray, each in its own way
+    mean, most = (1e-4, 1e-3) if dtype == torch.float32 else (1e-2, 3e-2)
     assert sum(away) / len(away) <= mean and max(away) <= most
 
 
@@ -828,7 +910,14 @@ def _with_the_scale_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def _without_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = reference.rms_norm_backward
 
-    def faulty(dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Any = None, weight_grad: bool = False) -> Any:
+    def faulty(
+        dy: Tensor,
+        total: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        dresidual: Any = None,
+        weight_grad: bool = False,
+    ) -> Any:
         return backward(dy, total, weight, rstd, None, weight_grad)
 
     monkeypatch.setattr(reference, "rms_norm_backward", faulty)
@@ -836,7 +925,9 @@ def _without_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _turned_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = reference.rope_backward
-    monkeypatch.setattr(reference, "rope_backward", lambda dq, dk, dv, cos, sin: backward(dq, dk, dv, cos, -sin))
+    monkeypatch.setattr(
+        reference, "rope_backward", lambda dq, dk, dv, cos, sin: backward(dq, dk, dv, cos, -sin)
+    )
 
 
 def _with_a_stale_low_rank_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""What runs without a device: kernels compile for the devices they are meant for, and the interpreter computes bfloat16 as those would."""
+"""What runs without a device: kernels compile for the devices they are meant for, and the interpreter
+computes bfloat16 as those would."""
 
 from __future__ import annotations
 
@@ -26,8 +27,10 @@ def test_every_kernel_compiles_and_fits_and_attention_spills_no_register() -> No
     assert [row for row in found if row.shared > SHARED[row.arch]] == []
     attention = [row for row in found if row.kernel.startswith("attention.")]
     assert len({row.kernel for row in attention}) == 4
-    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):  # before it, forms of 64 columns spill up to 32 bytes
-        assert [row for row in attention if row.arch == 90 and row.spilled] == []  # what it keeps in registers stays there, on Hopper
+    # before it, forms of 64 columns spill up to 32 bytes
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+        # what it keeps in registers stays there, on Hopper
+        assert [row for row in attention if row.arch == 90 and row.spilled] == []
 
 
 FAULTY = """
@@ -54,7 +57,9 @@ def variants():
 @pytest.mark.slow
 def test_the_gate_sees_what_does_not_compile_and_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
-    found: dict[tuple[str, str, int], Compiled] = {(row.kernel, row.constexprs, row.arch): row for row in gate(["faulty"], tmp_path)}
+    found: dict[tuple[str, str, int], Compiled] = {
+        (row.kernel, row.constexprs, row.arch): row for row in gate(["faulty"], tmp_path)
+    }
     for arch, limit in SHARED.items():
         assert "power of 2" in found["faulty.mistyped", "N=33", arch].error
         fine, greedy = found["faulty.greedy", "N=64", arch], found["faulty.greedy", "N=1024", arch]
@@ -101,7 +106,8 @@ def product(x, y, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def every_kind() -> Tensor:
-    """float32 of every magnitude and both signs: ties between two bfloat16 numbers, numbers too small to be normal, infinities."""
+    """float32 of every magnitude and both signs: ties between two bfloat16 numbers, numbers too small to be
+    normal, infinities."""
     bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     bits[1024:2048] = bits[1024:2048] & -0x10000 | 0x8000
     bits[2048:2100] &= -0x7F800001

@@ -1,4 +1,5 @@
-"""Rounded once: an update far smaller than the last place of its product survives it, at every site, for every rank and form."""
+"""Rounded once: an update far smaller than the last place of its product survives it, at every site, for
+every rank and form."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from petune.kernels.reference import wide
 from petune.models.fp8 import Fp8
 from petune.models.tuned_linear import BottleneckPart, LowRank
 
-RANKS = (16, 40, 72)  # gate | up in the activation and in the product, s of down by the activation and by itself
+# gate | up in the activation and in the product, s of down by the activation and by itself
+RANKS = (16, 40, 72)
 LOST = 0.5  # what a product rounded before its update keeps is about a fifth
 
 
@@ -30,7 +32,10 @@ def shares(request: pytest.FixtureRequest) -> dict[str, float]:
 
 def test_every_site_of_fused_blocks_keeps_what_is_added_to_it(shares: dict[str, float]) -> None:
     blocks = {name: found for name, found in shares.items() if name.startswith(("llama", "bert"))}
-    assert any("v" in name.split() for name in blocks) and {name.split()[0] for name in blocks} == {"llama", "bert"}
+    assert any("v" in name.split() for name in blocks) and {name.split()[0] for name in blocks} == {
+        "llama",
+        "bert",
+    }
     most = {"bert up": 1.25}  # GELU's grid is not its input's: it overstates what is small
     assert {name: found for name, found in blocks.items() if not 0.95 < found < most.get(name, 1.05)} == {}
 
@@ -61,7 +66,11 @@ def test_products_in_eight_bits_meet_their_update_before_they_are_rounded() -> N
     x, weight, s, b, change = layer()
     ops = reference_ops()
     base, zero = PackedFp8(Fp8.of(weight), None, ops), torch.zeros_like(b)
-    assert 0.95 < exact.share(lambda b: base.linear_low(x, (s, zero if b is None else b), ops, None), b, change) < 1.05
+    assert (
+        0.95
+        < exact.share(lambda b: base.linear_low(x, (s, zero if b is None else b), ops, None), b, change)
+        < 1.05
+    )
 
 
 @pytest.mark.parametrize("base", ["dense", "fp8"])
@@ -77,7 +86,9 @@ def test_a_bottleneck_meets_the_product_that_it_acts_on_before_that_is_rounded(b
     def site(up: torch.Tensor | None) -> torch.Tensor:
         up = torch.zeros(128, 16).bfloat16() if up is None else up
         tensors = (down, zero[:16], up, zero)
-        run = Run(ops, [group], [], [], [], None, bottlenecks=[(BottleneckPart(16, "relu", tensors=tensors), None)])
+        run = Run(
+            ops, [group], [], [], [], None, bottlenecks=[(BottleneckPart(16, "relu", tensors=tensors), None)]
+        )
         values = {"x": x, "s": None}
         product.forward(run, values)
         bottleneck.forward(run, values)
@@ -94,13 +105,18 @@ def test_a_tuned_head_keeps_its_update_in_the_logits() -> None:
     """By its loss: a head whose update is lost has the loss of the head without it."""
     x, weight, _, b, _ = layer()
     a, labels = (torch.randn(16, 128) / 8).bfloat16(), torch.randint(0, 512, (256,))
-    direction = torch.nn.functional.one_hot(labels, 512).double() - (wide(x).double() @ weight.double().T).softmax(-1)
-    b = 1e-3 * (direction.T @ (x @ a.T).double())  # down the gradient, so that losses of all rows change one way
+    direction = torch.nn.functional.one_hot(labels, 512).double() - (
+        wide(x).double() @ weight.double().T
+    ).softmax(-1)
+    # down the gradient, so that losses of all rows change one way
+    b = 1e-3 * (direction.T @ (x @ a.T).double())
     b = (b / b.norm()).bfloat16()
 
     def loss(b: torch.Tensor, dtype: torch.dtype) -> float:
         low = (a.to(dtype), b.to(dtype), 1.0)
-        return float(linear_cross_entropy(x.to(dtype), weight.to(dtype), labels, ops=reference_ops(), low=low).double())
+        return float(
+            linear_cross_entropy(x.to(dtype), weight.to(dtype), labels, ops=reference_ops(), low=low).double()
+        )
 
     zero = torch.zeros_like(b)
     gain = loss(b, torch.bfloat16) - loss(zero, torch.bfloat16)

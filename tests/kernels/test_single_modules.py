@@ -1,4 +1,5 @@
-"""Modules fused one by one compute what they did: T5, BART and what has no family, whole and cut, trained, recomputed and compiled."""
+"""Modules fused one by one compute what they did: T5, BART and what has no family, whole and cut, trained,
+recomputed and compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fuse_modules
-from petune.kernels.single_modules import FusedGelu, FusedLora, FusedNorm, FusedShiftedNorm, FusedSite, fuse_sites, unfuse_sites
+from petune.kernels.single_modules import (
+    FusedGelu,
+    FusedLora,
+    FusedNorm,
+    FusedShiftedNorm,
+    FusedSite,
+    fuse_sites,
+    unfuse_sites,
+)
 from petune.methods import without_tuning
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import LoraLinear, tune
@@ -41,7 +50,9 @@ class ExactNorm(T5LayerNorm):
         return self.weight * (hidden_states * scale)
 
 
-def pair(name: str, dtype: torch.dtype = torch.float64, update_dropout: float = 0.0, **changes: Any) -> tuple[nn.Module, nn.Module]:
+def pair(
+    name: str, dtype: torch.dtype = torch.float64, update_dropout: float = 0.0, **changes: Any
+) -> tuple[nn.Module, nn.Module]:
     """The same model with updates on all linears that are not zero, twice: fused and not."""
     plain = zoo.tiny(name, **changes).to(dtype)
     petune.wrap(plain, r=4, dropout=update_dropout, targets="all-linear", kernels="off")
@@ -60,18 +71,24 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], 
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
     assert found.keys() == wanted.keys() and wanted
     for name, value in wanted.items():
-        assert float((found[name] - value).abs().max()) <= tolerance * float(value.abs().max().clamp(min=1e-9)), name
+        assert float((found[name] - value).abs().max()) <= tolerance * float(
+            value.abs().max().clamp(min=1e-9)
+        ), name
 
 
 def of(model: nn.Module, kind: type[FusedSite]) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def layer(k: int = 6, n: int = 5, *, bias: bool = True, dtype: torch.dtype = torch.float64, **settings: Any) -> LoraLinear:
+def layer(
+    k: int = 6, n: int = 5, *, bias: bool = True, dtype: torch.dtype = torch.float64, **settings: Any
+) -> LoraLinear:
     """One tuned linear with an update."""
     torch.manual_seed(3)
     base = nn.Linear(k, n, bias=bias, dtype=dtype).requires_grad_(False)
-    tuned = tune(base, LoraConfig(r=2, **settings), {"lora_A": torch.randn(2, k), "lora_B": torch.randn(n, 2)})
+    tuned = tune(
+        base, LoraConfig(r=2, **settings), {"lora_A": torch.randn(2, k), "lora_B": torch.randn(n, 2)}
+    )
     assert isinstance(tuned, LoraLinear)
     return tuned.to(dtype) if dtype == torch.float64 else tuned
 
@@ -91,7 +108,11 @@ def run(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return y.detach(), [x.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def assert_same(found: tuple[Tensor, list[Tensor | None]], expected: tuple[Tensor, list[Tensor | None]], tolerance: float = 1e-12) -> None:
+def assert_same(
+    found: tuple[Tensor, list[Tensor | None]],
+    expected: tuple[Tensor, list[Tensor | None]],
+    tolerance: float = 1e-12,
+) -> None:
     for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -104,9 +125,12 @@ def assert_same(found: tuple[Tensor, list[Tensor | None]], expected: tuple[Tenso
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_every_gradient_are_those_of_the_unfused_model(name: str, dtype: torch.dtype, training: bool) -> None:
+def test_loss_and_every_gradient_are_those_of_the_unfused_model(
+    name: str, dtype: torch.dtype, training: bool
+) -> None:
     exact = dtype == torch.float64
-    # in the zoo as it is, float32 rounding reaches 3e-3 of a gradient: T5 attends too steeply, and gradients of BART's keys cancel
+    # in the zoo as it is, float32 rounding reaches 3e-3 of a gradient: T5 attends too steeply, and gradients
+    # of BART's keys cancel
     gentle = {"initializer_factor": 0.3} if name.startswith("t5") else {"init_std": 0.2}
     fused, plain = pair(name, dtype, **({} if exact else gentle))
     assert_alike(fused.train(training), plain.train(training), zoo.batch(name), 1e-10 if exact else 1e-3)
@@ -120,7 +144,11 @@ def test_every_tuned_linear_and_rms_norm_is_fused_and_counted(name: str) -> None
     norms = sum(isinstance(module, T5LayerNorm) for module in plain.modules())
     gelus = sum("NewGELU" in type(module).__name__ for module in plain.modules())
     assert fuse_sites(plain, OPS) == linears + norms + gelus
-    assert (len(of(plain, FusedLora)), len(of(plain, FusedNorm)), len(of(plain, FusedGelu))) == (linears, norms, gelus)
+    assert (len(of(plain, FusedLora)), len(of(plain, FusedNorm)), len(of(plain, FusedGelu))) == (
+        linears,
+        norms,
+        gelus,
+    )
     assert linears and bool(norms) == name.startswith("t5") and bool(gelus) == (name == "t5-gated")
     assert fuse_sites(plain, OPS) == 0
 
@@ -191,7 +219,8 @@ def test_what_is_in_a_fused_block_is_left_to_it() -> None:
     model = zoo.tiny("llama-causal")
     petune.wrap(model, r=4, kernels="off")
     assert fuse(model, family_of(model), "reference")
-    assert fuse_sites(model, OPS) == 0  # `fuse` has seen to the norm behind the last block, the only one outside
+    # `fuse` has seen to the norm behind the last block, the only one outside
+    assert fuse_sites(model, OPS) == 0
     assert isinstance(model.model.norm, FusedNorm)
 
 
@@ -199,7 +228,8 @@ def test_what_is_in_a_fused_block_is_left_to_it() -> None:
 def test_a_block_compiles_to_one_graph(name: str) -> None:
     fused, plain = pair(name, torch.float32)
     torch._dynamo.reset()
-    hidden, direction = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(4))  # a sum of squares is constant behind a norm
+    # a sum of squares is constant behind a norm
+    hidden, direction = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(4))
     found, code = [], []
 
     def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
@@ -301,12 +331,17 @@ def test_dropout_by_index_in_every_shape_the_layer_can_have(shape: tuple[int, ..
 
 
 def test_a_row_and_a_column_slice_are_the_slices_of_the_whole() -> None:
-    """What a plan makes of a layer: B and the outputs cut, or A and the inputs, with features numbered as the hooks around it say."""
+    """What a plan makes of a layer: B and the outputs cut, or A and the inputs, with features numbered as the
+    hooks around it say."""
     whole = layer(8, 6, dropout=0.4, bias=False).train()
     x = torch.randn(2, 3, 8, dtype=torch.float64)
 
-    def output(module: nn.Module, x: Tensor, feature: int = 0, token: int = 0) -> tuple[Tensor, list[Tensor | None]]:
-        with drawing(Running(rows=torch.arange(2), key=step_key(1, 2), site="encoder.1", feature=feature, token=token)):
+    def output(
+        module: nn.Module, x: Tensor, feature: int = 0, token: int = 0
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        with drawing(
+            Running(rows=torch.arange(2), key=step_key(1, 2), site="encoder.1", feature=feature, token=token)
+        ):
             return run(module, x)
 
     def cut(features: slice, outputs: slice) -> LoraLinear:
@@ -320,14 +355,24 @@ def test_a_row_and_a_column_slice_are_the_slices_of_the_whole() -> None:
     rows, columns = [slice(0, 3), slice(3, 8)], [slice(0, 6), slice(6, 6)]
     for features in rows:
         part = cut(features, everything)
-        assert_same(output(fused_copy(part), x[..., features], features.start), output(part, x[..., features], features.start))
-    partial = [output(fused_copy(cut(features, everything)), x[..., features], features.start)[0] for features in rows]
+        assert_same(
+            output(fused_copy(part), x[..., features], features.start),
+            output(part, x[..., features], features.start),
+        )
+    partial = [
+        output(fused_copy(cut(features, everything)), x[..., features], features.start)[0]
+        for features in rows
+    ]
     torch.testing.assert_close(sum(partial), expected)
     for outputs in columns:
         part = cut(everything, outputs)
         assert_same(output(fused_copy(part), x), output(part, x))
-    torch.testing.assert_close(torch.cat([output(fused_copy(cut(everything, one)), x)[0] for one in columns], -1), expected)
-    tokens = [output(fused_copy(whole), x[:, part], token=part.start)[0] for part in (slice(0, 1), slice(1, 3))]
+    torch.testing.assert_close(
+        torch.cat([output(fused_copy(cut(everything, one)), x)[0] for one in columns], -1), expected
+    )
+    tokens = [
+        output(fused_copy(whole), x[:, part], token=part.start)[0] for part in (slice(0, 1), slice(1, 3))
+    ]
     torch.testing.assert_close(torch.cat(tokens, 1), expected)
 
 
@@ -357,7 +402,9 @@ def test_under_autocast_it_computes_in_the_dtype_of_autocast() -> None:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert one.dtype == other.dtype
-            torch.testing.assert_close(one.float(), other.float(), rtol=3e-2, atol=3e-2 * float(other.abs().max()))
+            torch.testing.assert_close(
+                one.float(), other.float(), rtol=3e-2, atol=3e-2 * float(other.abs().max())
+            )
 
 
 def test_a_dtype_the_layer_refuses_is_refused_in_its_words() -> None:
@@ -420,19 +467,32 @@ def test_a_norm_that_only_looks_like_one_is_left_alone() -> None:
         def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
             return super().forward(hidden_states)
 
-    assert fuse_sites(nn.ModuleList([CohereLayerNorm(6), Shifted(6), Gated(6), nn.LayerNorm(6), nn.Linear(3, 3)]), OPS) == 0
+    assert (
+        fuse_sites(
+            nn.ModuleList([CohereLayerNorm(6), Shifted(6), Gated(6), nn.LayerNorm(6), nn.Linear(3, 3)]), OPS
+        )
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("setting", "value"), [("base_dtype", "fp8"), ("memory", MemoryConfig(keep="input"))])
-def test_settings_of_fused_blocks_are_refused_where_single_modules_are_fused(setting: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"), [("base_dtype", "fp8"), ("memory", MemoryConfig(keep="input"))]
+)
+def test_settings_of_fused_blocks_are_refused_where_single_modules_are_fused(
+    setting: str, value: Any
+) -> None:
     plain = zoo.tiny("t5-seq2seq")
     petune.wrap(plain, r=4, targets="all-linear", kernels="off")
-    with pytest.raises(UsageError, match=rf"{setting}  no block of this \w+ can be fused\n.*found a plan cuts them"):
+    with pytest.raises(
+        UsageError, match=rf"{setting}  no block of this \w+ can be fused\n.*found a plan cuts them"
+    ):
         fuse_modules([plain], "reference", torch.device("cpu"), "a plan cuts them", **{setting: value})
     assert not any(isinstance(module, FusedSite) for module in plain.modules())
 
 
-def test_what_is_said_of_blocks_that_are_not_fused_counts_their_fused_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_of_blocks_that_are_not_fused_counts_their_fused_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.fuse.say", said.append)
     plain = zoo.tiny("t5-seq2seq")
@@ -440,4 +500,6 @@ def test_what_is_said_of_blocks_that_are_not_fused_counts_their_fused_modules(mo
     done = fuse_modules([plain], "reference", torch.device("cpu"), "a plan cuts them")
     fused = sum(isinstance(module, FusedSite) for module in plain.modules())
     assert done.sites == fused > 0
-    assert said == [f"kernels: the model's own blocks run, with {fused} of their modules fused: a plan cuts them"]
+    assert said == [
+        f"kernels: the model's own blocks run, with {fused} of their modules fused: a plan cuts them"
+    ]

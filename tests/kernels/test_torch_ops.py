@@ -1,4 +1,5 @@
-"""The registered ops are the reference: values, gradients, autocast, compilation, recomputation, and inputs left as they were."""
+"""The registered ops are the reference: values, gradients, autocast, compilation, recomputation, and inputs
+left as they were."""
 
 from __future__ import annotations
 
@@ -43,10 +44,15 @@ def lora(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, s
     return y if bias is None else y + bias
 
 
-Case = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # op, the same in plain torch, arguments
+# op, the same in plain torch, arguments
+Case = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 DIFFERENTIABLE: dict[str, Case] = {
-    "rms_norm": (torch_ops.rms_norm, lambda *args: reference.rms_norm(*args)[0], (drawn(M, N), drawn(N), 1e-3)),
+    "rms_norm": (
+        torch_ops.rms_norm,
+        lambda *args: reference.rms_norm(*args)[0],
+        (drawn(M, N), drawn(N), 1e-3),
+    ),
     "rms_norm of a sum": (
         torch_ops.rms_norm,
         lambda *args: reference.rms_norm(*args)[::2],
@@ -57,7 +63,11 @@ DIFFERENTIABLE: dict[str, Case] = {
         lambda *args: reference.rms_norm(*args)[0],
         (drawn(M, N), drawn(N, grad=False), 1e-3),
     ),
-    "lora_linear": (torch_ops.lora_linear, lora, (drawn(M, N), drawn(5, N), drawn(5), drawn(R, N), drawn(5, R), 0.7)),
+    "lora_linear": (
+        torch_ops.lora_linear,
+        lora,
+        (drawn(M, N), drawn(5, N), drawn(5), drawn(R, N), drawn(5, R), 0.7),
+    ),
     "lora_linear of a frozen base": (
         torch_ops.lora_linear,
         lora,
@@ -72,7 +82,13 @@ REST: dict[str, Case] = {
     ),
     "lora_linear_backward": (
         torch_ops.lora_linear_backward,
-        lambda dy, x, weight, bias, a, b, scale, needs: (dy @ weight + scale * dy @ b @ a, dy.T @ x, None, None, scale * dy.T @ x @ a.T),
+        lambda dy, x, weight, bias, a, b, scale, needs: (
+            dy @ weight + scale * dy @ b @ a,
+            dy.T @ x,
+            None,
+            None,
+            scale * dy.T @ x @ a.T,
+        ),
         (*fixed((M, 5), (M, N), (5, N)), None, *fixed((R, N), (5, R)), 0.7, [True, True, False, False, True]),
     ),
 }
@@ -81,7 +97,11 @@ EVERY = DIFFERENTIABLE | REST
 
 def flat(found: Any) -> list[Tensor]:
     """Results of an op or of the reference, without what is not there."""
-    return [one for one in (found if isinstance(found, tuple) else (found,)) if one is not None and one.dim() + one.numel() != 1]
+    return [
+        one
+        for one in (found if isinstance(found, tuple) else (found,))
+        if one is not None and one.dim() + one.numel() != 1
+    ]
 
 
 def differentiable(found: Any) -> list[Tensor]:
@@ -91,7 +111,9 @@ def differentiable(found: Any) -> list[Tensor]:
 
 def copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same arguments as fresh leaves, their rows still strided."""
-    return tuple(one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in args)
+    return tuple(
+        one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in args
+    )
 
 
 def has_rows(value: Any) -> bool:
@@ -162,7 +184,9 @@ def test_no_rows_give_no_rows(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_a_last_dim_that_is_not_dense_is_no_obstacle(name: str) -> None:
     op, _, args = EVERY[name]
-    turned = tuple(one.mT.contiguous().mT if isinstance(one, Tensor) and one.dim() > 1 else one for one in args)
+    turned = tuple(
+        one.mT.contiguous().mT if isinstance(one, Tensor) and one.dim() > 1 else one for one in args
+    )
     assert_same(list(flat(op(*turned))), list(flat(op(*args))))
 
 
@@ -171,11 +195,17 @@ def test_a_compiled_function_is_one_graph_for_any_number_of_rows(name: str) -> N
     op, plain, args = DIFFERENTIABLE[name]
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda *own: tuple(one * 1 for one in differentiable(op(*own))), backend="aot_eager", fullgraph=True, dynamic=True
+        lambda *own: tuple(one * 1 for one in differentiable(op(*own))),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
     )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (M, M - 2):
-            own = tuple(one[:rows].detach().requires_grad_(one.requires_grad) if has_rows(one) else one for one in args)
+            own = tuple(
+                one[:rows].detach().requires_grad_(one.requires_grad) if has_rows(one) else one
+                for one in args
+            )
             assert_same(gradients(compiled, own), gradients(plain, own))
 
 
@@ -201,14 +231,25 @@ def test_gradients_of_half_precision_come_in_the_dtype_of_each_tensor() -> None:
     for one in tensors:
         one.requires_grad_()
     torch_ops.lora_linear(tensors[0], tensors[1], None, *tensors[2:], 0.5).sum().backward()
-    assert [one.grad.dtype for one in tensors if one.grad is not None] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert [one.grad.dtype for one in tensors if one.grad is not None] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_under_autocast_a_tuned_linear_computes_in_its_dtype_and_factors_keep_theirs(compiled: bool) -> None:
     torch._dynamo.reset()
-    args = [drawn(*shape, grad=False).float().requires_grad_() for shape in ((M, N), (5, N), (5,), (R, N), (5, R))]
-    function = torch.compile(torch_ops.lora_linear, backend="aot_eager", fullgraph=True) if compiled else torch_ops.lora_linear
+    args = [
+        drawn(*shape, grad=False).float().requires_grad_() for shape in ((M, N), (5, N), (5,), (R, N), (5, R))
+    ]
+    function = (
+        torch.compile(torch_ops.lora_linear, backend="aot_eager", fullgraph=True)
+        if compiled
+        else torch_ops.lora_linear
+    )
     with torch.autocast("cpu", torch.bfloat16):
         y = function(*args, 0.7)
     assert y.dtype == torch.bfloat16
@@ -224,7 +265,9 @@ def test_under_autocast_a_tuned_linear_computes_in_its_dtype_and_factors_keep_th
 def test_autocast_leaves_every_other_op_in_the_dtype_of_its_input(name: str) -> None:
     op, _, args = DIFFERENTIABLE[name]
     single = tuple(
-        one.detach().float().requires_grad_(one.requires_grad) if torch.is_tensor(one) and one.dtype.is_floating_point else one
+        one.detach().float().requires_grad_(one.requires_grad)
+        if torch.is_tensor(one) and one.dtype.is_floating_point
+        else one
         for one in args
     )
     outside = [*flat(op(*single)), *gradients(op, single)]
@@ -255,7 +298,11 @@ def test_on_a_device_the_ops_are_the_kernels_and_compute_the_same(name: str) -> 
     def there(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to("cuda", torch.float32 if value.is_floating_point() else None).requires_grad_(value.requires_grad)
+        return (
+            value.detach()
+            .to("cuda", torch.float32 if value.is_floating_point() else None)
+            .requires_grad_(value.requires_grad)
+        )
 
     moved = tuple(there(one) for one in args)
     found, expected = flat(op(*moved)), flat(op(*args))

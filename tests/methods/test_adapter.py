@@ -21,7 +21,11 @@ PLACES = {
     "bart-seq2seq": {"model.encoder.layers": BART, "model.decoder.layers": BART | {"encoder_attn.out_proj"}},
     "t5-gated": {
         "encoder.block": {"layer.0.SelfAttention.o", "layer.1.DenseReluDense.wo"},
-        "decoder.block": {"layer.0.SelfAttention.o", "layer.1.EncDecAttention.o", "layer.2.DenseReluDense.wo"},
+        "decoder.block": {
+            "layer.0.SelfAttention.o",
+            "layer.1.EncDecAttention.o",
+            "layer.2.DenseReluDense.wo",
+        },
     },
     "llama-causal": {"model.layers": LLAMA},
     "qwen3-causal": {"model.layers": LLAMA},
@@ -42,7 +46,12 @@ def test_an_adapter_starts_as_the_base_bit_for_bit(name: str) -> None:
 def test_one_adapter_stands_after_every_attention_and_every_mlp(name: str) -> None:
     model = wrap(tiny(name), "adapter", reduction=4)
     found = [key for key, module in model.named_modules() if isinstance(module, AdapterLinear)]
-    expected = [f"{stack}.{index}.{place}" for stack, places in PLACES[name].items() for index in range(2) for place in places]
+    expected = [
+        f"{stack}.{index}.{place}"
+        for stack, places in PLACES[name].items()
+        for index in range(2)
+        for place in places
+    ]
     assert sorted(found) == sorted(expected)
 
 
@@ -53,7 +62,9 @@ def test_each_adapter_runs_once_in_a_forward(name: str) -> None:
     for key, module in model.named_modules():
         if isinstance(module, AdapterLinear):
             calls[key] = 0
-            module.adapter_up.register_forward_hook(lambda *_, key=key: calls.__setitem__(key, calls[key] + 1))
+            module.adapter_up.register_forward_hook(
+                lambda *_, key=key: calls.__setitem__(key, calls[key] + 1)
+            )
     model(**batch(name))
     assert set(calls.values()) == {1}
 
@@ -109,12 +120,16 @@ def test_the_bottleneck_is_float32_on_a_low_precision_base(dtype: torch.dtype) -
     assert layer(torch.randn(2, 8).to(dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize(("name", "places"), [("bert-tokens", 4), ("bart-seq2seq", 10), ("t5-gated", 10), ("llama-causal", 4)])
+@pytest.mark.parametrize(
+    ("name", "places"), [("bert-tokens", 4), ("bart-seq2seq", 10), ("t5-gated", 10), ("llama-causal", 4)]
+)
 @pytest.mark.parametrize("reduction", [4, 16])
 def test_the_count_of_trained_parameters_is_the_formula(name: str, places: int, reduction: int) -> None:
     width, inner = 64, 64 // reduction
     model = wrap(tiny(name), "adapter", reduction=reduction, also_train=())
-    assert sum(value.numel() for value in tuned_state(model).values()) == places * (2 * width * inner + inner + width)
+    assert sum(value.numel() for value in tuned_state(model).values()) == places * (
+        2 * width * inner + inner + width
+    )
 
 
 def test_at_step_zero_only_the_way_up_has_a_gradient() -> None:
@@ -128,7 +143,9 @@ def test_base_names_do_not_change() -> None:
     for name in PLACES:
         base, model = tiny(name).state_dict(), wrap(tiny(name), "adapter", reduction=4)
         assert list(base) == [key for key in model.state_dict() if key in base]
-        assert {key for key in model.state_dict() if key not in base} == {key for key in tuned_state(model) if ".adapter_" in key}
+        assert {key for key in model.state_dict() if key not in base} == {
+            key for key in tuned_state(model) if ".adapter_" in key
+        }
 
 
 def test_a_deep_copy_stands_alone_and_a_state_dict_goes_round() -> None:
@@ -148,4 +165,7 @@ def test_generation_with_a_cache_is_generation_without(name: str) -> None:
     model = wrap(tiny(name), "adapter", reduction=4)
     stir(model, std=0.1)
     settings = {"max_new_tokens": 6, "do_sample": False, "no_repeat_ngram_size": 1}
-    assert torch.equal(model.generate(**prompt(name), **settings), model.generate(**prompt(name), use_cache=False, **settings))
+    assert torch.equal(
+        model.generate(**prompt(name), **settings),
+        model.generate(**prompt(name), use_cache=False, **settings),
+    )

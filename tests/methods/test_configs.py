@@ -1,4 +1,5 @@
-"""What `wrap` refuses: unknown methods and settings, values out of range, models that are tuned or merged already."""
+"""What `wrap` refuses: unknown methods and settings, values out of range, models that are tuned or merged
+already."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "settings", "message"), BAD, ids=[f"{method} {settings}" for method, settings, _ in BAD])
+@pytest.mark.parametrize(
+    ("method", "settings", "message"), BAD, ids=[f"{method} {settings}" for method, settings, _ in BAD]
+)
 def test_a_setting_out_of_range_is_a_clear_error(method: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         wrap(tiny("bert-classify"), method, **settings)
@@ -125,7 +128,8 @@ def test_a_model_without_parameters_is_refused() -> None:
 
 
 def test_a_side_network_that_cannot_be_built_leaves_the_model_as_it_was() -> None:
-    model = tiny("bart-seq2seq", decoder_attention_heads=16)  # decoder heads of width 4, divided by 8: none left
+    # decoder heads of width 4, divided by 8: none left
+    model = tiny("bart-seq2seq", decoder_attention_heads=16)
     before = [(name, type(module)) for name, module in model.named_modules()]
     with pytest.raises(UsageError):
         wrap(model, "side", reduction=8)
@@ -139,7 +143,12 @@ def test_a_decoder_whose_mlp_the_reduction_does_not_divide_is_refused() -> None:
 
 def test_the_record_says_how_a_model_is_tuned() -> None:
     record = tuning(wrap(tiny("llama-classify"), "lora", r=4))
-    assert (record.method, record.config, record.family, record.also_train) == ("lora", LoraConfig(r=4), "llama", ("score",))
+    assert (record.method, record.config, record.family, record.also_train) == (
+        "lora",
+        LoraConfig(r=4),
+        "llama",
+        ("score",),
+    )
     with pytest.raises(UsageError, match="not wrapped"):
         tuning(tiny("bert-classify"))
 
@@ -150,12 +159,14 @@ def test_lists_become_tuples_so_that_configs_stay_frozen_and_hashable() -> None:
 
 
 def test_configs_do_not_load_torch() -> None:
-    """`petune check` is fast because of it; petune.methods itself needs torch, so the module is loaded from its file."""
+    """`petune check` is fast because of it; petune.methods itself needs torch, so the module is loaded from
+    its file."""
     program = (
-        "import importlib.util, sys; import petune.errors\n"
-        "spec = importlib.util.find_spec('petune').submodule_search_locations[0] + '/methods/configs.py'\n"
-        "made = importlib.util.spec_from_file_location('configs', spec); module = importlib.util.module_from_spec(made)\n"
-        "sys.modules['configs'] = module; made.loader.exec_module(module)\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        "import importlib.util, sys; import petune.errors\nspec ="
+        " importlib.util.find_spec('petune').submodule_search_locations[0] + '/methods/configs.py'\nmade ="
+        " importlib.util.spec_from_file_location('configs', spec); module ="
+        " importlib.util.module_from_spec(made)\nsys.modules['configs'] = module;"
+        " made.loader.exec_module(module)\nassert 'torch' not in sys.modules and 'transformers' not in"
+        " sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,5 @@
-"""DoRA: its equation with the norm held constant, peft's own as the oracle over steps and files, and which cuts it can bear."""
+"""DoRA: its equation with the norm held constant, peft's own as the oracle over steps and files, and which
+cuts it can bear."""
 
 from __future__ import annotations
 
@@ -39,14 +40,20 @@ def test_it_starts_as_the_base_bit_for_bit(dtype: torch.dtype) -> None:
     base = frozen(tiny("bert-classify").to(dtype))
     model = wrap(tiny("bert-classify").to(dtype), "dora", r=4)
     assert torch.equal(frozen(model)(**inputs).logits, base(**inputs).logits)
-    assert {value.dtype for name, value in tuned_parameters(model).items() if "lora_" in name} == {torch.float32}
+    assert {value.dtype for name, value in tuned_parameters(model).items() if "lora_" in name} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_and_gradients_follow_the_equation_with_a_constant_norm(bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(10, 6, bias).double()
-    form, x, upstream = tuned(layer), torch.randn(4, 7, 10).double().requires_grad_(), torch.randn(4, 7, 6).double()
+    form, x, upstream = (
+        tuned(layer),
+        torch.randn(4, 7, 10).double().requires_grad_(),
+        torch.randn(4, 7, 6).double(),
+    )
     y = form(x)
     found = torch.autograd.grad((y * upstream).sum(), [x, *form.tuned().values()])
     m, turned = form.lora_magnitude_vector, layer.weight + 5 / 3 * form.lora_B @ form.lora_A
@@ -82,11 +89,17 @@ def peft_twin(name: str, targets: list[str], dtype: torch.dtype, dropout: float 
         ("bert-classify", ["query", "dense"], torch.float32, 0.0),
     ],
 )
-def test_three_steps_of_adamw_equal_those_of_peft(name: str, targets: list[str], dtype: torch.dtype, dropout: float) -> None:
+def test_three_steps_of_adamw_equal_those_of_peft(
+    name: str, targets: list[str], dtype: torch.dtype, dropout: float
+) -> None:
     inputs, close = batch(name), 1e-10 if dtype == torch.float64 else 2e-5
     ours = wrap(tiny(name).to(dtype), "dora", r=4, alpha=6, dropout=dropout, targets=targets, also_train=())
     theirs = peft_twin(name, targets, dtype, dropout)
-    twins = {key.removeprefix("base_model.model."): value for key, value in theirs.named_parameters() if value.requires_grad}
+    twins = {
+        key.removeprefix("base_model.model."): value
+        for key, value in theirs.named_parameters()
+        if value.requires_grad
+    }
     twins = {key.replace(".default", "").replace(".weight", ""): value for key, value in twins.items()}
     own = tuned_parameters(ours)
     assert twins.keys() == own.keys()
@@ -111,7 +124,9 @@ def test_three_steps_of_adamw_equal_those_of_peft(name: str, targets: list[str],
         assert abs(losses[0] - losses[1]) <= close * max(1.0, losses[1])
     for key, value in own.items():
         assert float((value - twins[key]).abs().max()) <= close, key
-    assert all(float((value - start[key]).abs().max()) > 1e-3 for key, value in own.items() if "magnitude" in key)
+    assert all(
+        float((value - start[key]).abs().max()) > 1e-3 for key, value in own.items() if "magnitude" in key
+    )
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -150,10 +165,14 @@ def test_it_is_never_fused_as_lora_and_a_line_says_so(monkeypatch: pytest.Monkey
     said: list[str] = []
     for module in ("fuse", "single_modules"):
         monkeypatch.setattr(f"petune.kernels.{module}.say", said.append)
-    plain, model = (wrap(tiny("llama-causal"), "dora", r=4, kernels=kernels) for kernels in ("off", "reference"))
+    plain, model = (
+        wrap(tiny("llama-causal"), "dora", r=4, kernels=kernels) for kernels in ("off", "reference")
+    )
     for one in (plain, model):
         stir(one, std=0.1)
-    assert any("q_proj is a DoraLinear" in line for line in said) and any("no fused form" in line for line in said)
+    assert any("q_proj is a DoraLinear" in line for line in said) and any(
+        "no fused form" in line for line in said
+    )
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)
 
 
@@ -187,4 +206,6 @@ def test_on_two_ranks_it_trains_as_in_one_process(
 ) -> None:
     monkeypatch.setitem(zoo.SETTINGS, "dora", settings)
     plan: ParallelPlan = BACKENDS[backend](name, 2)
-    check(Case(name, "dora", plan, settings=settings_of(name, plan), passes=(3,), recompute=backend == "shard"))
+    check(
+        Case(name, "dora", plan, settings=settings_of(name, plan), passes=(3,), recompute=backend == "shard")
+    )

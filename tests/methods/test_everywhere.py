@@ -1,4 +1,5 @@
-"""Every method on every family under what training puts around a model: torch.compile, autocast, gradient checkpointing, generation."""
+"""Every method on every family under what training puts around a model: torch.compile, autocast, gradient
+checkpointing, generation."""
 
 from __future__ import annotations
 
@@ -8,10 +9,22 @@ import pytest
 import torch
 
 from petune.methods import wrap
-from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, assert_same_gradients, batch, gradients, prompt, stir, tiny
+from tests.methods.zoo import (
+    FOUR,
+    GENERATE,
+    GENERATING,
+    SETTINGS,
+    assert_same_gradients,
+    batch,
+    gradients,
+    prompt,
+    stir,
+    tiny,
+)
 
 METHODS = tuple(SETTINGS)
-# What is compiled: one block a stack keeps it short, Llama has two; `full` changes no module, so one family stands for all.
+# What is compiled: one block a stack keeps it short, Llama has two; `full` changes no module, so one family
+# stands for all.
 SHORT: dict[str, dict[str, int]] = {
     "bert-classify": {"num_hidden_layers": 1},
     "bart-seq2seq": {"encoder_layers": 1, "decoder_layers": 1},
@@ -45,7 +58,9 @@ def test_compiled_forward_and_gradients_are_the_eager_ones(name: str, method: st
     found = compiled(**batch(name)).loss
     found.backward()
     assert float(found.detach()) == pytest.approx(float(loss), rel=1e-6)
-    assert_same_gradients({key: value.grad for key, value in model.named_parameters() if value.grad is not None}, expected)
+    assert_same_gradients(
+        {key: value.grad for key, value in model.named_parameters() if value.grad is not None}, expected
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -69,7 +84,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, method: str)
     loss, expected = gradients(model, batch(name))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     again, found = gradients(model, batch(name))
-    assert float(again) == pytest.approx(float(loss), rel=1e-6)  # checkpointing drops T5's cache, and with it a bit
+    # checkpointing drops T5's cache, and with it a bit
+    assert float(again) == pytest.approx(float(loss), rel=1e-6)
     assert_same_gradients(found, expected)
 
 

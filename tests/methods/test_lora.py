@@ -21,7 +21,16 @@ from tests.methods.zoo import ZOO, batch, frozen, gradients, stir, tiny
 
 def tiny_gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return GPT2LMHeadModel(config).eval()
 
 
@@ -30,13 +39,20 @@ def layers() -> dict[str, nn.Module]:
     torch.manual_seed(0)
     conv = Conv1D(6, 10)
     nn.init.normal_(conv.weight)
-    made = {"linear": nn.Linear(10, 6), "without bias": nn.Linear(10, 6, bias=False), "conv1d": conv, "embedding": nn.Embedding(10, 6)}
+    made = {
+        "linear": nn.Linear(10, 6),
+        "without bias": nn.Linear(10, 6, bias=False),
+        "conv1d": conv,
+        "embedding": nn.Embedding(10, 6),
+    }
     return {name: layer.requires_grad_(False) for name, layer in made.items()}
 
 
 def entry(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(3)
-    return torch.randint(0, 10, (4, 7)) if isinstance(layer, nn.Embedding) else torch.randn(4, 7, 10).to(dtype)
+    return (
+        torch.randint(0, 10, (4, 7)) if isinstance(layer, nn.Embedding) else torch.randn(4, 7, 10).to(dtype)
+    )
 
 
 def tuned(layer: nn.Module, **settings: Any) -> LoraLayer:
@@ -75,7 +91,10 @@ def test_at_step_zero_only_b_has_a_gradient() -> None:
 def test_at_step_zero_only_a_of_an_embedding_has_a_gradient() -> None:
     model = wrap(tiny("llama-causal"), "lora", r=4, targets=["embed_tokens"])
     _, found = gradients(model, batch("llama-causal"))
-    assert {name.rpartition(".")[2]: bool(value.any()) for name, value in found.items()} == {"lora_A": True, "lora_B": False}
+    assert {name.rpartition(".")[2]: bool(value.any()) for name, value in found.items()} == {
+        "lora_A": True,
+        "lora_B": False,
+    }
 
 
 def test_a_is_drawn_within_one_over_the_root_of_its_inputs_and_b_is_zero() -> None:
@@ -86,8 +105,12 @@ def test_a_is_drawn_within_one_over_the_root_of_its_inputs_and_b_is_zero() -> No
     assert float(form.lora_A.detach().std()) == pytest.approx(1 / 20 / 3**0.5, rel=0.02)
 
 
-@pytest.mark.parametrize(("settings", "scale"), [({"r": 4}, 2.0), ({"r": 4, "alpha": 6}, 1.5), ({"r": 16, "alpha": 8}, 0.5)])
-def test_scale_is_alpha_over_r_and_alpha_is_twice_r_by_default(settings: dict[str, Any], scale: float) -> None:
+@pytest.mark.parametrize(
+    ("settings", "scale"), [({"r": 4}, 2.0), ({"r": 4, "alpha": 6}, 1.5), ({"r": 16, "alpha": 8}, 0.5)]
+)
+def test_scale_is_alpha_over_r_and_alpha_is_twice_r_by_default(
+    settings: dict[str, Any], scale: float
+) -> None:
     layer = layers()["linear"]
     form = tuned(layer, **settings)
     x = entry(layer)
@@ -109,7 +132,9 @@ def test_forward_and_gradients_follow_the_equation_in_float64(kind: str) -> None
     flat_x, flat_g = x.detach().reshape(-1, 10), upstream.reshape(-1, 6)
     torch.testing.assert_close(a.grad, 5 / 3 * b.T @ flat_g.T @ flat_x, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(b.grad, 5 / 3 * flat_g.T @ flat_x @ a.T, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(x.grad.reshape(-1, 10), flat_g @ (weight + 5 / 3 * b @ a), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        x.grad.reshape(-1, 10), flat_g @ (weight + 5 / 3 * b @ a), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_an_embedding_follows_the_equation_in_float64() -> None:
@@ -127,12 +152,19 @@ def test_an_embedding_follows_the_equation_in_float64() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", list(layers()))
-def test_factors_are_float32_on_a_low_precision_base_and_the_output_keeps_its_dtype(kind: str, dtype: torch.dtype) -> None:
+def test_factors_are_float32_on_a_low_precision_base_and_the_output_keeps_its_dtype(
+    kind: str, dtype: torch.dtype
+) -> None:
     layer = layers()[kind].to(dtype)
     form = tuned(layer)
     x = entry(layer, dtype)
     y = form(x)
-    assert (form.lora_A.dtype, form.lora_B.dtype, y.dtype, form.weight.dtype) == (torch.float32, torch.float32, dtype, dtype)
+    assert (form.lora_A.dtype, form.lora_B.dtype, y.dtype, form.weight.dtype) == (
+        torch.float32,
+        torch.float32,
+        dtype,
+        dtype,
+    )
     wide = {"linear": nn.functional.linear, "without bias": nn.functional.linear}.get(kind)
     if wide:  # the sum is made in float32 and rounded once
         bias = None if form.bias is None else form.bias
@@ -164,7 +196,12 @@ def test_dropout_acts_on_the_update_only_and_only_in_training() -> None:
 
 PEFT_CASES: dict[str, tuple[Any, str, list[str], float]] = {
     "linear": (lambda: tiny("llama-causal"), "llama-causal", ["q_proj", "v_proj", "down_proj"], 0.0),
-    "linear with dropout": (lambda: tiny("llama-causal"), "llama-causal", ["q_proj", "v_proj", "down_proj"], 0.3),
+    "linear with dropout": (
+        lambda: tiny("llama-causal"),
+        "llama-causal",
+        ["q_proj", "v_proj", "down_proj"],
+        0.3,
+    ),
     "embedding": (lambda: tiny("llama-causal"), "llama-causal", ["embed_tokens", "o_proj"], 0.0),
     "conv1d": (tiny_gpt2, "llama-causal", ["c_attn", "c_proj", "c_fc"], 0.0),
     "conv1d with dropout": (tiny_gpt2, "llama-causal", ["c_attn", "c_proj", "c_fc"], 0.3),
@@ -179,10 +216,23 @@ def test_loss_and_gradients_equal_those_of_peft_with_the_same_factors(case: str)
     inputs = batch(name)
     ours = wrap(make(), "lora", r=4, alpha=6, dropout=dropout, targets=targets, also_train=())
     stir(ours)
-    config = peft.LoraConfig(r=4, lora_alpha=6, lora_dropout=dropout, target_modules=targets, fan_in_fan_out=case.startswith("conv1d"))
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        lora_dropout=dropout,
+        target_modules=targets,
+        fan_in_fan_out=case.startswith("conv1d"),
+    )
     theirs = peft.get_peft_model(make(), config)
-    twins = {key.removeprefix("base_model.model."): value for key, value in theirs.named_parameters() if value.requires_grad}
-    twins = {key.replace(".default", "").replace(".weight", "").replace("lora_embedding_", "lora_"): value for key, value in twins.items()}
+    twins = {
+        key.removeprefix("base_model.model."): value
+        for key, value in theirs.named_parameters()
+        if value.requires_grad
+    }
+    twins = {
+        key.replace(".default", "").replace(".weight", "").replace("lora_embedding_", "lora_"): value
+        for key, value in twins.items()
+    }
     state = tuned_state(ours)
     assert twins.keys() == state.keys()
     with torch.no_grad():
@@ -197,11 +247,18 @@ def test_loss_and_gradients_equal_those_of_peft_with_the_same_factors(case: str)
     assert abs(float(loss) - float(other.detach())) <= 1e-6 * max(1.0, abs(float(other.detach())))
     for key, value in twins.items():
         assert value.grad is not None
-        assert float((found[key] - value.grad).abs().max()) <= 1e-6 * max(1.0, float(value.grad.abs().max())), key
+        assert float((found[key] - value.grad).abs().max()) <= 1e-6 * max(
+            1.0, float(value.grad.abs().max())
+        ), key
 
 
 def test_layers_are_subclasses_of_what_they_tune_and_share_its_tensors() -> None:
-    forms = {"linear": LoraLinear, "without bias": LoraLinear, "conv1d": LoraConv1D, "embedding": LoraEmbedding}
+    forms = {
+        "linear": LoraLinear,
+        "without bias": LoraLinear,
+        "conv1d": LoraConv1D,
+        "embedding": LoraEmbedding,
+    }
     for kind, layer in layers().items():
         form = tune(layer, LoraConfig(r=3))
         assert type(form) is forms[kind]
@@ -260,7 +317,8 @@ def test_two_wraps_from_one_seed_are_equal() -> None:
 
 
 def test_a_layer_whose_forward_torch_skips_is_refused() -> None:
-    """nn.TransformerEncoderLayer has a path for inference that reads linear1.weight itself and never calls linear1."""
+    """nn.TransformerEncoderLayer has a path for inference that reads linear1.weight itself and never calls
+    linear1."""
     base = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
     with pytest.raises(UsageError, match="reads this weight without calling the layer") as caught:
         wrap(base, "lora", r=4)

@@ -31,7 +31,9 @@ def stirred(name: str, **settings: Any) -> Any:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    assert float((found - expected).detach().abs().max()) <= tolerance * max(1.0, float(expected.detach().abs().max()))
+    assert float((found - expected).detach().abs().max()) <= tolerance * max(
+        1.0, float(expected.detach().abs().max())
+    )
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -48,7 +50,9 @@ PAST = ("kernels: off", "kernels: reference", "stacks of its own", "q alone", "u
 
 def merged(name: str, method: str, past: str) -> Any:
     """A model that was tuned, trained for a step and merged."""
-    settings: dict[str, Any] = {"r": 4, "targets": ["q", "o"] if past == "q alone" else "auto"} if method == "lora" else {}
+    settings: dict[str, Any] = (
+        {"r": 4, "targets": ["q", "o"] if past == "q alone" else "auto"} if method == "lora" else {}
+    )
     unfused = past in ("kernels: off", "stacks of its own")
     model = wrap(tiny(name), method, kernels="off" if unfused else "reference", **settings)
     if past == "stacks of its own":
@@ -62,7 +66,8 @@ def merged(name: str, method: str, past: str) -> Any:
 
 
 def assert_never_met_petune(model: nn.Module, base: nn.Module) -> None:
-    """Module by module: class, children as they are iterated, attributes, every dictionary of hooks, and memory of its own."""
+    """Module by module: class, children as they are iterated, attributes, every dictionary of hooks, and
+    memory of its own."""
     for (key, module), (other, plain) in zip(model.named_modules(), base.named_modules(), strict=True):
         assert (key, type(module)) == (other, type(plain))
         assert module.__dict__.keys() == plain.__dict__.keys(), key
@@ -75,12 +80,24 @@ def assert_never_met_petune(model: nn.Module, base: nn.Module) -> None:
         if isinstance(plain, nn.ModuleList):
             assert [type(child) for child in module] == [type(child) for child in plain]  # type: ignore[attr-defined]
             assert [type(child) for child in module[:1]] == [type(child) for child in plain[:1]]  # type: ignore[index]
-    for (key, value), (other, plain_value) in zip(model.named_parameters(), base.named_parameters(), strict=True):
-        assert (key, value.shape, value.dtype, value.requires_grad) == (other, plain_value.shape, plain_value.dtype, True)
-        assert value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and type(value) is nn.Parameter, key
+    for (key, value), (other, plain_value) in zip(
+        model.named_parameters(), base.named_parameters(), strict=True
+    ):
+        assert (key, value.shape, value.dtype, value.requires_grad) == (
+            other,
+            plain_value.shape,
+            plain_value.dtype,
+            True,
+        )
+        assert (
+            value.is_contiguous()
+            and value.untyped_storage().nbytes() == value.nbytes
+            and type(value) is nn.Parameter
+        ), key
 
 
-@pytest.mark.parametrize("name", {config: name for name, (_, config, _) in ZOO.items()}.values())  # one of each family
+# one of each family
+@pytest.mark.parametrize("name", {config: name for name, (_, config, _) in ZOO.items()}.values())
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_merged_model_has_never_met_petune(name: str, method: str) -> None:
     base = tiny(name)
@@ -96,7 +113,9 @@ def test_a_merged_model_has_never_met_petune(name: str, method: str) -> None:
 @pytest.mark.parametrize("past", ["kernels: reference", "q alone"])
 def test_an_unfused_model_was_never_fused(past: str) -> None:
     settings: dict[str, Any] = {"r": 4, "targets": ["q"] if past == "q alone" else "auto"}
-    base, model = (wrap(tiny("llama-causal"), "lora", kernels=kernels, **settings) for kernels in ("off", "reference"))
+    base, model = (
+        wrap(tiny("llama-causal"), "lora", kernels=kernels, **settings) for kernels in ("off", "reference")
+    )
     unfuse(model)
     for one in (base, model):
         one.requires_grad_(True)
@@ -104,10 +123,15 @@ def test_an_unfused_model_was_never_fused(past: str) -> None:
 
 
 def test_a_stack_that_cannot_be_fused_leaves_none_behind() -> None:
-    base, model = (wrap(tiny("llama-causal", hidden_act="relu6"), "lora", r=4, kernels=kernels) for kernels in ("off", "reference"))
+    base, model = (
+        wrap(tiny("llama-causal", hidden_act="relu6"), "lora", r=4, kernels=kernels)
+        for kernels in ("off", "reference")
+    )
     unfuse_sites(model)
     unfuse_head(model)
-    assert [(key, type(one)) for key, one in model.named_modules()] == [(key, type(one)) for key, one in base.named_modules()]
+    assert [(key, type(one)) for key, one in model.named_modules()] == [
+        (key, type(one)) for key, one in base.named_modules()
+    ]
     assert not any(one._forward_pre_hooks for one in model.modules())
 
 
@@ -122,7 +146,9 @@ for path in pathlib.Path(sys.argv[1]).iterdir():
     assert model(**inputs).loss > 0
 assert not [name for name in sys.modules if name.startswith("petune.")]
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -153,7 +179,8 @@ TIED = {
 
 @pytest.mark.parametrize("case", TIED)
 def test_lora_on_one_end_of_a_tied_pair_survives_merging_and_saving(case: str, tmp_path: Path) -> None:
-    """An in-place merge drags the other end along, and a checkpoint that still says `tied` undoes the untying."""
+    """An in-place merge drags the other end along, and a checkpoint that still says `tied` undoes the
+    untying."""
     name, targets, changes = TIED[case]
     inputs = batch(name)
     model = stirred(name, targets=targets, changes=changes)
@@ -181,7 +208,11 @@ def test_merging_layers_that_are_not_tied_leaves_the_tie_alone() -> None:
 
 def test_conv1d_merges_in_its_own_layout() -> None:
     torch.manual_seed(0)
-    model = wrap(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32)).eval(), "lora", r=4)
+    model = wrap(
+        GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32)).eval(),
+        "lora",
+        r=4,
+    )
     stir(model)
     inputs = batch("llama-causal")
     expected = model(**inputs).logits
@@ -199,7 +230,8 @@ def test_the_sum_is_made_wide_and_rounded_once(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     else:
-        assert float((found != expected).float().mean()) < 0.01  # a float32 sum that lies on a tie may round the other way
+        # a float32 sum that lies on a tie may round the other way
+        assert float((found != expected).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("name", ["bert-classify", "t5-seq2seq", "llama-causal"])
@@ -248,9 +280,11 @@ def test_merged_weights_restores_every_bit_when_merging_itself_fails(monkeypatch
 @pytest.mark.parametrize("name", ["llama-causal", "bert-classify"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_training_inside_merged_weights_raises(name: str, mode: str) -> None:
-    """In eval mode too: with a task head beside the method a backward pass would otherwise train the head alone, in silence."""
+    """In eval mode too: with a task head beside the method a backward pass would otherwise train the head
+    alone, in silence."""
     model = getattr(stirred(name), mode)()
-    with merged_weights(model), pytest.raises((UsageError, RuntimeError)):  # RuntimeError: torch finds nothing to differentiate
+    # RuntimeError: torch finds nothing to differentiate
+    with merged_weights(model), pytest.raises((UsageError, RuntimeError)):
         model(**batch(name)).loss.backward()
 
 

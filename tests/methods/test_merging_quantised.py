@@ -1,4 +1,5 @@
-"""A tuning of a base in eight bits: saved and loaded, merged for good and for a block, known again, and copied."""
+"""A tuning of a base in eight bits: saved and loaded, merged for good and for a block, known again, and
+copied."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ from petune.run.audit import frozen_checksums
 from petune.saving import export
 from petune.saving.fingerprint import compare, fingerprint, full_hash
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 IDS = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -79,7 +85,9 @@ def test_the_hash_of_weights_that_are_gone_is_refused(model: nn.Module) -> None:
         full_hash(model)
 
 
-def test_a_merged_model_is_dense_and_computes_what_the_adapter_did(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_merged_model_is_dense_and_computes_what_the_adapter_did(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
     weight = {name: dense_of(value).clone() for name, value in model.named_parameters()}
     delta = model.get_submodule(Q).delta().detach()
     expected = logits(model)
@@ -139,7 +147,9 @@ def test_the_audit_sees_a_byte_that_moved(model: nn.Module, at: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_cut_holds_its_slices_of_the_bytes_and_nothing_is_quantised_again(model: nn.Module, rank: int) -> None:
+def test_a_cut_holds_its_slices_of_the_bytes_and_nothing_is_quantised_again(
+    model: nn.Module, rank: int
+) -> None:
     unfuse(model)
     whole = {name: dense_of(value) for name, value in model.named_parameters()}
     before = sum(weight.nbytes for _, _, weight in quantised_in(model))

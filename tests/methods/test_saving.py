@@ -1,4 +1,5 @@
-"""A wrapped model under transformers' own Trainer: its checkpoints are small, read back the same numbers, and are never the bare base."""
+"""A wrapped model under transformers' own Trainer: its checkpoints are small, read back the same numbers, and
+are never the bare base."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import petune
 from petune.errors import FileError, UsageError
@@ -64,11 +72,30 @@ class StopAt(TrainerCallback):
 
 
 def trainer(model: nn.Module, out: Path, *, stop: int = 10**6, lr: float = 1e-2, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4, "learning_rate": lr}
-    settings |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "seed": 5}
-    settings |= {"logging_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": lr,
+    }
+    settings |= {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "seed": 5,
+    }
+    settings |= {
+        "logging_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     arguments = TrainingArguments(output_dir=str(out), **(settings | changes))
-    return Trainer(model=model, args=arguments, train_dataset=Rows(1), eval_dataset=Rows(1), callbacks=[StopAt(stop)])
+    return Trainer(
+        model=model, args=arguments, train_dataset=Rows(1), eval_dataset=Rows(1), callbacks=[StopAt(stop)]
+    )
 
 
 def evaluations(of: Trainer) -> dict[int, float]:
@@ -79,7 +106,8 @@ def evaluations(of: Trainer) -> dict[int, float]:
 def test_a_trainer_resumes_and_ends_with_its_best_as_one_that_was_not_interrupted(
     method: str, kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The loss falls, so the best by the greatest loss is the first: neither the last nor a matter of rounding."""
+    """The loss falls, so the best by the greatest loss is the first: neither the last nor a matter of
+    rounding."""
     settings = {} if method == "full" else {"dropout": 0.1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     whole = trainer(wrapped(method, kernels, **settings), tmp_path / "whole", **best)
@@ -91,17 +119,29 @@ def test_a_trainer_resumes_and_ends_with_its_best_as_one_that_was_not_interrupte
     assert evaluations(again) == scores and scores[2] > scores[4]
     assert "missing keys" not in caplog.text
     tuned = [load_file(tmp_path / run / "checkpoint-4" / "model.safetensors") for run in ("whole", "run")]
-    assert tuned[0].keys() == tuned[1].keys() and all(torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0])
-    assert [run.evaluate()["eval_loss"] for run in (whole, again)] == [pytest.approx(max(scores.values()), rel=1e-6)] * 2
+    assert tuned[0].keys() == tuned[1].keys() and all(
+        torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0]
+    )
+    assert [run.evaluate()["eval_loss"] for run in (whole, again)] == [
+        pytest.approx(max(scores.values()), rel=1e-6)
+    ] * 2
     for step in (2, 4):
         place = tmp_path / "whole" / f"checkpoint-{step}"
-        read = AutoModelForCausalLM.from_pretrained(place) if method == "full" else petune.load(tiny("llama-causal"), place)
-        assert trainer(read, tmp_path / "scored").evaluate()["eval_loss"] == pytest.approx(scores[step], rel=1e-5)
+        read = (
+            AutoModelForCausalLM.from_pretrained(place)
+            if method == "full"
+            else petune.load(tiny("llama-causal"), place)
+        )
+        assert trainer(read, tmp_path / "scored").evaluate()["eval_loss"] == pytest.approx(
+            scores[step], rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["bert-classify", "t5-seq2seq", "llama-causal"])
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
-def test_save_pretrained_writes_what_loads_again_and_never_reads_as_the_untuned_base(method: str, name: str, tmp_path: Path) -> None:
+def test_save_pretrained_writes_what_loads_again_and_never_reads_as_the_untuned_base(
+    method: str, name: str, tmp_path: Path
+) -> None:
     model = wrapped(method, name=name)
     stir(model)
     expected, place = logits(model, name), tmp_path / "saved"
@@ -132,7 +172,9 @@ def test_a_wrapped_model_is_still_of_its_class_and_its_copies_save_as_it_does(tm
     petune.merge(model)
     assert type(model) is LlamaForCausalLM
     model.save_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(LlamaForCausalLM.from_pretrained(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(LlamaForCausalLM.from_pretrained(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_save_pretrained_refuses_what_it_would_ignore_or_destroy(tmp_path: Path) -> None:
@@ -143,13 +185,20 @@ def test_save_pretrained_refuses_what_it_would_ignore_or_destroy(tmp_path: Path)
     with pytest.raises(UsageError, match="whole model"):
         model.save_pretrained(tmp_path / "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
-    for option in ({"push_to_hub": True}, {"variant": "fp16"}, {"state_dict": {}}, {"state_dict": copy.deepcopy(model).state_dict()}):
+    for option in (
+        {"push_to_hub": True},
+        {"variant": "fp16"},
+        {"state_dict": {}},
+        {"state_dict": copy.deepcopy(model).state_dict()},
+    ):
         with pytest.raises(UsageError, match=f"{next(iter(option))}"):
             model.save_pretrained(tmp_path / "new", **option)
     with petune.merged_weights(model), pytest.raises(UsageError, match="leave the block"):
         model.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    model.save_pretrained(tmp_path / "new", state_dict=model.state_dict(), max_shard_size="5GB", push_to_hub=False)
+    model.save_pretrained(
+        tmp_path / "new", state_dict=model.state_dict(), max_shard_size="5GB", push_to_hub=False
+    )
     assert (tmp_path / "new" / "tuned").is_dir()
 
 
@@ -162,8 +211,13 @@ def test_a_checkpoint_of_another_tuning_is_refused_though_loading_is_not_strict(
         with pytest.raises(FileError, match=message):
             model.load_state_dict(load_file(tmp_path / place / "model.safetensors"), strict=False)
     with pytest.raises(FileError, match="is not tuned here"):
-        wrapped("lora", targets=["q"]).load_state_dict(load_file(tmp_path / "few" / "model.safetensors"), strict=False)
-    whole = {name: value.to(torch.int8) for name, value in load_file(tmp_path / "few" / "model.safetensors").items()}
+        wrapped("lora", targets=["q"]).load_state_dict(
+            load_file(tmp_path / "few" / "model.safetensors"), strict=False
+        )
+    whole = {
+        name: value.to(torch.int8)
+        for name, value in load_file(tmp_path / "few" / "model.safetensors").items()
+    }
     with pytest.raises(FileError, match="holds int8, not weights"):
         wrapped("lora", targets=["q", "v"]).load_state_dict(whole, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in tuned_state(model).items())
@@ -174,7 +228,9 @@ def test_a_checkpoint_of_another_tuning_is_refused_though_loading_is_not_strict(
 def test_the_documents_lines_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "files.md").read_text(encoding="utf-8")
     (lines,) = re.findall(
-        r"```python\n(.*?)```", text.partition("### Checkpoints of transformers' Trainer")[2].partition("\n### ")[0], re.S
+        r"```python\n(.*?)```",
+        text.partition("### Checkpoints of transformers' Trainer")[2].partition("\n### ")[0],
+        re.S,
     )
     monkeypatch.chdir(tmp_path)
     tiny("llama-causal").save_pretrained("base")
@@ -184,7 +240,9 @@ def test_the_documents_lines_run_as_they_stand(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
-def test_weights_that_lie_in_banks_are_saved_copied_and_merged_as_their_own(name: str, tmp_path: Path) -> None:
+def test_weights_that_lie_in_banks_are_saved_copied_and_merged_as_their_own(
+    name: str, tmp_path: Path
+) -> None:
     """Fused blocks move frozen weights into one tensor with room between the rows."""
     model = wrapped("lora", "reference", name)
     stir(model)

@@ -16,7 +16,19 @@ from petune.errors import UsageError
 from petune.methods import tuned_parameters, tuned_state, without_tuning, wrap
 from petune.methods.side import Ladder
 from petune.models.stack import Stack
-from tests.methods.zoo import FOUR, GENERATE, GENERATING, ZOO, assert_same_gradients, batch, frozen, gradients, prompt, stir, tiny
+from tests.methods.zoo import (
+    FOUR,
+    GENERATE,
+    GENERATING,
+    ZOO,
+    assert_same_gradients,
+    batch,
+    frozen,
+    gradients,
+    prompt,
+    stir,
+    tiny,
+)
 
 DROPOUT: dict[str, dict[str, float]] = {
     "bert-classify": {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3},
@@ -54,7 +66,8 @@ def test_the_decoders_backbone_reads_encoder_states_that_lie_as_in_the_base(name
         if path.endswith(("encoder_attn.k_proj", "EncDecAttention.k")) and ".side." not in path:
             module.register_forward_pre_hook(lambda module, args: strides.append(args[0].stride()))
     model(**batch(name))
-    assert strides == [(9 * 64, 64, 1)] * 2  # of tokens x width, without the side state that travels beside them
+    # of tokens x width, without the side state that travels beside them
+    assert strides == [(9 * 64, 64, 1)] * 2
 
 
 # -- the equation, on a Llama written out by hand with the same tensors --
@@ -67,7 +80,9 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turned(x: Tensor, base: float) -> Tensor:
     """Rotary positions of [batch, heads, seq, dim]."""
     seq, dim = x.shape[-2:]
-    angle = torch.arange(seq, dtype=x.dtype)[:, None] * base ** -(torch.arange(0, dim, 2, dtype=x.dtype) / dim)
+    angle = torch.arange(seq, dtype=x.dtype)[:, None] * base ** -(
+        torch.arange(0, dim, 2, dtype=x.dtype) / dim
+    )
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
     return x * cos + torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) * sin
 
@@ -109,18 +124,29 @@ def test_forward_and_gradients_are_those_of_a_ladder_written_by_hand(end: str) -
     state = hidden[0] @ side["down.0.weight"].T + side["down.0.bias"]
     for index, h in enumerate(hidden[1:]):
         gate = torch.sigmoid(side[f"gates.{index}"] / temperature)
-        state = gate * state + (1 - gate) * (h @ side[f"down.{index + 1}.weight"].T + side[f"down.{index + 1}.bias"])
-        block = {key.removeprefix(f"blocks.{index}."): value for key, value in side.items() if key.startswith(f"blocks.{index}.")}
+        state = gate * state + (1 - gate) * (
+            h @ side[f"down.{index + 1}.weight"].T + side[f"down.{index + 1}.bias"]
+        )
+        block = {
+            key.removeprefix(f"blocks.{index}."): value
+            for key, value in side.items()
+            if key.startswith(f"blocks.{index}.")
+        }
         state = llama_block(block, state, 8, 4, eps)
     if end == "paper":
         out = rms(state, side["norm.weight"], eps) @ side["up.weight"].T + side["up.bias"]
     else:
         out = rms(hidden[-1] + state @ side["up.weight"].T + side["up.bias"], base.model.norm.weight, eps)
     logits = out @ base.lm_head.weight.T
-    expected = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100)
+    expected = F.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100
+    )
     expected.backward()
-    assert float(loss) == pytest.approx(float(expected.detach()), rel=2e-7)  # transformers' loss and norms compute in float32
-    assert_same_gradients(found, {key: value.grad for key, value in p.items() if value.grad is not None}, 2e-6)
+    # transformers' loss and norms compute in float32
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=2e-7)
+    assert_same_gradients(
+        found, {key: value.grad for key, value in p.items() if value.grad is not None}, 2e-6
+    )
 
 
 def test_gates_start_half_open_and_there_is_one_for_each_block() -> None:
@@ -141,14 +167,17 @@ def test_side_blocks_are_the_familys_own_at_width_over_reduction() -> None:
                 theirs = dict(block.named_parameters())
                 for key, value in own.named_parameters():
                     fixed = "relative_attention_bias" in key  # one value a head, and heads are kept
-                    assert value.shape == (theirs[key].shape if fixed else tuple(size // 4 for size in theirs[key].shape)), key
+                    assert value.shape == (
+                        theirs[key].shape if fixed else tuple(size // 4 for size in theirs[key].shape)
+                    ), key
 
 
 # -- the backbone --
 
 
 class Kept:
-    """Counts what autograd keeps for backward, by who was running: a ladder, a block, what lies around the stacks, or the tail and head."""
+    """Counts what autograd keeps for backward, by who was running: a ladder, a block, what lies around the
+    stacks, or the tail and head."""
 
     def __init__(self, model: nn.Module) -> None:
         self.counts = {"ladder": 0, "blocks": 0, "around": 0, "tail": 0}
@@ -159,7 +188,9 @@ class Kept:
                 block.register_forward_pre_hook(lambda *_: self.running.append("blocks"))
                 block.register_forward_hook(lambda *_: self.running.pop() and None)
             for name in ("begin", "step", "end"):
-                setattr(stack.side, name, self.watched(getattr(stack.side, name), name == "end" and stack is last))
+                setattr(
+                    stack.side, name, self.watched(getattr(stack.side, name), name == "end" and stack is last)
+                )
 
     def watched(self, method: Any, last: bool) -> Any:
         def run(*args: Any) -> Any:
@@ -205,12 +236,15 @@ def test_the_blocks_keep_nothing_even_when_their_inputs_ask_for_gradients(name: 
     assert found["blocks"] == 0
     assert found["ladder"] == plain["ladder"]
     model(**batch(name)).loss.backward()
-    assert {key for key, value in model.named_parameters() if value.grad is not None} == set(tuned_parameters(model))
+    assert {key for key, value in model.named_parameters() if value.grad is not None} == set(
+        tuned_parameters(model)
+    )
 
 
 @pytest.mark.parametrize("name", FOUR)
 def test_the_count_finds_blocks_that_run_with_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two tests above can fail: without no_grad the blocks keep tensors as soon as anything in them asks for a gradient."""
+    """The two tests above can fail: without no_grad the blocks keep tensors as soon as anything in them asks
+    for a gradient."""
     model = wrap(tiny(name), "side", reduction=4).train().requires_grad_(True)
     kept = Kept(model)
     assert kept.of(model, batch(name))["blocks"] == 0
@@ -231,9 +265,15 @@ def backbone_states(model: Any, run: Any) -> list[Tensor]:
     handles = []
     for stack in stacks(model):
         for block in stack.blocks:
-            handles.append(block.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone())))
             handles.append(
-                block.register_forward_hook(lambda _, __, out: seen.append((out[0] if isinstance(out, tuple) else out).detach().clone()))
+                block.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+            )
+            handles.append(
+                block.register_forward_hook(
+                    lambda _, __, out: seen.append(
+                        (out[0] if isinstance(out, tuple) else out).detach().clone()
+                    )
+                )
             )
     run()
     for handle in handles:
@@ -296,7 +336,9 @@ def test_generation_with_a_cache_is_generation_without(name: str, beams: int) ->
 def test_a_static_cache_gives_the_same_tokens(end: str) -> None:
     model = sided("llama-causal", end=end)
     expected = model.generate(**prompt("llama-causal"), use_cache=False, **GENERATE)
-    assert torch.equal(model.generate(**prompt("llama-causal"), cache_implementation="static", **GENERATE), expected)
+    assert torch.equal(
+        model.generate(**prompt("llama-causal"), cache_implementation="static", **GENERATE), expected
+    )
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -339,7 +381,10 @@ def test_hidden_states_are_as_many_and_as_wide_as_the_bases(name: str) -> None:
         expected = getattr(base, field, None)
         if expected is not None:
             assert [part.shape for part in getattr(model, field)] == [part.shape for part in expected]
-            assert all(torch.equal(one, other) for one, other in zip(getattr(model, field)[:-1], expected[:-1], strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(getattr(model, field)[:-1], expected[:-1], strict=True)
+            )
 
 
 @pytest.mark.parametrize("end", ["residual", "paper"])

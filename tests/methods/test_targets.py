@@ -1,4 +1,5 @@
-"""Which layers LoRA takes: auto per family, all-linear, roles, suffixes, a regex, exclude, and what is said when nothing matches."""
+"""Which layers LoRA takes: auto per family, all-linear, roles, suffixes, a regex, exclude, and what is said
+when nothing matches."""
 
 from __future__ import annotations
 
@@ -25,13 +26,24 @@ from tests.methods.zoo import ZOO, tiny
 
 BART = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2"}
 BART_CROSS = {f"encoder_attn.{part}_proj" for part in ("q", "k", "v", "out")}
-T5_SELF, T5_CROSS = {f"layer.0.SelfAttention.{part}" for part in "qkvo"}, {f"layer.1.EncDecAttention.{part}" for part in "qkvo"}
-BERT = {f"attention.self.{part}" for part in ("query", "key", "value")} | {"attention.output.dense", "intermediate.dense", "output.dense"}
-LLAMA = {f"self_attn.{part}_proj" for part in "qkvo"} | {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+T5_SELF, T5_CROSS = (
+    {f"layer.0.SelfAttention.{part}" for part in "qkvo"},
+    {f"layer.1.EncDecAttention.{part}" for part in "qkvo"},
+)
+BERT = {f"attention.self.{part}" for part in ("query", "key", "value")} | {
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+}
+LLAMA = {f"self_attn.{part}_proj" for part in "qkvo"} | {
+    f"mlp.{part}_proj" for part in ("gate", "up", "down")
+}
 
 
 def per_block(stacks: dict[str, set[str]]) -> set[str]:
-    return {f"{stack}.{index}.{name}" for stack, names in stacks.items() for index in range(2) for name in names}
+    return {
+        f"{stack}.{index}.{name}" for stack, names in stacks.items() for index in range(2) for name in names
+    }
 
 
 def t5(*linears: str) -> set[str]:
@@ -43,12 +55,17 @@ def t5(*linears: str) -> set[str]:
 AUTO = {
     **dict.fromkeys(("bert-classify", "bert-tokens", "bert-mlm"), per_block({"bert.encoder.layer": BERT})),
     **dict.fromkeys(
-        ("bart-seq2seq", "bart-classify"), per_block({"model.encoder.layers": BART, "model.decoder.layers": BART | BART_CROSS})
+        ("bart-seq2seq", "bart-classify"),
+        per_block({"model.encoder.layers": BART, "model.decoder.layers": BART | BART_CROSS}),
     ),
     "t5-seq2seq": t5("wi", "wo"),
     "t5-gated": t5("wi_0", "wi_1", "wo"),
     "t5-classify": {f"transformer.{name}" for name in t5("wi", "wo")},
-    **{name: per_block({"model.layers": LLAMA}) for name in ZOO if name.split("-")[0] in ("llama", "mistral", "qwen2", "qwen3", "gemma3")},
+    **{
+        name: per_block({"model.layers": LLAMA})
+        for name in ZOO
+        if name.split("-")[0] in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+    },
 }
 
 
@@ -65,13 +82,17 @@ def test_auto_is_every_attention_and_mlp_projection_cross_attention_included(nam
     assert targets(name) == AUTO[name]
 
 
-@pytest.mark.parametrize("name", ["bert-classify", "bert-mlm", "bart-classify", "t5-gated", "llama-causal", "llama-classify"])
+@pytest.mark.parametrize(
+    "name", ["bert-classify", "bert-mlm", "bart-classify", "t5-gated", "llama-causal", "llama-classify"]
+)
 def test_all_linear_is_every_linear_but_the_output_head_and_the_trained_heads(name: str) -> None:
     model = tiny(name)
     out = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     heads = ("classifier", "classification_head", "score")
     linears = {
-        key for key, module in model.named_modules() if type(module) is nn.Linear and module is not out and not key.startswith(heads)
+        key
+        for key, module in model.named_modules()
+        if type(module) is nn.Linear and module is not out and not key.startswith(heads)
     }
     assert targets(name, targets="all-linear") == linears
 
@@ -105,21 +126,27 @@ def test_roles_mean_the_same_in_every_family(name: str) -> None:
         "llama": {"q": "q_proj", "v": "v_proj", "down": "down_proj"},
     }[name.split("-")[0]]
     expected = {
-        site for site in AUTO[name] if site.endswith(tuple("." + end for end in by_role.values())) and "attention.output" not in site
+        site
+        for site in AUTO[name]
+        if site.endswith(tuple("." + end for end in by_role.values())) and "attention.output" not in site
     }
     assert targets(name, targets=["q", "v", "down"]) == expected
     assert len(expected) in (6, 16)
 
 
 def test_suffixes_match_after_a_dot_only() -> None:
-    assert targets("llama-causal", targets=["self_attn.q_proj"]) == {f"model.layers.{index}.self_attn.q_proj" for index in range(2)}
+    assert targets("llama-causal", targets=["self_attn.q_proj"]) == {
+        f"model.layers.{index}.self_attn.q_proj" for index in range(2)
+    }
     assert targets("llama-causal", targets=["layers.1.mlp.up_proj"]) == {"model.layers.1.mlp.up_proj"}
     with pytest.raises(UsageError, match="matches no module"):
         targets("llama-causal", targets=["_proj"])
 
 
 def test_one_text_is_a_regex_over_whole_names() -> None:
-    assert targets("llama-causal", targets=r".*\.1\..*(q|v)_proj") == {f"model.layers.1.self_attn.{part}_proj" for part in "qv"}
+    assert targets("llama-causal", targets=r".*\.1\..*(q|v)_proj") == {
+        f"model.layers.1.self_attn.{part}_proj" for part in "qv"
+    }
     with pytest.raises(UsageError, match="whole module names"):
         targets("llama-causal", targets="q_proj")
     with pytest.raises(UsageError, match="regular expression"):
@@ -127,8 +154,12 @@ def test_one_text_is_a_regex_over_whole_names() -> None:
 
 
 def test_exclude_takes_roles_and_suffixes_and_wins() -> None:
-    assert targets("llama-causal", targets=["q", "v"], exclude=["layers.0.self_attn.q_proj", "v"]) == {"model.layers.1.self_attn.q_proj"}
-    assert targets("llama-causal", exclude=["q", "k", "v", "o", "gate", "up"]) == {f"model.layers.{i}.mlp.down_proj" for i in range(2)}
+    assert targets("llama-causal", targets=["q", "v"], exclude=["layers.0.self_attn.q_proj", "v"]) == {
+        "model.layers.1.self_attn.q_proj"
+    }
+    assert targets("llama-causal", exclude=["q", "k", "v", "o", "gate", "up"]) == {
+        f"model.layers.{i}.mlp.down_proj" for i in range(2)
+    }
     with pytest.raises(UsageError, match="nothing to tune"):
         targets("llama-causal", targets=["q"], exclude=["q"])
 
@@ -145,7 +176,9 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_names_and_coun
 def test_every_pattern_that_matches_nothing_is_named_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         targets("llama-causal", targets=["q", "kproj", "vproj"])
-    assert [problem.what for problem in caught.value.problems] == [f"targets: '{name}' matches no module" for name in ("kproj", "vproj")]
+    assert [problem.what for problem in caught.value.problems] == [
+        f"targets: '{name}' matches no module" for name in ("kproj", "vproj")
+    ]
 
 
 def test_a_refused_pattern_leaves_the_model_as_it_was() -> None:
@@ -166,7 +199,8 @@ def test_a_target_that_lora_cannot_tune_is_an_error_naming_it() -> None:
 
 
 def test_the_output_projection_of_multihead_attention_is_never_tuned_in_silence() -> None:
-    """nn.MultiheadAttention reads out_proj.weight and never calls out_proj: a LoRA there would train nothing."""
+    """nn.MultiheadAttention reads out_proj.weight and never calls out_proj: a LoRA there would train
+    nothing."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -224,7 +258,9 @@ def test_a_single_unknown_module_to_train_is_an_error_too() -> None:
 
 
 def test_a_module_trained_whole_is_never_a_target_too() -> None:
-    model = wrap(tiny("bert-classify"), "lora", r=2, targets="all-linear", also_train=["pooler", "classifier"])
+    model = wrap(
+        tiny("bert-classify"), "lora", r=2, targets="all-linear", also_train=["pooler", "classifier"]
+    )
     assert not {name for name in lora_layers(model) if "pooler" in name or "classifier" in name}
 
 
@@ -245,23 +281,34 @@ MIXTRAL = MixtralConfig(**EXPERTS, num_local_experts=4)
 
 
 @pytest.mark.parametrize("targets", ["auto", "all-linear"])
-@pytest.mark.parametrize(("kind", "config"), [(Qwen3MoeForCausalLM, QWEN), (MixtralForCausalLM, MIXTRAL)], ids=["qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "config"), [(Qwen3MoeForCausalLM, QWEN), (MixtralForCausalLM, MIXTRAL)], ids=["qwen3", "mixtral"]
+)
 def test_experts_that_lora_does_not_reach_are_said_in_one_line(
     kind: Any, config: Any, targets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.methods.registry.warn", said.append)
     model = wrap(kind(config), "lora", r=2, targets=targets)
-    missed = [value for name, value in model.named_parameters() if ".experts." in name or name.endswith("mlp.gate.weight")]
+    missed = [
+        value
+        for name, value in model.named_parameters()
+        if ".experts." in name or name.endswith("mlp.gate.weight")
+    ]
     number, total = sum(value.numel() for value in missed), sum(value.numel() for value in model.parameters())
     (line,) = said
-    assert f"leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone" in line and len(missed) == 6
+    assert (
+        f"leaves {len(missed)} tensors with {number:,} of {total:,} parameters alone" in line
+        and len(missed) == 6
+    )
     assert "2 linears (model.layers.*.mlp.gate.weight of " in line
     assert "4 parameters of 3 dims and more (model.layers.*.mlp.experts.gate_up_proj of " in line
     assert f"no table of {config.model_type}" in line
 
 
-def test_nothing_is_said_where_nothing_is_left_or_targets_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_where_nothing_is_left_or_targets_were_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.methods.registry.warn", said.append)
     wrap(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2)), "lora", r=2)

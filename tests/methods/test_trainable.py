@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from petune.errors import UsageError
-from petune.methods import describe, frozen_tensors, mark_only_trainable, tuned_parameters, tuned_state, without_tuning, wrap
+from petune.methods import (
+    describe,
+    frozen_tensors,
+    mark_only_trainable,
+    tuned_parameters,
+    tuned_state,
+    without_tuning,
+    wrap,
+)
 from tests.methods.zoo import FOUR, SETTINGS, batch, gradients, stir, tiny
 
 METHODS = tuple(SETTINGS)
@@ -29,7 +37,9 @@ def test_exactly_the_tuned_parameters_train_and_every_one_gets_a_gradient(name: 
 
 @pytest.mark.parametrize("method", ["lora", "adapter", "side"])
 @pytest.mark.parametrize("name", FOUR)
-def test_frozen_and_tuned_tensors_are_the_whole_state_and_frozen_ones_are_the_base(name: str, method: str) -> None:
+def test_frozen_and_tuned_tensors_are_the_whole_state_and_frozen_ones_are_the_base(
+    name: str, method: str
+) -> None:
     base, model = tiny(name).state_dict(), wrap(tiny(name), method, **SETTINGS[method])
     frozen, tuned = frozen_tensors(model), tuned_state(model)
     assert not frozen.keys() & tuned.keys()
@@ -55,7 +65,11 @@ def test_marking_undoes_what_others_did_to_the_flags(method: str) -> None:
 
 def test_marking_has_its_aliases() -> None:
     petune = importlib.import_module("petune")
-    for alias in ("mark_only_lora_as_trainable", "mark_only_adapter_as_trainable", "mark_only_side_as_trainable"):
+    for alias in (
+        "mark_only_lora_as_trainable",
+        "mark_only_adapter_as_trainable",
+        "mark_only_side_as_trainable",
+    ):
         assert getattr(petune, alias) is petune.mark_only_trainable
 
 
@@ -74,7 +88,8 @@ def test_tuned_state_is_detached_and_shares_memory() -> None:
 def test_counts_are_those_of_the_formula() -> None:
     base = sum(value.numel() for value in tiny("llama-causal").parameters())
     model = wrap(tiny("llama-causal"), "lora", r=4)
-    per_block = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))  # r x (in + out) of q and o; k and v; gate, up and down
+    # r x (in + out) of q and o; k and v; gate, up and down
+    per_block = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
     assert sum(value.numel() for value in tuned_state(model).values()) == 2 * per_block
     assert f"trainable {2 * per_block:,} / {base + 2 * per_block:,}" in describe(model)
 
@@ -95,13 +110,19 @@ def test_without_tuning_is_the_base_and_comes_back_on_an_exception(name: str, me
 
 
 def test_full_has_no_base_to_go_back_to() -> None:
-    with pytest.raises(UsageError, match="no untouched base"), without_tuning(wrap(tiny("bert-classify"), "full")):
+    with (
+        pytest.raises(UsageError, match="no untouched base"),
+        without_tuning(wrap(tiny("bert-classify"), "full")),
+    ):
         pass
 
 
 def test_a_tied_pair_trained_whole_is_one_parameter_under_two_names() -> None:
-    """Both names are saved, as a file must have them; the optimizer, the norm and the clipping see the tensor once."""
-    model = wrap(tiny("llama-causal", tie_word_embeddings=True), "lora", r=4, also_train=("lm_head", "embed_tokens"))
+    """Both names are saved, as a file must have them; the optimizer, the norm and the clipping see the tensor
+    once."""
+    model = wrap(
+        tiny("llama-causal", tie_word_embeddings=True), "lora", r=4, also_train=("lm_head", "embed_tokens")
+    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
     parameters = tuned_parameters(model)
     assert len({id(value) for value in parameters.values()}) == len(parameters)

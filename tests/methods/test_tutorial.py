@@ -1,4 +1,5 @@
-"""The code of CONTRIBUTING's tutorial, run as it stands there: what somebody copies trains, merges, is saved, and is cut across ranks."""
+"""The code of CONTRIBUTING's tutorial, run as it stands there: what somebody copies trains, merges, is saved,
+and is cut across ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ AROUND = (
 def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tutorial followed: config, method and line in the table."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    pieces = re.findall(r"```python\n(.*?)```", text[text.index("## Add a method") : text.index("## Add a family")], re.S)
+    pieces = re.findall(
+        r"```python\n(.*?)```", text[text.index("## Add a method") : text.index("## Add a family")], re.S
+    )
     config, line, method = [around.format(piece) for around, piece in zip(AROUND, pieces, strict=True)]
 
     def load(name: str, source: str) -> ModuleType:
@@ -59,7 +62,9 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
-def test_it_starts_as_the_identity_follows_its_equation_and_is_merged(scale: ModuleType, tmp_path: Path) -> None:
+def test_it_starts_as_the_identity_follows_its_equation_and_is_merged(
+    scale: ModuleType, tmp_path: Path
+) -> None:
     inputs = batch("bert-classify")
     base, model = tiny("bert-classify"), petune.wrap(tiny("bert-classify"), "scale")
     assert torch.equal(model(**inputs).logits, base(**inputs).logits)
@@ -81,10 +86,16 @@ def test_it_starts_as_the_identity_follows_its_equation_and_is_merged(scale: Mod
 
 
 def test_fused_it_stays_what_it_is(scale: ModuleType) -> None:
-    plain, model = (petune.wrap(tiny("llama-causal"), "scale", kernels=kernels) for kernels in ("off", "reference"))
+    plain, model = (
+        petune.wrap(tiny("llama-causal"), "scale", kernels=kernels) for kernels in ("off", "reference")
+    )
     for one in (plain, model):
         stir(one)
-    zoo.assert_same_gradients(gradients(model.train(), batch("llama-causal"))[1], gradients(plain.train(), batch("llama-causal"))[1], 1e-5)
+    zoo.assert_same_gradients(
+        gradients(model.train(), batch("llama-causal"))[1],
+        gradients(plain.train(), batch("llama-causal"))[1],
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize(("backend", "name"), [("tp", "bert-classify"), ("galaxy", "llama-causal")])
@@ -93,7 +104,9 @@ def test_cut_across_two_ranks_it_trains_as_in_one_process(scale: ModuleType, bac
     check(Case(name, "scale", plan, settings=settings_of(name, plan), passes=(3,)))
 
 
-def test_a_layer_that_does_not_say_how_it_is_cut_is_refused(scale: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_does_not_say_how_it_is_cut_is_refused(
+    scale: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = scale.tune(torch.nn.Linear(4, 3))
     assert splits_of(layer, "column", "q") == {"weight": 0, "bias": 0, "scale": 0}
     monkeypatch.setattr(scale.ScaleLinear, "splits", lambda self, cut: {"weight": 0, "bias": 0})

@@ -1,7 +1,8 @@
-"""Tiny random models of every family and head, with a batch for each: what the tests of methods, models, sites and stacks share.
+"""Tiny random models of every family and head, with a batch for each: what the tests of methods, models,
+sites and stacks share.
 
-Hidden 64, two blocks per stack, 8 heads (4 key and value heads where grouped), so that side widths divide. Every model comes from a seed,
-in eval mode, with dropout 0 unless asked for.
+Hidden 64, two blocks per stack, 8 heads (4 key and value heads where grouped), so that side widths divide.
+Every model comes from a seed, in eval mode, with dropout 0 unless asked for.
 """
 
 from __future__ import annotations
@@ -130,10 +131,21 @@ ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3-classify": (Gemma3TextForSequenceClassification, Gemma3TextConfig, _GEMMA),
 }
 FOUR = ("bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal")  # one model of each family
-# No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is about.
-GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "no_repeat_ngram_size": 1}
+# No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is
+# about.
+GENERATE: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "eos_token_id": None,
+    "no_repeat_ngram_size": 1,
+}
 GENERATING = ("bart-seq2seq", "t5-seq2seq", "llama-causal")
-SETTINGS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"r": 4}, "adapter": {"reduction": 4}, "side": {"reduction": 4}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"r": 4},
+    "adapter": {"reduction": 4},
+    "side": {"reduction": 4},
+}
 
 
 def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
@@ -176,7 +188,8 @@ def prompt(name: str) -> dict[str, Tensor]:
 
 
 def frozen(model: nn.Module) -> Any:
-    """`model` with no parameter asking for a gradient: torch picks kernels by that, and bit-equality needs the same ones."""
+    """`model` with no parameter asking for a gradient: torch picks kernels by that, and bit-equality needs
+    the same ones."""
     return model.requires_grad_(False)
 
 
@@ -186,7 +199,9 @@ def stir(model: nn.Module, *, seed: int = 2, std: float = 0.3) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += (std * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)).to(parameter.dtype)
+                parameter += (
+                    std * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                ).to(parameter.dtype)
 
 
 def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -194,10 +209,14 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    return loss.detach(), {
+        name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
+    }
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+def assert_same_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6
+) -> None:
     """Same names, and each tensor equal within `tolerance` of its own largest entry or of 1."""
     assert found.keys() == expected.keys()
     assert found, "nothing had a gradient"

@@ -1,4 +1,5 @@
-"""The registered attention function against Hugging Face's own SDPA, and its explicit form, which attention dropout needs."""
+"""The registered attention function against Hugging Face's own SDPA, and its explicit form, which attention
+dropout needs."""
 
 from __future__ import annotations
 
@@ -74,7 +75,11 @@ def test_every_attention_of_a_model_and_of_its_ladder_goes_through_module_exchan
     wrap(model, "side", reduction=4)
     attention.use(model)
     calls: list[str] = []
-    names = [path for path, module in model.named_modules() if type(module).__name__.endswith(("Attention", "SelfAttention"))]
+    names = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith(("Attention", "SelfAttention"))
+    ]
     names = [path for path in names if hasattr(model.get_submodule(path), "scaling")]
     for path in names:
 
@@ -100,15 +105,26 @@ def test_use_refuses_a_model_whose_attention_cannot_be_chosen() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("mask", [None, padding(), left_padded_causal(), torch.where(left_padded_causal(), 0.3, -torch.inf).double()])
+@pytest.mark.parametrize(
+    "mask",
+    [None, padding(), left_padded_causal(), torch.where(left_padded_causal(), 0.3, -torch.inf).double()],
+)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_explicit_form_equals_sdpa(monkeypatch: pytest.MonkeyPatch, mask: Any, biased: bool, is_causal: bool, kv_heads: int) -> None:
+def test_the_explicit_form_equals_sdpa(
+    monkeypatch: pytest.MonkeyPatch, mask: Any, biased: bool, is_causal: bool, kv_heads: int
+) -> None:
     module, inputs = Module(4 // kv_heads, is_causal), tensors(kv_heads=kv_heads)
     if biased:
-        inputs.append(torch.randn(1, 4, 7, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64).requires_grad_())
+        inputs.append(
+            torch.randn(
+                1, 4, 7, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+            ).requires_grad_()
+        )
 
     def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Any:
-        return attention.attention(module, query, key, value, mask, position_bias=bias, scaling=0.4, dropout=dropout)
+        return attention.attention(
+            module, query, key, value, mask, position_bias=bias, scaling=0.4, dropout=dropout
+        )
 
     dropout = 0.0
     expected = with_gradients(call, inputs)
@@ -125,7 +141,9 @@ def test_a_single_query_sees_all_keys_whatever_the_module_says() -> None:
     plain = attention.attend(module, *inputs, None)[0]
     with bound(key=None):
         torch.manual_seed(0)
-        dropped = torch.stack([attention.attend(module, *inputs, None, dropout=0.1)[0] for _ in range(4000)]).mean(0)
+        dropped = torch.stack(
+            [attention.attend(module, *inputs, None, dropout=0.1)[0] for _ in range(4000)]
+        ).mean(0)
     torch.testing.assert_close(dropped, plain, atol=0.1, rtol=0)
 
 
@@ -137,11 +155,17 @@ def test_dropout_falls_on_probabilities_by_the_number_of_row_head_query_and_key(
         whole = attention.attention(module, query, key, value, None, dropout=0.4)[0].transpose(1, 2)
     module.first_head = 1
     with drawing(here):
-        heads = attention.attention(module, query[:, 1:3], key[:, 1:3], value[:, 1:3], None, dropout=0.4)[0].transpose(1, 2)
+        heads = attention.attention(module, query[:, 1:3], key[:, 1:3], value[:, 1:3], None, dropout=0.4)[
+            0
+        ].transpose(1, 2)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None, 4:]
     with drawing(here):
-        last = attention.attend(module, query[:, :, 4:], key, value, mask, dropout=0.4, first_head=0, first_query=4)[0].transpose(1, 2)
-    plain = torch.softmax((query @ key.transpose(-1, -2) / 8**0.5).masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf), -1)
+        last = attention.attend(
+            module, query[:, :, 4:], key, value, mask, dropout=0.4, first_head=0, first_query=4
+        )[0].transpose(1, 2)
+    plain = torch.softmax(
+        (query @ key.transpose(-1, -2) / 8**0.5).masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf), -1
+    )
     kept = whole != 0
     torch.testing.assert_close(whole, torch.where(kept, plain / 0.6, 0.0))
     assert 0.4 < kept.sum() / (plain > 0).sum() < 0.8

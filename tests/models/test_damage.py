@@ -1,4 +1,5 @@
-"""The base under a tuning: every verb notices a flipped bit in it, and a base that is damaged before training is refused by name."""
+"""The base under a tuning: every verb notices a flipped bit in it, and a base that is damaged before training
+is refused by name."""
 
 from __future__ import annotations
 
@@ -126,7 +127,9 @@ def moved(tuned: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", [1, 2])
-def test_a_run_says_of_its_tuned_folder_and_base_each_thing_once(form: int, moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_of_its_tuned_folder_and_base_each_thing_once(
+    form: int, moved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(tuning_record, "say", said.append)
     monkeypatch.setattr(tuning_record, "warn", said.append)
@@ -139,13 +142,19 @@ def test_a_run_says_of_its_tuned_folder_and_base_each_thing_once(form: int, move
 def write_format_1(folder: Path) -> None:
     """Turn a tuned folder into one that an older petune wrote."""
     (folder / MANIFEST).unlink()
-    tensors = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    tensors = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
+    }
     facts = json.loads((folder / "petune.json").read_text())
-    base = facts["base"] | {"files": {name: entry["sha256"] for name, entry in facts["base"]["files"].items()}}
+    base = facts["base"] | {
+        "files": {name: entry["sha256"] for name, entry in facts["base"]["files"].items()}
+    }
     (folder / "petune.json").write_text(json.dumps(facts | {"format": 1, "sha256": tensors, "base": base}))
 
 
-def test_a_tuned_folder_that_changes_while_the_base_is_loaded_is_refused(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_folder_that_changes_while_the_base_is_loaded_is_refused(
+    moved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = moved / "tuned" / "adapter_model.safetensors"
 
     def loaded(*given: Any) -> Any:
@@ -181,11 +190,15 @@ def poison(tensors: dict[str, Tensor]) -> None:
 
 
 def retype(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int32)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(
+        torch.int32
+    )
 
 
 def quantise(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(
+        torch.float8_e4m3fn
+    )
 
 
 def untie(tensors: dict[str, Tensor]) -> None:
@@ -216,9 +229,16 @@ def test_a_damaged_base_is_refused_with_the_first_ten_names(name: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": 10**12}, {"hidden_size": 10**40}, {"quantization_config": {"quant_method": "fp8"}}]
+    "change",
+    [
+        {"num_hidden_layers": 10**12},
+        {"hidden_size": 10**40},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
 )
-def test_a_config_of_no_possible_model_is_refused_before_it_is_built(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_config_of_no_possible_model_is_refused_before_it_is_built(
+    change: dict[str, object], tmp_path: Path
+) -> None:
     folder = write_model(tmp_path / "llama", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -241,7 +261,15 @@ def test_a_tokenizer_whose_limit_is_no_number_is_refused(limit: object, tmp_path
 @pytest.mark.parametrize(
     "name",
     [
-        *("../outside.safetensors", "sub/../../outside.safetensors", "/etc/passwd", "/tmp/x.safetensors", ".", "", "model.bin"),
+        *(
+            "../outside.safetensors",
+            "sub/../../outside.safetensors",
+            "/etc/passwd",
+            "/tmp/x.safetensors",
+            ".",
+            "",
+            "model.bin",
+        ),
         *("a\0b.safetensors", "a\nb.safetensors", "x" * 300 + ".safetensors", "․․/outside.safetensors"),  # noqa: RUF001 - dots of Unicode
     ],
 )
@@ -254,8 +282,12 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: P
         load_model(resolve_model(str(folder), tmp_path), "causal", None, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
-def test_a_link_out_of_a_models_folder_is_refused_and_one_of_a_hub_cache_is_followed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_a_link_out_of_a_models_folder_is_refused_and_one_of_a_hub_cache_is_followed(
+    name: str, tmp_path: Path
+) -> None:
     folder = write_model(tmp_path / "llama", "llama")
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")

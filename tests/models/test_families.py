@@ -1,4 +1,5 @@
-"""Each family's table against real Hugging Face modules: every site found, and every linear of every block covered by one."""
+"""Each family's table against real Hugging Face modules: every site found, and every linear of every block
+covered by one."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> Non
 
 @pytest.mark.parametrize("name", ZOO)
 def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
-    """Entries, head counts, cuts by head, the tail, the rotary module: read by methods and plans, not by find_sites."""
+    """Entries, head counts, cuts by head, the tail, the rotary module: read by methods and plans, not by
+    find_sites."""
     model, table = tiny(name), family(name)
     for stack, path in stack_paths(model, table).items():
         rule, around = table.stacks[stack], model.get_submodule(path.rpartition(".")[0])
@@ -106,7 +108,11 @@ def test_narrow_divides_every_width_and_keeps_heads_and_the_original(name: str) 
     wide, small = table.shape(model.config), table.shape(table.narrow(model.config, 4))
     assert model.config.to_dict() == before
     assert (small.heads, small.kv_heads) == (wide.heads, wide.kv_heads)
-    assert (small.head_dim, small.columns, small.width) == (wide.head_dim // 4, wide.columns // 4, wide.width // 4)
+    assert (small.head_dim, small.columns, small.width) == (
+        wide.head_dim // 4,
+        wide.columns // 4,
+        wide.width // 4,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name.endswith(("classify", "tokens"))])
@@ -141,7 +147,9 @@ def bent(table: Family, stack: str, **changes: object) -> Family:
     rule = table.stacks[stack]  # type: ignore[index]
     first, *rest = rule.sublayers
     first = dataclasses.replace(first, core=dataclasses.replace(first.core, **changes))
-    return dataclasses.replace(table, stacks={**table.stacks, stack: dataclasses.replace(rule, sublayers=(first, *rest))})
+    return dataclasses.replace(
+        table, stacks={**table.stacks, stack: dataclasses.replace(rule, sublayers=(first, *rest))}
+    )
 
 
 def test_a_role_the_model_has_under_another_name_is_an_error_naming_it() -> None:
@@ -191,10 +199,14 @@ def test_a_merged_model_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     stir(model, std=0.1)
     model = merge(model)
     model.save_pretrained(tmp_path)
-    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(**batch(name)).logits, model(**batch(name)).logits)
+    assert torch.equal(
+        type(model).from_pretrained(tmp_path).eval()(**batch(name)).logits, model(**batch(name)).logits
+    )
 
 
 def test_a_model_that_holds_more_than_a_text_model_is_refused_with_what_to_do() -> None:
     config = Gemma3Config(text_config=tiny("gemma3-causal").config)
-    with pytest.raises(UsageError, match=r"type gemma3 holds more than the text model(.|\n)*save its text model by itself"):
+    with pytest.raises(
+        UsageError, match=r"type gemma3 holds more than the text model(.|\n)*save its text model by itself"
+    ):
         outline(Source("config:g.json", "config", "g.json", None, ""), config, "causal", torch.float32)

@@ -1,4 +1,5 @@
-"""A weight in eight-bit floats: one byte a number, and products that are those of the values it stands for."""
+"""A weight in eight-bit floats: one byte a number, and products that are those of the values it stands
+for."""
 
 from __future__ import annotations
 
@@ -38,13 +39,20 @@ def test_values_are_within_the_rounding_of_their_own_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_both_products_are_those_of_the_values_but_for_the_rounding_of_what_comes_in(dtype: torch.dtype) -> None:
+def test_both_products_are_those_of_the_values_but_for_the_rounding_of_what_comes_in(
+    dtype: torch.dtype,
+) -> None:
     form, x, dy = Fp8.of(uneven().to(dtype)), torch.randn(9, 64).to(dtype), torch.randn(9, 48).to(dtype)
     dense = form.to(torch.float64).dense()
     for found, left, right in ((form.linear(x), x, dense.T), (form.dlinear(dy), dy, dense)):
         assert found.dtype == dtype
         most = left.double().abs() @ right.abs()
-        floor = 2.0**-10 / 448 * (left.double().abs() @ right.abs().amax(1, keepdim=True)).clamp(min=1) * right.shape[0]
+        floor = (
+            2.0**-10
+            / 448
+            * (left.double().abs() @ right.abs().amax(1, keepdim=True)).clamp(min=1)
+            * right.shape[0]
+        )
         assert bool(((found.double() - left.double() @ right).abs() <= (STEP + 2**-7) * most + floor).all())
 
 
@@ -68,7 +76,9 @@ def test_a_slice_multiplies_as_that_slice_of_the_whole_and_holds_nothing_more() 
     whole, x, dy = Fp8.of(uneven()), torch.randn(9, 64), torch.randn(9, 48)
     outputs, inputs = whole.narrow(0, 16, 32), whole.narrow(1, 32, 16)
     assert outputs.shape == (32, 64) and inputs.shape == (48, 16)
-    assert torch.equal(outputs.dense(), whole.dense()[16:]) and torch.equal(inputs.dense(), whole.dense()[:, 32:48])
+    assert torch.equal(outputs.dense(), whole.dense()[16:]) and torch.equal(
+        inputs.dense(), whole.dense()[:, 32:48]
+    )
     torch.testing.assert_close(outputs.linear(x), whole.linear(x)[:, 16:], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(inputs.dlinear(dy), whole.dlinear(dy)[:, 32:48], rtol=1e-5, atol=1e-3)
     own = torch.zeros_like(x)

@@ -1,4 +1,5 @@
-"""A quantised weight stands where the dense one did: in layers, states, copies, moves and slices, and it refuses what would be lost."""
+"""A quantised weight stands where the dense one did: in layers, states, copies, moves and slices, and it
+refuses what would be lost."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import UsageError
-from petune.models.frozen_weight import QuantisedWeight, dense_of, quantised, quantised_in, restore_dense, sampled
+from petune.models.frozen_weight import (
+    QuantisedWeight,
+    dense_of,
+    quantised,
+    quantised_in,
+    restore_dense,
+    sampled,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +40,11 @@ def reachable(weight: Tensor) -> int:
     """Bytes of every plain tensor that a weight holds."""
     assert isinstance(weight, QuantisedWeight)
     found, seen = [*vars(weight).values(), *vars(weight.form).values()], {}
-    seen = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in found if type(value) is Tensor}
+    seen = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for value in found
+        if type(value) is Tensor
+    }
     return sum(seen.values())
 
 
@@ -40,9 +52,16 @@ def test_it_is_the_same_parameter_in_a_quarter_of_the_bytes() -> None:
     made = layer()
     weight = made.weight
     assert isinstance(weight, nn.Parameter) and not weight.requires_grad
-    assert weight.shape == (48, 64) and weight.dtype == torch.float32 and list(made.state_dict()) == ["weight", "bias"]
+    assert (
+        weight.shape == (48, 64)
+        and weight.dtype == torch.float32
+        and list(made.state_dict()) == ["weight", "bias"]
+    )
     assert weight.nbytes == 48 * 64 + 4 * 48 and reachable(weight) == weight.nbytes + 4 * 8  # and its samples
-    assert reachable(quantised(nn.Parameter(torch.randn(512, 512), requires_grad=False), "fp8")) < 1.01 * 512 * 512
+    assert (
+        reachable(quantised(nn.Parameter(torch.randn(512, 512), requires_grad=False), "fp8"))
+        < 1.01 * 512 * 512
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -78,7 +97,9 @@ def test_everything_else_reads_its_values() -> None:
     weight = layer().weight
     values = dense_of(weight)
     assert type(values) is Tensor and torch.equal(weight.T, values.T) and torch.equal(weight + 1, values + 1)
-    assert torch.equal(weight.view(-1), values.view(-1)) and torch.equal(torch.cat([weight, weight]), torch.cat([values, values]))
+    assert torch.equal(weight.view(-1), values.view(-1)) and torch.equal(
+        torch.cat([weight, weight]), torch.cat([values, values])
+    )
     assert weight.mean() == values.mean() and torch.equal(F.embedding(torch.tensor([3]), weight), values[3:4])
 
 
@@ -102,7 +123,9 @@ def test_a_copy_is_the_same_to_the_bit_in_memory_of_its_own(how: str) -> None:
     again = COPIES[how](made)
     one, two = made.weight, again.weight
     assert isinstance(two, QuantisedWeight) and isinstance(two, nn.Parameter) and not two.requires_grad
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(one.form.tensors, two.form.tensors, strict=True))
+    assert all(
+        torch.equal(a.float(), b.float()) for a, b in zip(one.form.tensors, two.form.tensors, strict=True)
+    )
     assert two.dtype == two.form.dtype == torch.float32 and torch.equal(sampled(one), sampled(two))
     assert one.data_ptr() != two.data_ptr() and reachable(two) == reachable(one)
     x = torch.randn(5, 64)
@@ -111,17 +134,22 @@ def test_a_copy_is_the_same_to_the_bit_in_memory_of_its_own(how: str) -> None:
 
 def test_a_move_takes_the_form_along() -> None:
     moved = layer().to("meta")
-    assert isinstance(moved.weight, QuantisedWeight) and {value.device.type for value in moved.weight.form.tensors} == {"meta"}
+    assert isinstance(moved.weight, QuantisedWeight) and {
+        value.device.type for value in moved.weight.form.tensors
+    } == {"meta"}
     doubled = layer().double()
     assert (
-        doubled.weight.dtype == doubled.weight.form.dtype == torch.float64 and doubled(torch.randn(2, 64).double()).dtype == torch.float64
+        doubled.weight.dtype == doubled.weight.form.dtype == torch.float64
+        and doubled(torch.randn(2, 64).double()).dtype == torch.float64
     )
 
 
 def test_dense_weights_that_are_loaded_are_quantised_and_quantised_ones_made_dense() -> None:
     made, plain = layer(), nn.Linear(64, 48)
     made.load_state_dict(plain.state_dict())
-    assert isinstance(made.weight, QuantisedWeight) and torch.equal(dense_of(made.weight), quantised(plain.weight, "fp8").form.dense())
+    assert isinstance(made.weight, QuantisedWeight) and torch.equal(
+        dense_of(made.weight), quantised(plain.weight, "fp8").form.dense()
+    )
     assert torch.equal(sampled(made.weight), sampled(plain.weight))
     plain.load_state_dict(made.state_dict())
     assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, dense_of(made.weight))
@@ -131,7 +159,9 @@ def test_dense_weights_that_are_loaded_are_quantised_and_quantised_ones_made_den
 def test_a_slice_keeps_the_form_and_as_a_copy_holds_nothing_more(dim: int) -> None:
     weight = layer().weight
     part = nn.Parameter(weight.detach().narrow(dim, 16, 32).clone(), requires_grad=False)
-    assert isinstance(part, QuantisedWeight) and torch.equal(dense_of(part), dense_of(weight).narrow(dim, 16, 32))
+    assert isinstance(part, QuantisedWeight) and torch.equal(
+        dense_of(part), dense_of(weight).narrow(dim, 16, 32)
+    )
     assert reachable(part) == part.nbytes == part.numel() + 4 * len(part)
 
 
@@ -168,4 +198,8 @@ def test_a_model_becomes_dense_again_and_what_was_shared_is() -> None:
     values = dense_of(model[0].weight)
     assert len(list(quantised_in(model))) == 2
     restore_dense(model)
-    assert not list(quantised_in(model)) and torch.equal(model[0].weight, values) and model[0].weight is model[1].weight
+    assert (
+        not list(quantised_in(model))
+        and torch.equal(model[0].weight, values)
+        and model[0].weight is model[1].weight
+    )

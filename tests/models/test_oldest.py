@@ -1,4 +1,5 @@
-"""The families' tables and what they carry, on the oldest transformers that petune supports, in a process of its own."""
+"""The families' tables and what they carry, on the oldest transformers that petune supports, in a process of
+its own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ PLACE = ROOT / ".venv" / "oldest"
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     paths = [str(PLACE), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,5 +38,7 @@ def test_the_oldest_transformers_is_the_one_that_is_imported() -> None:
 
 
 def test_tables_identity_generation_and_merging_hold_on_the_oldest_transformers() -> None:
-    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "tests/models/test_families.py")
+    done = run(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "tests/models/test_families.py"
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -1,4 +1,5 @@
-"""The finder of stacks and sites on modules made for the purpose; real families are in tests/models/test_families.py."""
+"""The finder of stacks and sites on modules made for the purpose; real families are in
+tests/models/test_families.py."""
 
 from __future__ import annotations
 
@@ -6,14 +7,26 @@ import pytest
 from torch import nn
 
 from petune.errors import UsageError
-from petune.models.spec import Attention, Family, Mlp, Shape, StackRule, SubLayer, find_sites, linears, stack_paths
+from petune.models.spec import (
+    Attention,
+    Family,
+    Mlp,
+    Shape,
+    StackRule,
+    SubLayer,
+    find_sites,
+    linears,
+    stack_paths,
+)
 
 
 class Block(nn.Module):
     def __init__(self, gated: bool = False, crossing: bool = False) -> None:
         super().__init__()
         self.attn = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "out")})
-        self.mlp = nn.ModuleDict({name: nn.Linear(4, 4) for name in (("gate", "up", "down") if gated else ("fc", "down"))})
+        self.mlp = nn.ModuleDict(
+            {name: nn.Linear(4, 4) for name in (("gate", "up", "down") if gated else ("fc", "down"))}
+        )
         if crossing:
             self.cross = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "out")})
 
@@ -45,7 +58,9 @@ def family(*cores: Attention | Mlp, blocks: str = "layers") -> Family:
 def test_sites_come_in_the_order_of_the_blocks_with_full_names() -> None:
     sites = find_sites(Model(Block(), Block()), family(ATTENTION, MLP))
     names = ["attn.query", "attn.out", "mlp.fc", "mlp.down"]
-    assert [site.name for site in sites] == [f"body.layers.{index}.{name}" for index in range(2) for name in names]
+    assert [site.name for site in sites] == [
+        f"body.layers.{index}.{name}" for index in range(2) for name in names
+    ]
     assert [site.block for site in sites] == [0] * 4 + [1] * 4
     assert [site.role for site in sites[:4]] == ["q", "o", "up", "down"]
     assert [site.leaves for site in sites[:4]] == [False, True, False, True]
@@ -53,7 +68,11 @@ def test_sites_come_in_the_order_of_the_blocks_with_full_names() -> None:
 
 def test_the_first_alternative_that_exists_is_taken_and_a_gate_may_be_absent() -> None:
     sites = find_sites(Model(Block(gated=True)), family(MLP))
-    assert [(site.role, site.name.rpartition(".")[2]) for site in sites] == [("gate", "gate"), ("up", "up"), ("down", "down")]
+    assert [(site.role, site.name.rpartition(".")[2]) for site in sites] == [
+        ("gate", "gate"),
+        ("up", "up"),
+        ("down", "down"),
+    ]
 
 
 def test_cross_attention_may_be_absent_as_a_whole() -> None:

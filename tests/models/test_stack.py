@@ -14,7 +14,17 @@ from petune.errors import UsageError
 from petune.models import family_of
 from petune.models.spec import find_sites, stack_paths
 from petune.models.stack import Stack, disown_stacks, own_stacks
-from tests.methods.zoo import FOUR, GENERATE, GENERATING, ZOO, assert_same_gradients, batch, gradients, prompt, tiny
+from tests.methods.zoo import (
+    FOUR,
+    GENERATE,
+    GENERATING,
+    ZOO,
+    assert_same_gradients,
+    batch,
+    gradients,
+    prompt,
+    tiny,
+)
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
 
@@ -122,7 +132,10 @@ def loops_otherwise(model: Any, loop: Any) -> None:
 def test_a_loop_that_calls_no_port_is_refused() -> None:
     model = owned("llama-causal")
     loops_otherwise(
-        model, lambda layers, hidden, angles: layers[1](layers[0](hidden, position_embeddings=angles), position_embeddings=angles)
+        model,
+        lambda layers, hidden, angles: layers[1](
+            layers[0](hidden, position_embeddings=angles), position_embeddings=angles
+        ),
     )
     with pytest.raises(UsageError, match="LlamaModel calls no element of its list of blocks"):
         model(**batch("llama-causal"))
@@ -236,10 +249,15 @@ def test_owning_twice_is_owning_once() -> None:
 def test_disowning_puts_plain_lists_back(name: str) -> None:
     base, model = tiny(name), owned(name)
     disown_stacks(model)
-    assert [(key, type(module)) for key, module in model.named_modules()] == [(key, type(module)) for key, module in base.named_modules()]
+    assert [(key, type(module)) for key, module in model.named_modules()] == [
+        (key, type(module)) for key, module in base.named_modules()
+    ]
     assert not any(isinstance(module, Stack) for module in model.modules())
     assert torch.equal(model(**batch(name)).logits, base(**batch(name)).logits)
-    assert all(type(model.get_submodule(path)) is nn.ModuleList for path in stack_paths(model, family_of(model)).values())  # type: ignore[arg-type]
+    assert all(
+        type(model.get_submodule(path)) is nn.ModuleList
+        for path in stack_paths(model, family_of(model)).values()
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -259,7 +277,10 @@ def test_hidden_states_and_attentions_are_recorded_as_before(name: str) -> None:
     for field in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
         if getattr(base, field, None) is not None:
             assert len(getattr(model, field)) == len(getattr(base, field)) == 3
-            assert all(torch.equal(one, other) for one, other in zip(getattr(model, field), getattr(base, field), strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(getattr(model, field), getattr(base, field), strict=True)
+            )
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -276,8 +297,9 @@ def test_a_stack_that_recomputes_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOUR)
 def test_gradient_checkpointing_changes_no_bit_where_blocks_compute_the_same_way(name: str) -> None:
-    # Hugging Face's checkpointing leaves the cache out, whose tensors have other strides, and gives T5's cross-attention a bias with a
-    # gradient, for which scaled_dot_product_attention takes another kernel. So no cache here, and T5 with eager attention.
+    # Hugging Face's checkpointing leaves the cache out, whose tensors have other strides, and gives T5's
+    # cross-attention a bias with a gradient, for which scaled_dot_product_attention takes another kernel. So
+    # no cache here, and T5 with eager attention.
     inputs: dict[str, Any] = batch(name) | ({} if name.startswith("bert") else {"use_cache": False})
     model = owned(name, attn_implementation="eager" if name.startswith("t5") else "sdpa").train()
     loss, expected = gradients(model, inputs)
@@ -312,7 +334,9 @@ def test_reentrant_checkpointing_gives_the_gradients_of_the_plain_list(name: str
 def test_generation_is_that_of_the_plain_list(name: str) -> None:
     for beams in (1, 3):
         settings = {**GENERATE, "num_beams": beams}
-        assert torch.equal(owned(name).generate(**prompt(name), **settings), tiny(name).generate(**prompt(name), **settings))
+        assert torch.equal(
+            owned(name).generate(**prompt(name), **settings), tiny(name).generate(**prompt(name), **settings)
+        )
 
 
 @pytest.mark.parametrize("setting", ["encoder_layerdrop", "decoder_layerdrop"])
@@ -327,7 +351,11 @@ def test_layer_drop_is_refused_with_the_remedy(setting: str) -> None:
 @pytest.mark.parametrize("length", [9, 3])
 def test_mixed_attention_types_each_get_their_own_mask(length: int) -> None:
     mixed = {"layer_types": ["full_attention", "sliding_attention"], **SLIDING}
-    base, model, inputs = tiny("qwen2-causal", **mixed), owned("qwen2-causal", **mixed), batch("qwen2-causal", rows=1, length=length)
+    base, model, inputs = (
+        tiny("qwen2-causal", **mixed),
+        owned("qwen2-causal", **mixed),
+        batch("qwen2-causal", rows=1, length=length),
+    )
     loss, expected = gradients(base, inputs)
     again, found = gradients(model, inputs)
     assert torch.equal(again, loss)

@@ -1,22 +1,24 @@
 """Training steps of a tiny model under a plan, held against the same steps in one process.
 
-`check(case)` runs a case on as many ranks as its plan has and compares with plain torch: the model's own forward, autograd, clipping and
-AdamW, none of petune's stacks, hooks or runners. What a step is made of is meant to show what hides easily: two forward passes of 5 and 3
-rows (gradients add up, shares do not divide); in the first, rows of unequal length, padded to the longest of the rows that a replica got;
-in the second, of equal length, where Hugging Face makes no mask at all; unequal numbers of trained tokens (a mean of means is not the
-mean). Compared are
+`check(case)` runs a case on as many ranks as its plan has and compares with plain torch: the model's own
+forward, autograd, clipping and AdamW, none of petune's stacks, hooks or runners. What a step is made of is
+meant to show what hides easily: two forward passes of 5 and 3 rows (gradients add up, shares do not divide);
+in the first, rows of unequal length, padded to the longest of the rows that a replica got; in the second, of
+equal length, where Hugging Face makes no mask at all; unequal numbers of trained tokens (a mean of means is
+not the mean). Compared are
 
 - names of what trains, on every rank and in all,
 - logits in eval mode,
 - loss and norm of the gradient of every step, on every rank,
 - every gradient of the first step, whole,
-- every tuned tensor after two steps of clipped AdamW, the second with moments of the first (one step in most cells of the matrix, three
-  in its long part).
+- every tuned tensor after two steps of clipped AdamW, the second with moments of the first (one step in most
+  cells of the matrix, three in its long part).
 
-Tolerances, float32: a gradient may differ by 1e-6, or by 1e-5 of the largest entry of its tensor, whichever is more. AdamW divides each
-entry by its own size, so rounding decides the update of an entry that is itself rounding (a key's bias in attention, whose true gradient
-is zero): eps is 1e-4, which lets entries below it move little, and tuned tensors may differ by 1e-5 where they have moved by up to 2e-3.
-float64: 1e-10 for both.
+Tolerances, float32: a gradient may differ by 1e-6, or by 1e-5 of the largest entry of its tensor, whichever
+is more. AdamW divides each entry by its own size, so rounding decides the update of an entry that is itself
+rounding (a key's bias in attention, whose true gradient is zero): eps is 1e-4, which lets entries below it
+move little, and tuned tensors may differ by 1e-5 where they have moved by up to 2e-3. float64: 1e-10 for
+both.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ DROPOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model of the zoo, tuned, and how its steps are made. `settings`, pairs, go over the model's config."""
+    """A tiny model of the zoo, tuned, and how its steps are made. `settings`, pairs, go over the model's
+    config."""
 
     name: str
     method: str
@@ -118,7 +121,8 @@ def _built(case: Case) -> nn.Module:
 
 
 def rows(case: Case, step: int) -> list[list[Row]]:
-    """The rows of step `step` by forward pass, of up to `longest` tokens; those of the last pass are all equally long."""
+    """The rows of step `step` by forward pass, of up to `longest` tokens; those of the last pass are all
+    equally long."""
     draw = torch.Generator().manual_seed(100 + step)
 
     def length(most: int) -> int:
@@ -140,7 +144,9 @@ def rows(case: Case, step: int) -> list[list[Row]]:
                 row["labels"] = tokens(-(-case.longest // 2) if equal else length(-(-case.longest // 2)))
             else:
                 masked = min(2, len(ids) - 1)
-                row["labels"] = [-100] * masked + [label % 3 if case.task == "tokens" else label for label in ids[masked:]]
+                row["labels"] = [-100] * masked + [
+                    label % 3 if case.task == "tokens" else label for label in ids[masked:]
+                ]
             if case.task == "classify" and case.family in ("bart", "t5"):
                 ids[-1] = EOS
             found[-1].append(row)
@@ -155,7 +161,10 @@ def collate(chosen: list[Row], case: Case) -> Batch:
         return torch.tensor([one + [fill] * (longest - len(one)) for one in lists])
 
     inputs = [row["input_ids"] for row in chosen]
-    batch = {"input_ids": stacked(inputs, 0), "attention_mask": stacked([[1] * len(ids) for ids in inputs], 0)}
+    batch = {
+        "input_ids": stacked(inputs, 0),
+        "attention_mask": stacked([[1] * len(ids) for ids in inputs], 0),
+    }
     if case.family == "bert":
         batch["token_type_ids"] = stacked([[0] * 2 + [1] * (len(ids) - 2) for ids in inputs], 0)
     labels = [row["labels"] for row in chosen]
@@ -210,7 +219,8 @@ def optimizer(values: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class Trace:
-    """What is compared: per step loss and norm; names; gradients of the first step and the tensors after the last, whole."""
+    """What is compared: per step loss and norm; names; gradients of the first step and the tensors after the
+    last, whole."""
 
     names: tuple[str, ...]
     logits: Tensor | None = None
@@ -222,7 +232,8 @@ class Trace:
 
 @cache
 def oracle(case: Case) -> Trace:
-    """The steps in plain torch; with dropout, whose masks are petune's own, by the runner of a single process."""
+    """The steps in plain torch; with dropout, whose masks are petune's own, by the runner of a single
+    process."""
     if case.dropout:
         return steps(case, ALONE, limit=None)
     model = build(case)
@@ -240,10 +251,15 @@ def oracle(case: Case) -> Trace:
             share = loss_sum(logits_of(model, batch), batch, case.task)[0] / whole
             share.backward()
             loss += float(share.detach())
-        gradients = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in tuned.items()}
+        gradients = {
+            name: torch.zeros_like(value) if value.grad is None else value.grad
+            for name, value in tuned.items()
+        }
         trace.gradients = trace.gradients or copy.deepcopy(gradients)
         trace.losses.append(loss)
-        trace.norms.append(float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()]))))
+        trace.norms.append(
+            float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()])))
+        )
         torch.nn.utils.clip_grad_norm_(tuned.values(), trace.norms[0] / 2)
         adamw.step()
         adamw.zero_grad()
@@ -266,16 +282,24 @@ def place(case: Case, plan: ParallelPlan) -> Runner:
 
 
 def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
-    """The same steps by a Runner. `limit`: what the gradient is clipped to; None: half the norm of the first."""
+    """The same steps by a Runner. `limit`: what the gradient is clipped to; None: half the norm of the
+    first."""
     runner = place(case, plan)
     trace = Trace(tuple(runner.names))
     assert_only_the_tuned_train(runner)
     start = {name: value.detach().clone() for name, value in tuned_parameters(_built(case)).items()}
     assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors at the start")
     own = {name: local(value) for name, value in runner.local(start).items()}
-    assert_same({name: local(value) for name, value in runner.tuned.items()}, own, 0.0, "this rank's parts at the start")
+    assert_same(
+        {name: local(value) for name, value in runner.tuned.items()},
+        own,
+        0.0,
+        "this rank's parts at the start",
+    )
     runner.fill(start)
-    assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors filled with the start")
+    assert_same(
+        runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors filled with the start"
+    )
     for module in runner.modules:
         module.eval()
     trace.logits = runner.logits(collate(rows(case, 0)[0], case))
@@ -284,7 +308,9 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
     adamw = optimizer(runner.tuned.values())
     for step in range(case.steps):
         batches = [collate(mine, case) for chosen in rows(case, step) if (mine := runner.share(chosen))]
-        trace.losses.append(runner.backward(batches, total(case, step), None if case.key is None else case.key + step))
+        trace.losses.append(
+            runner.backward(batches, total(case, step), None if case.key is None else case.key + step)
+        )
         if step == 0:
             trace.gradients = runner.whole({name: gradient(value) for name, value in runner.tuned.items()})
         limit = limit if limit is not None else runner.clip(None) / 2
@@ -304,7 +330,9 @@ def gradient(value: nn.Parameter) -> Tensor:
 def assert_only_the_tuned_train(runner: Runner) -> None:
     """What asks for a gradient on this rank is what the runner calls tuned, neither less nor more."""
     asking = {id(value) for module in runner.modules for value in module.parameters() if value.requires_grad}
-    assert asking == {id(value) for value in runner.tuned.values()}, "placing changed what trains on this rank"
+    assert asking == {id(value) for value in runner.tuned.values()}, (
+        "placing changed what trains on this rank"
+    )
 
 
 # ------------------------------------------------------------------ comparing
@@ -322,7 +350,8 @@ def _steps(case: Case, limit: float) -> dict[str, Any]:
 
 
 def compare(found: list[Trace], expected: Trace, case: Case) -> float:
-    """Raise AssertionError unless the ranks' traces agree with `expected`; the largest difference of a gradient."""
+    """Raise AssertionError unless the ranks' traces agree with `expected`; the largest difference of a
+    gradient."""
     close = 1e-5 if case.dtype == torch.float32 else 1e-10
     for rank, trace in enumerate(found):
         assert sorted(trace.names) == sorted(expected.names), (
@@ -332,9 +361,13 @@ def compare(found: list[Trace], expected: Trace, case: Case) -> float:
     assert speaking and expected.logits is not None, "no rank has logits"
     read = _read(case)
     for logits in speaking:
-        assert_same({"logits": logits[read]}, {"logits": expected.logits[read]}, 10 * close, "logits in eval mode")
+        assert_same(
+            {"logits": logits[read]}, {"logits": expected.logits[read]}, 10 * close, "logits in eval mode"
+        )
     _assert_near("losses", [trace.losses[:1] for trace in found], expected.losses[:1], close)
-    largest = assert_same(found[0].gradients, expected.gradients, close / 10, "gradients of the first step", relative=close)
+    largest = assert_same(
+        found[0].gradients, expected.gradients, close / 10, "gradients of the first step", relative=close
+    )
     _assert_near("norms", [trace.norms for trace in found], expected.norms, close)
     _assert_near("losses", [trace.losses for trace in found], expected.losses, close)
     assert_same(found[0].tuned, expected.tuned, close, f"tuned tensors after {case.steps} steps")
@@ -352,21 +385,34 @@ def _assert_near(what: str, found: list[list[float]], expected: list[float], clo
     """Every rank's number of every step within `close` of what is expected, or of its size above 1."""
     for rank, own in enumerate(found):
         for step, (one, other) in enumerate(zip(own, expected, strict=True)):
-            assert abs(one - other) <= close * max(1.0, abs(other)), f"{what} of step {step} on rank {rank}: {one}, expected {other}"
+            assert abs(one - other) <= close * max(1.0, abs(other)), (
+                f"{what} of step {step} on rank {rank}: {one}, expected {other}"
+            )
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str, relative: float = 0.0) -> float:
-    """Every tensor equal within `tolerance`, or `relative` to its largest entry; the largest difference. The message lists the worst."""
-    assert found.keys() == expected.keys(), f"{what}: other names, {sorted(found.keys() ^ expected.keys())[:5]}"
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str, relative: float = 0.0
+) -> float:
+    """Every tensor equal within `tolerance`, or `relative` to its largest entry; the largest difference. The
+    message lists the worst."""
+    assert found.keys() == expected.keys(), (
+        f"{what}: other names, {sorted(found.keys() ^ expected.keys())[:5]}"
+    )
     wrong, largest = [], 0.0
     for name, value in expected.items():
-        assert found[name].shape == value.shape, f"{what}: {name} has shape {tuple(found[name].shape)}, expected {tuple(value.shape)}"
-        assert found[name].dtype == value.dtype, f"{what}: {name} has dtype {found[name].dtype}, expected {value.dtype}"
+        assert found[name].shape == value.shape, (
+            f"{what}: {name} has shape {tuple(found[name].shape)}, expected {tuple(value.shape)}"
+        )
+        assert found[name].dtype == value.dtype, (
+            f"{what}: {name} has dtype {found[name].dtype}, expected {value.dtype}"
+        )
         difference = float((found[name] - value).detach().abs().max()) if value.numel() else 0.0
         scale = float(value.detach().abs().max()) if value.numel() else 0.0
         largest = max(largest, difference)
         if not difference <= max(tolerance, relative * scale):
             wrong.append((difference, f"{name} {difference:.1e} of {scale:.1e}"))
     worst = ", ".join(text for _, text in sorted(wrong, reverse=True)[:6])
-    assert not wrong, f"{what}: {len(wrong)} of {len(expected)} tensors differ, first {wrong[0][1]}; worst {worst}"
+    assert not wrong, (
+        f"{what}: {len(wrong)} of {len(expected)} tensors differ, first {wrong[0][1]}; worst {worst}"
+    )
     return largest

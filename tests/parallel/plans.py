@@ -1,7 +1,9 @@
-"""The plans that the parity tests run, written out by hand, so that they do not lean on what makes plans from recipes.
+"""The plans that the parity tests run, written out by hand, so that they do not lean on what makes plans from
+recipes.
 
-Shares are uneven wherever the backend knows shares: 3:1 on two ranks, 2:1:1 of heads and 3:2:1 of the rest on three. Tiny models have 8
-query heads (Llama 4 key and value heads), 96 columns and two blocks per stack, or, for a pipeline of Llama or BERT, three.
+Shares are uneven wherever the backend knows shares: 3:1 on two ranks, 2:1:1 of heads and 3:2:1 of the rest on
+three. Tiny models have 8 query heads (Llama 4 key and value heads), 96 columns and two blocks per stack, or,
+for a pipeline of Llama or BERT, three.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def stages(name: str, counts: Sequence[int]) -> tuple[Stage, ...]:
     """`counts` blocks per stage, the encoder's before the decoder's."""
     family = name.partition("-")[0]
     order: list[tuple[Any, int]] = (
-        [("encoder", 2), ("decoder", 2)] if family in ("bart", "t5") else [("encoder" if family == "bert" else "decoder", sum(counts))]
+        [("encoder", 2), ("decoder", 2)]
+        if family in ("bart", "t5")
+        else [("encoder" if family == "bert" else "decoder", sum(counts))]
     )
     places = [(stack, index) for stack, number in order for index in range(number)]
     assert len(places) == sum(counts)
@@ -68,7 +72,9 @@ def stages(name: str, counts: Sequence[int]) -> tuple[Stage, ...]:
     for at in range(len(counts)):
         held = places[sum(counts[:at]) : sum(counts[: at + 1])]
         mine = {stack: [index for other, index in held if other == stack] for stack, _ in order}
-        found.append(Stage({stack: (min(indices), max(indices) + 1) for stack, indices in mine.items() if indices}))
+        found.append(
+            Stage({stack: (min(indices), max(indices) + 1) for stack, indices in mine.items() if indices})
+        )
     return tuple(found)
 
 
@@ -84,7 +90,9 @@ def pp(schedule: str, microbatches: int = 2, *, reverse: bool = False) -> Plan:
 
     def plan(name: str, ranks: int) -> ParallelPlan:
         counts = counts_of(name, ranks, reverse=reverse)
-        return ParallelPlan(pp=ranks, stages=stages(name, counts), schedule=schedule, microbatches=max(microbatches, ranks))
+        return ParallelPlan(
+            pp=ranks, stages=stages(name, counts), schedule=schedule, microbatches=max(microbatches, ranks)
+        )
 
     return plan
 
@@ -94,7 +102,9 @@ def looped(schedule: str, microbatches: int = 4) -> Plan:
 
     def plan(name: str, ranks: int) -> ParallelPlan:
         counts = (1,) * (2 * ranks) if name.startswith(("bart", "t5")) else (2,) + (1,) * (2 * ranks - 1)
-        return ParallelPlan(pp=ranks, stages=stages(name, counts), schedule=schedule, microbatches=microbatches)
+        return ParallelPlan(
+            pp=ranks, stages=stages(name, counts), schedule=schedule, microbatches=microbatches
+        )
 
     return plan
 
@@ -102,15 +112,24 @@ def looped(schedule: str, microbatches: int = 4) -> Plan:
 def settings_of(name: str, plan: ParallelPlan) -> tuple[tuple[str, Any], ...]:
     """What the model's config must say under this plan.
 
-    For the stages of a pipeline, three blocks where two cannot be shared out unevenly. For a ring, no dropout in attention, which it
-    refuses; T5 has one rate for everything.
+    For the stages of a pipeline, three blocks where two cannot be shared out unevenly. For a ring, no dropout
+    in attention, which it refuses; T5 has one rate for everything.
     """
     found: list[tuple[str, Any]] = []
     family = name.partition("-")[0]
     if plan.pp > 1 and family not in ("bart", "t5"):
-        found.append(("num_hidden_layers", max(end for stage in plan.stages for _, end in stage.blocks.values())))
+        found.append(
+            ("num_hidden_layers", max(end for stage in plan.stages for _, end in stage.blocks.values()))
+        )
     if plan.cut is not None and plan.cut.exchange == "ring":
-        found.append(({"bert": "attention_probs_dropout_prob", "t5": "dropout_rate"}.get(family, "attention_dropout"), 0.0))
+        found.append(
+            (
+                {"bert": "attention_probs_dropout_prob", "t5": "dropout_rate"}.get(
+                    family, "attention_dropout"
+                ),
+                0.0,
+            )
+        )
     return tuple(found)
 
 
@@ -142,7 +161,9 @@ def _times(*axes: str) -> Callable[[str], ParallelPlan]:
             elif own.tp > 1:
                 found = replace(found, tp=own.tp, cut=own.cut)
             else:
-                found = replace(found, pp=own.pp, stages=own.stages, schedule=own.schedule, microbatches=own.microbatches)
+                found = replace(
+                    found, pp=own.pp, stages=own.stages, schedule=own.schedule, microbatches=own.microbatches
+                )
         return found
 
     return plan
@@ -159,7 +180,9 @@ def overlapping(backend: str) -> Plan:
     return plan
 
 
-OVERLAPPED: dict[str, Plan] = {backend: overlapping(backend) for backend in ("tp", "galaxy", "galaxy2", "cut")}
+OVERLAPPED: dict[str, Plan] = {
+    backend: overlapping(backend) for backend in ("tp", "galaxy", "galaxy2", "cut")
+}
 LOOPED: dict[str, Plan] = {"pp-interleaved": looped("interleaved"), "pp-zero-bubble": looped("zero-bubble")}
 
 COMPOSED: dict[str, Callable[[str], ParallelPlan]] = {

@@ -1,7 +1,8 @@
-"""The matrix as a table: `python -m tests.parallel.table` runs every cell on two ranks and prints the largest difference of a gradient.
+"""The matrix as a table: `python -m tests.parallel.table` runs every cell on two ranks and prints the largest
+difference of a gradient.
 
-One row per method and backend, one column per family; `float64` as an argument runs it in double precision. A cell that does not agree
-shows FAIL, and the run ends with code 1.
+One row per method and backend, one column per family; `float64` as an argument runs it in double precision. A
+cell that does not agree shows FAIL, and the run ends with code 1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def main(dtype: torch.dtype) -> int:
     """Print the table in Markdown, row by row as they are ready."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
-    print(f"| method | backend | {' | '.join(name.partition('-')[0] for name in FOUR)} |\n|---|---|{'---|' * len(FOUR)}")
+    print(
+        f"| method | backend | {' | '.join(name.partition('-')[0] for name in FOUR)}"
+        f" |\n|---|---|{'---|' * len(FOUR)}"
+    )
     failed = 0
     for method in SETTINGS:
         for backend in BACKENDS:

@@ -35,7 +35,9 @@ def _both_ways(kind: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     y, w = drawn(40 + rank, whole), drawn(60 + seed, outside)
     given = [one.clone() for one in (x, z, y, w)]
     found = [boundary.enter(x), boundary.enter_backward(z), boundary.leave(y), boundary.leave_backward(w)]
-    assert all(torch.equal(one, before) for one, before in zip((x, z, y, w), given, strict=True)), "what is not its own was written"
+    assert all(torch.equal(one, before) for one, before in zip((x, z, y, w), given, strict=True)), (
+        "what is not its own was written"
+    )
     found += [boundary.enter_backward(z.clone(), own=True), boundary.leave(y.clone(), own=True)]
     return {"given": given, "found": found, "least": boundary.least([3 - rank, rank, 7], CPU)}
 
@@ -51,13 +53,20 @@ def test_both_ends_of_a_boundary_go_with_their_adjoints(kind: str, sizes: tuple[
     for rank, part in enumerate(left):
         total = sum(y) if kind == "whole" else sum(y).split(sizes, 1)[rank]  # type: ignore[union-attr]
         torch.testing.assert_close(part, total)
-    shared = 1 if kind == "sequence" else len(sizes)  # a whole connection has one x and one sum, which every rank holds
-    there, back = (sum(float((a * b).sum()) for a, b in zip(*one, strict=True)) for one in ((entered, z), (x, dx)))
+    # a whole connection has one x and one sum, which every rank holds
+    shared = 1 if kind == "sequence" else len(sizes)
+    there, back = (
+        sum(float((a * b).sum()) for a, b in zip(*one, strict=True)) for one in ((entered, z), (x, dx))
+    )
     assert there == pytest.approx(back / shared)
-    there, back = (sum(float((a * b).sum()) for a, b in zip(*one, strict=True)) for one in ((left, w), (y, dy)))
+    there, back = (
+        sum(float((a * b).sum()) for a, b in zip(*one, strict=True)) for one in ((left, w), (y, dy))
+    )
     assert there / shared == pytest.approx(back)
     for rank in ranks:
-        assert torch.equal(rank["found"][4], rank["found"][1]) and torch.equal(rank["found"][5], rank["found"][2])
+        assert torch.equal(rank["found"][4], rank["found"][1]) and torch.equal(
+            rank["found"][5], rank["found"][2]
+        )
 
 
 def test_ranks_agree_on_the_least_of_what_each_of_them_says() -> None:

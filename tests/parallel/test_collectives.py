@@ -1,4 +1,5 @@
-"""The transitions between layouts against what they are by definition, and each backward as the true adjoint of its forward."""
+"""The transitions between layouts against what they are by definition, and each backward as the true adjoint
+of its forward."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from petune.parallel import collectives
 from tests.pool import run
 
 CUTS = [(11, 5), (4, 4), (0, 6), (5, 3, 1), (4, 0, 3), (0, 0)]
-SHARED = {"reduce": "output", "copy": "input", "split_shared": "input", "gather_shared": "output"}  # what is the same on every rank
+# what is the same on every rank
+SHARED = {"reduce": "output", "copy": "input", "split_shared": "input", "gather_shared": "output"}
 WHOLE_IN = ("copy", "reduce", "reduce_scatter_seq", "split_shared")
 WHOLE_OUT = ("copy", "reduce", "gather_seq", "gather_shared")
 NAMES = ("copy", "reduce", "gather_seq", "reduce_scatter_seq", "split_shared", "gather_shared")
@@ -36,8 +38,12 @@ def both_ways(sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> dic
     rank, whole, own = dist.get_rank(), sum(sizes), sizes[dist.get_rank()]
     found = {}
     for name in NAMES:
-        x = drawn(0 if SHARED.get(name) == "input" else 1 + rank, whole if name in WHOLE_IN else own, dtype).requires_grad_()
-        z = drawn(10 if SHARED.get(name) == "output" else 11 + rank, whole if name in WHOLE_OUT else own, dtype)
+        x = drawn(
+            0 if SHARED.get(name) == "input" else 1 + rank, whole if name in WHOLE_IN else own, dtype
+        ).requires_grad_()
+        z = drawn(
+            10 if SHARED.get(name) == "output" else 11 + rank, whole if name in WHOLE_OUT else own, dtype
+        )
         y = called(name, x, sizes, dist.group.WORLD)
         y.backward(z)
         assert x.grad is not None
@@ -61,12 +67,15 @@ def test_transitions_do_what_their_names_say(sizes: tuple[int, ...]) -> None:
     }
     for name in NAMES:
         for rank in range(len(sizes)):
-            torch.testing.assert_close(ranks[rank][name][1], expected[name][rank], atol=1e-14, rtol=0, msg=name)
+            torch.testing.assert_close(
+                ranks[rank][name][1], expected[name][rank], atol=1e-14, rtol=0, msg=name
+            )
 
 
 @pytest.mark.parametrize("sizes", CUTS, ids=str)
 def test_backward_is_the_adjoint_of_forward(sizes: tuple[int, ...]) -> None:
-    """<A x, z> = <x, A* z>; of what is the same on every rank, there is one in the product and not one per rank."""
+    """<A x, z> = <x, A* z>; of what is the same on every rank, there is one in the product and not one per
+    rank."""
     ranks = run(len(sizes), both_ways, sizes)
     for name in NAMES:
         outer = [float((rank[name][1] * rank[name][2]).sum()) for rank in ranks]
@@ -122,7 +131,10 @@ def test_gather_dim_makes_any_dim_of_any_dtype_whole(dtype: torch.dtype) -> None
     def gathered() -> list[Tensor]:
         rank = dist.get_rank()
         cuts = {0: (2, 0), 1: (5, 3), 2: (1, 2), -1: (0, 3), -2: (8, 0)}
-        return [collectives.gather_dim(whole.split(sizes, dim)[rank], sizes, dim, dist.group.WORLD) for dim, sizes in cuts.items()]
+        return [
+            collectives.gather_dim(whole.split(sizes, dim)[rank], sizes, dim, dist.group.WORLD)
+            for dim, sizes in cuts.items()
+        ]
 
     for rank in run(2, gathered):
         for found in rank:
@@ -137,7 +149,13 @@ def test_gather_dim_has_no_graph() -> None:
     assert run(2, gathered) == [False, False]
 
 
-WHOLES = [((4, 3), 0, (1, 3)), ((2, 5, 2), 1, (5, 0)), ((6,), 0, (6, 0)), ((3, 4), -1, (0, 4)), ((2, 2), 0, (1, 1))]
+WHOLES = [
+    ((4, 3), 0, (1, 3)),
+    ((2, 5, 2), 1, (5, 0)),
+    ((6,), 0, (6, 0)),
+    ((3, 4), -1, (0, 4)),
+    ((2, 2), 0, (1, 1)),
+]
 
 
 def filled(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -145,16 +163,24 @@ def filled(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randint(-9, 9, shape, generator=draw).to(dtype)
 
 
-def test_tensors_cut_along_any_dim_are_made_whole_together_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_cut_along_any_dim_are_made_whole_together_one_call_a_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kinds = (torch.float32, torch.bfloat16, torch.float32, torch.bool, torch.float32)
-    wholes = [filled(at, shape, dtype) for at, ((shape, _, _), dtype) in enumerate(zip(WHOLES, kinds, strict=True))]
+    wholes = [
+        filled(at, shape, dtype) for at, ((shape, _, _), dtype) in enumerate(zip(WHOLES, kinds, strict=True))
+    ]
 
     def gathered() -> tuple[list[Tensor], int]:
         calls, talk = [], collectives._all_gather
-        monkeypatch.setattr(collectives, "_all_gather", lambda *args, **kwargs: (calls.append(1), talk(*args, **kwargs)))
+        monkeypatch.setattr(
+            collectives, "_all_gather", lambda *args, **kwargs: (calls.append(1), talk(*args, **kwargs))
+        )
         rank = dist.get_rank()
         parts = [whole.split(sizes, dim)[rank] for whole, (_, dim, sizes) in zip(wholes, WHOLES, strict=True)]
-        return collectives.gather_dims(parts, [(sizes, dim) for _, dim, sizes in WHOLES], dist.group.WORLD), len(calls)
+        return collectives.gather_dims(
+            parts, [(sizes, dim) for _, dim, sizes in WHOLES], dist.group.WORLD
+        ), len(calls)
 
     for found, calls in run(2, gathered):
         assert calls == 3
@@ -197,7 +223,9 @@ def test_a_part_of_another_length_than_planned_is_refused_before_anything_is_sen
 
 
 @pytest.mark.parametrize("bucket", [2**26, 40, 1])
-def test_sums_and_maxima_are_taken_in_place_whatever_the_shapes_and_buckets(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_and_maxima_are_taken_in_place_whatever_the_shapes_and_buckets(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(collectives, "BUCKET", bucket)
 
     def reduced() -> list[Tensor]:
@@ -211,7 +239,9 @@ def test_sums_and_maxima_are_taken_in_place_whatever_the_shapes_and_buckets(buck
         return tensors + most
 
     parts = [mixed(rank) for rank in range(3)]
-    expected = [torch.stack(x).sum(0) for x in zip(*parts, strict=True)] + [torch.stack(x).amax(0) for x in zip(*parts, strict=True)]
+    expected = [torch.stack(x).sum(0) for x in zip(*parts, strict=True)] + [
+        torch.stack(x).amax(0) for x in zip(*parts, strict=True)
+    ]
     for rank in run(3, reduced):
         for found, plain in zip(rank, expected, strict=True):
             torch.testing.assert_close(found, plain, atol=0, rtol=0)
@@ -219,7 +249,13 @@ def test_sums_and_maxima_are_taken_in_place_whatever_the_shapes_and_buckets(buck
 
 def mixed(rank: int) -> list[Tensor]:
     """Of several dtypes, one not contiguous; whole numbers, so that sums are exact in any order."""
-    kinds = [((3, 2), torch.float32), ((4,), torch.float64), ((5, 2), torch.float32), ((2, 3), torch.bfloat16), ((), torch.float32)]
+    kinds = [
+        ((3, 2), torch.float32),
+        ((4,), torch.float64),
+        ((5, 2), torch.float32),
+        ((2, 3), torch.bfloat16),
+        ((), torch.float32),
+    ]
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randint(-9, 9, shape, generator=generator).to(dtype) for shape, dtype in kinds]
     return [*tensors, tensors[2].clone().t(), torch.tensor([rank, 2 - rank])]

@@ -37,9 +37,15 @@ def plan_of(world: int, sharding: Sharding = PLAIN, **changes: Any) -> ParallelP
 
 
 def model_of(
-    name: str, method: str, dtype: torch.dtype = torch.float32, recompute: bool = False, tied: bool | None = None, **settings: Any
+    name: str,
+    method: str,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    tied: bool | None = None,
+    **settings: Any,
 ) -> Any:
-    """A tuned model whose tuning is no longer an identity, with its stacks owned; the same in every process."""
+    """A tuned model whose tuning is no longer an identity, with its stacks owned; the same in every
+    process."""
     model = tiny(name, **({} if tied is None else {"tie_word_embeddings": tied})).to(dtype)
     wrap(model, method, **{**SETTINGS[method], **settings})
     for stack in own_stacks(model, family_of(model)).values():
@@ -49,7 +55,9 @@ def model_of(
 
 
 def task_of(name: str) -> str:
-    return {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "tokens": "seq2seq"}[name.split("-")[1]]
+    return {"causal": "causal", "classify": "classify", "seq2seq": "seq2seq", "tokens": "seq2seq"}[
+        name.split("-")[1]
+    ]
 
 
 def data_of(name: str, rows: int = 5) -> Tensors:
@@ -62,23 +70,33 @@ def loss_of(model: nn.Module, name: str, rows: Tensors, total: float) -> Tensor:
 
 def total_of(name: str, rows: Tensors) -> float:
     labels = rows["labels"]
-    return float(len(labels)) if labels.dim() == 1 else float((labels[:, 1:] if task_of(name) == "causal" else labels).ne(-100).sum())
+    return (
+        float(len(labels))
+        if labels.dim() == 1
+        else float((labels[:, 1:] if task_of(name) == "causal" else labels).ne(-100).sum())
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """A large epsilon, as some gradients are zero but for rounding (a key's bias) and Adam would blow the rounding up."""
+    """A large epsilon, as some gradients are zero but for rounding (a key's bias) and Adam would blow the
+    rounding up."""
     return torch.optim.AdamW(tuned_parameters(model).values(), lr=1e-2, eps=1e-3)
 
 
 def alone(model: nn.Module, name: str, rows: Tensors, steps: int = 3) -> dict[str, Any]:
-    """What one process makes of it: loss and gradients of the first step, tensors after `steps` of AdamW under clipping."""
+    """What one process makes of it: loss and gradients of the first step, tensors after `steps` of AdamW
+    under clipping."""
     optimizer = adamw(model)
     found: dict[str, Any] = {}
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, name, rows, total_of(name, rows))
         loss.backward()
-        grads = {key: value.grad.clone() for key, value in tuned_parameters(model).items() if value.grad is not None}
+        grads = {
+            key: value.grad.clone()
+            for key, value in tuned_parameters(model).items()
+            if value.grad is not None
+        }
         norm = float(nn.utils.clip_grad_norm_(tuned_parameters(model).values(), 0.5))
         optimizer.step()
         found = found or {"loss": float(loss.detach()), "grads": grads, "norm": norm}
@@ -115,7 +133,9 @@ def whole(tensors: Tensors) -> Tensors:
     return {key: value.clone() for key, value in zip(tensors, wholes(list(tensors.values())), strict=True)}
 
 
-def together(build: Callable[[], Any], name: str, rows: Tensors, plan: ParallelPlan, steps: int = 3) -> dict[str, Any]:
+def together(
+    build: Callable[[], Any], name: str, rows: Tensors, plan: ParallelPlan, steps: int = 3
+) -> dict[str, Any]:
     """The same on one rank of several."""
     model, mesh = build(), make_mesh(plan, torch.device("cpu"))
     before = list(model.state_dict()), sum(value.numel() for value in model.parameters())
@@ -135,7 +155,9 @@ def together(build: Callable[[], Any], name: str, rows: Tensors, plan: ParallelP
         if "loss" not in found:
             share = loss.detach().clone()
             dist.all_reduce(share)
-            grads = {key: value.grad for key, value in tuned_parameters(model).items() if value.grad is not None}
+            grads = {
+                key: value.grad for key, value in tuned_parameters(model).items() if value.grad is not None
+            }
             found |= {"loss": float(share), "grads": whole(grads)}
             found["norm"] = clip(model, plan, 0.5)
         else:
@@ -144,7 +166,9 @@ def together(build: Callable[[], Any], name: str, rows: Tensors, plan: ParallelP
     return found | {"after": whole(tuned_parameters(model))}
 
 
-def assert_as_alone(name: str, build: Callable[[], Any], plan: ParallelPlan, tolerance: float = 1e-6) -> list[dict[str, Any]]:
+def assert_as_alone(
+    name: str, build: Callable[[], Any], plan: ParallelPlan, tolerance: float = 1e-6
+) -> list[dict[str, Any]]:
     rows = data_of(name)
     expected = alone(build(), name, rows)
     results = run(plan.world, together, build, name, rows, plan)
@@ -179,37 +203,53 @@ def test_a_sharded_model_trains_as_one_process_does_and_holds_half(name: str, me
 @pytest.mark.parametrize("method", ["lora", "side"])
 @pytest.mark.parametrize("changes", [{"reshard": False}, {"offload": True}, {"frozen": False}], ids=str)
 def test_every_setting_computes_the_same(changes: dict[str, bool], method: str) -> None:
-    results = assert_as_alone("llama-causal", lambda: model_of("llama-causal", method), plan_of(2, replace(PLAIN, **changes)))
+    results = assert_as_alone(
+        "llama-causal", lambda: model_of("llama-causal", method), plan_of(2, replace(PLAIN, **changes))
+    )
     if "frozen" in changes:
-        trains = {key for key, value in model_of("llama-causal", method).named_parameters() if value.requires_grad and value.dim()}
+        trains = {
+            key
+            for key, value in model_of("llama-causal", method).named_parameters()
+            if value.requires_grad and value.dim()
+        }
         assert {key for key, sharded in results[0]["sharded"].items() if sharded} == trains
 
 
 @pytest.mark.parametrize(("name", "method"), [("llama-causal", "lora"), ("bart-seq2seq", "side")])
 def test_groups_of_replicas_hold_a_copy_each(name: str, method: str) -> None:
-    for found in assert_as_alone(name, lambda: model_of(name, method), plan_of(4, replace(PLAIN, replicas=2))):
+    for found in assert_as_alone(
+        name, lambda: model_of(name, method), plan_of(4, replace(PLAIN, replicas=2))
+    ):
         assert found["held"] == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "reshard"), [("llama-causal", "full", True), ("t5-seq2seq", "lora", False), ("bart-seq2seq", "side", True)]
+    ("name", "method", "reshard"),
+    [("llama-causal", "full", True), ("t5-seq2seq", "lora", False), ("bart-seq2seq", "side", True)],
 )
 def test_recomputed_blocks_compute_the_same(name: str, method: str, reshard: bool) -> None:
-    assert_as_alone(name, lambda: model_of(name, method, recompute=True), plan_of(2, replace(PLAIN, reshard=reshard)))
+    assert_as_alone(
+        name, lambda: model_of(name, method, recompute=True), plan_of(2, replace(PLAIN, reshard=reshard))
+    )
 
 
 def test_tensors_with_fewer_rows_than_ranks_and_ties_are_sharded_too() -> None:
     assert_as_alone("llama-causal", lambda: model_of("llama-causal", "lora", r=1), plan_of(4))
-    for found in assert_as_alone("llama-causal", lambda: model_of("llama-causal", "full", tied=True), plan_of(2)):
+    for found in assert_as_alone(
+        "llama-causal", lambda: model_of("llama-causal", "full", tied=True), plan_of(2)
+    ):
         assert found["sharded"]["model.embed_tokens.weight"]
 
 
 def test_float64_agrees_to_the_last_digits() -> None:
-    assert_as_alone("llama-causal", lambda: model_of("llama-causal", "lora", torch.float64), plan_of(2), 1e-12)
+    assert_as_alone(
+        "llama-causal", lambda: model_of("llama-causal", "lora", torch.float64), plan_of(2), 1e-12
+    )
 
 
 def test_half_precision_weights_stay_so_beside_float32_tuning() -> None:
-    """The ladder is float32 and the head bfloat16, in one unit, which reduces in one dtype: the smaller part stays whole."""
+    """The ladder is float32 and the head bfloat16, in one unit, which reduces in one dtype: the smaller part
+    stays whole."""
     build = lambda: model_of("llama-classify", "side", torch.bfloat16)  # noqa: E731
     for found in assert_as_alone("llama-classify", build, plan_of(2), 2e-2):
         assert not found["sharded"]["score.weight"] and found["sharded"]["model.layers.side.up.weight"]
@@ -224,12 +264,18 @@ def test_an_average_in_place_of_the_sum_would_be_seen(monkeypatch: pytest.Monkey
 def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
     """dp 2 x tp 2, heads, columns and vocabulary cut unevenly."""
     name, rows = "llama-causal", data_of("llama-causal")
-    cut = Cut("heads", "heads", "whole", "gather", (6, 2), (3, 1), (60, 36), (1, 1), vocabulary=True, overlap=False)
+    cut = Cut(
+        "heads", "heads", "whole", "gather", (6, 2), (3, 1), (60, 36), (1, 1), vocabulary=True, overlap=False
+    )
     plan = ParallelPlan(dp=2, tp=2, shares=(2, 1), sharding=PLAIN, cut=cut)
     expected = alone(model_of(name, "lora"), name, rows, steps=1)
 
     def part() -> dict[str, Any]:
-        model, mesh, family = model_of(name, "lora"), make_mesh(plan, torch.device("cpu")), family_of(model_of(name, "lora"))
+        model, mesh, family = (
+            model_of(name, "lora"),
+            make_mesh(plan, torch.device("cpu")),
+            family_of(model_of(name, "lora")),
+        )
         assert family is not None
         placed, sizes = shard_params.cut(model, family, plan, mesh.at), (50, 47)
         placed.slices |= cut_vocabulary(model, sizes, mesh.at.tp).slices
@@ -238,7 +284,9 @@ def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
         shard(model, plan, mesh, tuned_parameters(model).values())
         own = mine(rows, mesh)
         logits, gold = trained_positions(forward(model, own), own["labels"], "causal")
-        loss = vocabulary_loss(logits, gold, mesh.groups["tp"], sum(sizes[: mesh.at.tp])) / total_of(name, rows)
+        loss = vocabulary_loss(logits, gold, mesh.groups["tp"], sum(sizes[: mesh.at.tp])) / total_of(
+            name, rows
+        )
         loss.backward()
         grads = {}
         for key, value in tuned_parameters(model).items():
@@ -259,10 +307,17 @@ def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
 
 @pytest.mark.parametrize(("method", "reshard"), [("full", True), ("side", False)])
 def test_sharded_stages_of_a_pipeline_train_as_one_process_does(method: str, reshard: bool) -> None:
-    """pp 2 x dp 2, two forward passes of different shape a step: torch clears gradients of FSDP whenever a schedule begins."""
+    """pp 2 x dp 2, two forward passes of different shape a step: torch clears gradients of FSDP whenever a
+    schedule begins."""
     stages = (Stage({"encoder": (0, 1)}), Stage({"encoder": (1, 2), "decoder": (0, 2)}))
     sharding = replace(PLAIN, reshard=reshard)
-    check(Case("t5-seq2seq", method, ParallelPlan(dp=2, pp=2, shares=(2, 1), sharding=sharding, stages=stages, microbatches=2)))
+    check(
+        Case(
+            "t5-seq2seq",
+            method,
+            ParallelPlan(dp=2, pp=2, shares=(2, 1), sharding=sharding, stages=stages, microbatches=2),
+        )
+    )
 
 
 # ------------------------------------------------------------------ passes
@@ -276,7 +331,9 @@ def sharded(name: str, method: str, plan: ParallelPlan, **settings: Any) -> tupl
 
 @pytest.mark.parametrize(("name", "method"), [("llama-causal", "lora"), ("t5-seq2seq", "full")])
 @pytest.mark.parametrize(("reshard", "recompute"), [(True, False), (False, True)])
-def test_two_micro_batches_may_be_on_their_way_at_once(name: str, method: str, reshard: bool, recompute: bool) -> None:
+def test_two_micro_batches_may_be_on_their_way_at_once(
+    name: str, method: str, reshard: bool, recompute: bool
+) -> None:
     """As in a pipeline: forward, forward, backward, forward, backward, backward."""
     rows, plan = data_of(name, rows=6), plan_of(2, replace(PLAIN, reshard=reshard))
     expected = alone(model_of(name, method), name, rows, steps=1)["grads"]
@@ -289,7 +346,9 @@ def test_two_micro_batches_may_be_on_their_way_at_once(name: str, method: str, r
         third = loss_of(model, name, pieces[2], total_of(name, rows))
         second.backward()
         third.backward()
-        return whole({key: value.grad for key, value in tuned_parameters(model).items() if value.grad is not None})
+        return whole(
+            {key: value.grad for key, value in tuned_parameters(model).items() if value.grad is not None}
+        )
 
     for found in run(2, part):
         assert_same_gradients(found, expected)
@@ -323,7 +382,9 @@ def test_what_is_written_into_shards_between_two_evaluations_is_seen(reshard: bo
 @pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
 def test_a_sharded_model_generates_what_a_whole_one_does(name: str) -> None:
     expected = model_of(name, "side").eval().generate(**prompt(name), **GENERATE)
-    for found in run(2, lambda: sharded(name, "side", plan_of(2))[0].eval().generate(**prompt(name), **GENERATE)):
+    for found in run(
+        2, lambda: sharded(name, "side", plan_of(2))[0].eval().generate(**prompt(name), **GENERATE)
+    ):
         assert torch.equal(found, expected)
 
 
@@ -343,7 +404,9 @@ def test_parameters_and_optimizer_states_go_whole_and_back(replicas: int, offloa
         for parameter, state in optimizer.state.items():
             for value in (parameter.detach(), *state.values()):
                 again = local_like(parameter, wholes([value])[0])
-                assert type(again) is type(value) and again.shape == value.shape and again.dtype == value.dtype
+                assert (
+                    type(again) is type(value) and again.shape == value.shape and again.dtype == value.dtype
+                )
                 assert torch.equal(local(again), local(value))
                 assert copies(value, plan) == (replicas if is_sharded(value) else 4)
         held = sum(local(value).numel() for value in optimizer.state_dict()["state"][1].values())
@@ -355,10 +418,16 @@ def test_parameters_and_optimizer_states_go_whole_and_back(replicas: int, offloa
 def test_replicas_of_a_group_hold_equal_shards_and_their_neighbours_others() -> None:
     def part() -> Tensor:
         model, _ = sharded("llama-causal", "full", plan_of(4, replace(PLAIN, replicas=2)))
-        return local(model.model.norm.weight).detach() + local(model.model.embed_tokens.weight).detach()[:32, 0]
+        return (
+            local(model.model.norm.weight).detach() + local(model.model.embed_tokens.weight).detach()[:32, 0]
+        )
 
     found = run(4, part)
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]) and not torch.equal(found[0], found[1])
+    assert (
+        torch.equal(found[0], found[2])
+        and torch.equal(found[1], found[3])
+        and not torch.equal(found[0], found[1])
+    )
 
 
 def test_units_are_the_blocks_and_the_rest_is_the_models() -> None:
@@ -389,7 +458,13 @@ def test_a_schedule_that_splits_backward_passes_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [ParallelPlan(), plan_of(1), plan_of(2, replace(PLAIN, replicas=2)), plan_of(3, replace(PLAIN, replicas=2))]
+    "plan",
+    [
+        ParallelPlan(),
+        plan_of(1),
+        plan_of(2, replace(PLAIN, replicas=2)),
+        plan_of(3, replace(PLAIN, replicas=2)),
+    ],
 )
 def test_a_plan_with_nothing_to_shard_over_is_refused(plan: ParallelPlan) -> None:
     with pytest.raises(UsageError, match="nothing to shard over"):

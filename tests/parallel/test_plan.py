@@ -1,4 +1,5 @@
-"""Plans: shares that add up for any sizes, and every plan that cannot be refused with its key, all reasons at once."""
+"""Plans: shares that add up for any sizes, and every plan that cannot be refused with its key, all reasons at
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ from hypothesis import strategies as st
 from petune.errors import UsageError
 from petune.models import FAMILIES
 from petune.parallel.configs import ROWS, CutConfig, DpConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import ALONE, UNSUPPORTED, Cut, ParallelPlan, Sharding, Stage, apportion, describe, make_plan, suggested_list
+from petune.parallel.plan import (
+    ALONE,
+    UNSUPPORTED,
+    Cut,
+    ParallelPlan,
+    Sharding,
+    Stage,
+    apportion,
+    describe,
+    make_plan,
+    suggested_list,
+)
 from tests.methods.zoo import ZOO
 
 
@@ -22,7 +34,13 @@ def config_of(name: str, **changes: Any) -> Any:
     return config(**{**values, **changes})
 
 
-def plan(parallel: ParallelConfig, name: str = "llama-causal", world: int | None = None, rows: int = 8, **changes: Any) -> ParallelPlan:
+def plan(
+    parallel: ParallelConfig,
+    name: str = "llama-causal",
+    world: int | None = None,
+    rows: int = 8,
+    **changes: Any,
+) -> ParallelPlan:
     """The plan for a model of the zoo: 8 heads in 4 groups for llama, 96 columns, 2 blocks per stack."""
     config = config_of(name, **changes)
     return make_plan(parallel, FAMILIES[config.model_type], config, world, rows)
@@ -52,7 +70,10 @@ def test_no_axis_is_one_process() -> None:
 
 def test_an_open_size_is_two_on_a_cpu_and_all_devices_otherwise() -> None:
     config = config_of("bert-classify")
-    sizes = [make_plan(ParallelConfig(dp=DpConfig()), FAMILIES["bert"], config, None, 8, available).dp for available in (2, 1, 8)]
+    sizes = [
+        make_plan(ParallelConfig(dp=DpConfig()), FAMILIES["bert"], config, None, 8, available).dp
+        for available in (2, 1, 8)
+    ]
     assert sizes == [2, 2, 8]
 
 
@@ -65,7 +86,14 @@ def test_an_open_size_takes_what_the_others_leave() -> None:
 
 
 def test_a_list_says_how_many_ranks() -> None:
-    assert plan(ParallelConfig(dp=DpConfig(shares=(3, 1)), tp=CutConfig(heads=(4, 2, 2)), pp=PpConfig(stages=(1, 1)))).world == 12
+    assert (
+        plan(
+            ParallelConfig(
+                dp=DpConfig(shares=(3, 1)), tp=CutConfig(heads=(4, 2, 2)), pp=PpConfig(stages=(1, 1))
+            )
+        ).world
+        == 12
+    )
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
@@ -79,7 +107,9 @@ def test_processes_without_an_axis_are_refused() -> None:
 
 
 def test_blocks_are_cut_along_one_axis() -> None:
-    assert set(faults(ParallelConfig(tp=CutConfig(), sp=CutConfig(), cut=CutConfig(2, "heads", "heads", "whole")))) == {
+    assert set(
+        faults(ParallelConfig(tp=CutConfig(), sp=CutConfig(), cut=CutConfig(2, "heads", "heads", "whole")))
+    ) == {
         "parallel.sp",
         "parallel.cut",
     }
@@ -105,12 +135,18 @@ def test_shares_are_one_ratio_for_heads_columns_and_tokens() -> None:
 
 
 def test_every_list_can_be_given() -> None:
-    cut = cut_of(ParallelConfig(galaxy=CutConfig(heads=(6, 2), columns=(60, 36), sequence=(11, 5))), "bert-classify")
+    cut = cut_of(
+        ParallelConfig(galaxy=CutConfig(heads=(6, 2), columns=(60, 36), sequence=(11, 5))), "bert-classify"
+    )
     assert (cut.heads, cut.kv_heads, cut.columns, cut.sequence) == ((6, 2), (6, 2), (60, 36), (11, 5))
 
 
 def test_cut_takes_any_legal_layouts() -> None:
-    cut = cut_of(ParallelConfig(cut=CutConfig(size=2, attention="sequence", mlp="heads", connection="sequence", exchange="ring")))
+    cut = cut_of(
+        ParallelConfig(
+            cut=CutConfig(size=2, attention="sequence", mlp="heads", connection="sequence", exchange="ring")
+        )
+    )
     assert (cut.heads, cut.columns, cut.sequence, cut.exchange) == ((), (48, 48), (1, 1), "ring")
 
 
@@ -124,7 +160,14 @@ def test_the_vocabulary_is_cut_for_tp_where_there_is_a_head_over_it() -> None:
     found = make_plan(tp, FAMILIES["llama"], config, None, 8, vocabulary_head=False).cut
     assert found is not None and not found.vocabulary
     with pytest.raises(UsageError, match=r"parallel\.tp\.vocabulary .*this task's output"):
-        make_plan(ParallelConfig(tp=CutConfig(vocabulary=True)), FAMILIES["llama"], config, None, 8, vocabulary_head=False)
+        make_plan(
+            ParallelConfig(tp=CutConfig(vocabulary=True)),
+            FAMILIES["llama"],
+            config,
+            None,
+            8,
+            vocabulary_head=False,
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,12 +176,25 @@ def test_lists_of_any_plan_add_up_to_the_model(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(2, 6))
     groups, group = data.draw(st.integers(ranks, 12)), data.draw(st.integers(1, 4))
     columns, layers = data.draw(st.integers(ranks, 500)), data.draw(st.integers(ranks, 30))
-    shares = tuple(data.draw(st.lists(st.integers(1, 9), min_size=ranks, max_size=ranks))) if data.draw(st.booleans()) else ()
+    shares = (
+        tuple(data.draw(st.lists(st.integers(1, 9), min_size=ranks, max_size=ranks)))
+        if data.draw(st.booleans())
+        else ()
+    )
     heads = groups * group
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": columns, "num_hidden_layers": layers}
-    galaxy = cut_of(ParallelConfig(galaxy=CutConfig(size=ranks, shares=shares)), hidden_size=8 * heads, **sizes)
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": columns,
+        "num_hidden_layers": layers,
+    }
+    galaxy = cut_of(
+        ParallelConfig(galaxy=CutConfig(size=ranks, shares=shares)), hidden_size=8 * heads, **sizes
+    )
     assert (sum(galaxy.heads), sum(galaxy.kv_heads), sum(galaxy.columns)) == (heads, groups, columns)
-    assert all(query == group * keys and keys >= 1 for query, keys in zip(galaxy.heads, galaxy.kv_heads, strict=True))
+    assert all(
+        query == group * keys and keys >= 1 for query, keys in zip(galaxy.heads, galaxy.kv_heads, strict=True)
+    )
     assert all(count >= 1 for count in galaxy.columns)
     piped = plan(ParallelConfig(pp=PpConfig(size=ranks)), hidden_size=8 * heads, **sizes)
     numbers = [number for stage in piped.stages for number in range(*stage.blocks["decoder"])]
@@ -158,7 +214,10 @@ def test_heads_must_add_up() -> None:
 
 def test_no_example_is_given_where_none_would_be_accepted() -> None:
     found = faults(ParallelConfig(tp=CutConfig(heads=(2, 2, 2, 1, 2))))
-    assert "expected 8, found [2, 2, 2, 1, 2]: 9" in found["parallel.tp.heads"] and "for example" not in found["parallel.tp.heads"]
+    assert (
+        "expected 8, found [2, 2, 2, 1, 2]: 9" in found["parallel.tp.heads"]
+        and "for example" not in found["parallel.tp.heads"]
+    )
     assert "at most 4 ranks" in found["parallel.tp.size"]
 
 
@@ -169,7 +228,10 @@ def test_heads_stay_in_their_groups() -> None:
 
 
 def test_columns_must_add_up() -> None:
-    assert "expected 96, found [40, 40]: 80" in faults(ParallelConfig(galaxy=CutConfig(columns=(40, 40))))["parallel.galaxy.columns"]
+    assert (
+        "expected 96, found [40, 40]: 80"
+        in faults(ParallelConfig(galaxy=CutConfig(columns=(40, 40))))["parallel.galaxy.columns"]
+    )
 
 
 @pytest.mark.parametrize("key", ["shares", "heads", "columns", "sequence"])
@@ -179,20 +241,29 @@ def test_a_list_has_an_entry_for_every_rank_and_no_rank_has_nothing(key: str) ->
 
 
 def test_more_ranks_than_groups_or_columns_are_refused() -> None:
-    assert "at most 4 ranks, found 8 ranks for 8 heads in 4 groups" in faults(ParallelConfig(tp=CutConfig(size=8)))["parallel.tp.size"]
+    assert (
+        "at most 4 ranks, found 8 ranks for 8 heads in 4 groups"
+        in faults(ParallelConfig(tp=CutConfig(size=8)))["parallel.tp.size"]
+    )
     found = faults(ParallelConfig(cut=CutConfig(4, "sequence", "heads", "sequence")), intermediate_size=3)
     assert "at most 3 ranks" in found["parallel.cut.size"]
 
 
 def test_ulysses_needs_a_key_and_value_head_for_each_rank() -> None:
-    assert "found 8" in faults(ParallelConfig(sp=CutConfig(size=8, exchange="ulysses")))["parallel.sp.exchange"]
+    assert (
+        "found 8" in faults(ParallelConfig(sp=CutConfig(size=8, exchange="ulysses")))["parallel.sp.exchange"]
+    )
     assert cut_of(ParallelConfig(sp=CutConfig(size=8, exchange="gather"))).exchange == "gather"
 
 
 @pytest.mark.parametrize(
     ("row", "settings_", "keys"),
     [
-        ("tp", {"attention": "sequence", "connection": "sequence", "mlp": "heads"}, {"attention", "connection"}),
+        (
+            "tp",
+            {"attention": "sequence", "connection": "sequence", "mlp": "heads"},
+            {"attention", "connection"},
+        ),
         ("cut", {"attention": "heads", "mlp": "sequence", "connection": "whole"}, {"connection"}),
         ("galaxy", {"shares": (3, 1), "heads": (6, 2)}, {"shares"}),
         ("sp", {"heads": (4, 4), "columns": (48, 48), "overlap": True}, {"heads", "columns", "overlap"}),
@@ -200,15 +271,23 @@ def test_ulysses_needs_a_key_and_value_head_for_each_rank() -> None:
         ("tp", {"sequence": (1, 1), "exchange": "ring"}, {"sequence", "exchange"}),
     ],
 )
-def test_settings_that_contradict_one_another_are_refused_with_the_rest(row: str, settings_: dict[str, Any], keys: set[str]) -> None:
+def test_settings_that_contradict_one_another_are_refused_with_the_rest(
+    row: str, settings_: dict[str, Any], keys: set[str]
+) -> None:
     found = faults(ParallelConfig(dp=DpConfig(size=99), **{row: CutConfig(**settings_)}))
     assert set(found) == {"parallel.dp", *(f"parallel.{row}.{key}" for key in keys)}
-    assert all(text.count("parallel.") < 3 for text in found.values()), "a key is named once, and perhaps in a remedy"
+    assert all(text.count("parallel.") < 3 for text in found.values()), (
+        "a key is named once, and perhaps in a remedy"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "rate"),
-    [("bert-classify", "attention_probs_dropout_prob"), ("bart-seq2seq", "attention_dropout"), ("t5-seq2seq", "dropout_rate")],
+    [
+        ("bert-classify", "attention_probs_dropout_prob"),
+        ("bart-seq2seq", "attention_dropout"),
+        ("t5-seq2seq", "dropout_rate"),
+    ],
 )
 def test_a_ring_does_not_drop_probabilities(name: str, rate: str) -> None:
     ring = ParallelConfig(sp=CutConfig(exchange="ring"))
@@ -223,12 +302,17 @@ def test_cut_must_say_its_layouts() -> None:
 
 @pytest.mark.parametrize("change", [{"decoder_attention_heads": 4}, {"decoder_ffn_dim": 48}])
 def test_stacks_of_different_sizes_are_not_cut_by_one_list(change: dict[str, int]) -> None:
-    assert "differ in" in faults(ParallelConfig(galaxy=CutConfig()), "bart-seq2seq", **change)["parallel.galaxy"]
+    assert (
+        "differ in" in faults(ParallelConfig(galaxy=CutConfig()), "bart-seq2seq", **change)["parallel.galaxy"]
+    )
     assert cut_of(ParallelConfig(sp=CutConfig()), "bart-seq2seq", **change).attention == "sequence"
 
 
 def test_a_vocabulary_smaller_than_the_ranks_is_not_cut() -> None:
-    assert "1 entries for 2" in faults(ParallelConfig(tp=CutConfig(vocabulary=True)), vocab_size=1)["parallel.tp.vocabulary"]
+    assert (
+        "1 entries for 2"
+        in faults(ParallelConfig(tp=CutConfig(vocabulary=True)), vocab_size=1)["parallel.tp.vocabulary"]
+    )
 
 
 # ------------------------------------------------------------------ pipelines
@@ -240,11 +324,16 @@ def test_blocks_are_split_evenly_encoder_before_decoder() -> None:
         Stage({"decoder": (0, 1)}),
         Stage({"decoder": (1, 2)}),
     )
-    assert plan(ParallelConfig(pp=PpConfig(stages=(1, 2, 1))), "bart-seq2seq").stages[1] == Stage({"encoder": (1, 2), "decoder": (0, 1)})
+    assert plan(ParallelConfig(pp=PpConfig(stages=(1, 2, 1))), "bart-seq2seq").stages[1] == Stage(
+        {"encoder": (1, 2), "decoder": (0, 1)}
+    )
 
 
 def test_a_t5_config_counts_its_decoder_by_itself() -> None:
-    assert dict(FAMILIES["t5"].depth(config_of("t5-seq2seq", num_decoder_layers=5))) == {"encoder": 2, "decoder": 5}
+    assert dict(FAMILIES["t5"].depth(config_of("t5-seq2seq", num_decoder_layers=5))) == {
+        "encoder": 2,
+        "decoder": 5,
+    }
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
@@ -266,13 +355,18 @@ def test_stages_must_add_up_and_be_one_per_rank() -> None:
 @pytest.mark.parametrize("size", [2, None])
 @pytest.mark.parametrize("stages", [(2, 1, 1), (2, 2)])
 def test_interleaved_stages_are_a_multiple_of_the_ranks(size: int | None, stages: tuple[int, ...]) -> None:
-    found = faults(ParallelConfig(pp=PpConfig(size=size, stages=stages, schedule="interleaved")), num_hidden_layers=4)
+    found = faults(
+        ParallelConfig(pp=PpConfig(size=size, stages=stages, schedule="interleaved")), num_hidden_layers=4
+    )
     assert "a multiple of" in found["parallel.pp.stages"]
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
     assert "at most 2 stages" in faults(ParallelConfig(pp=PpConfig(size=3)))["parallel.pp.size"]
-    assert "found 4 stages on 2 ranks" in faults(ParallelConfig(pp=PpConfig(size=2, schedule="zero-bubble")))["parallel.pp.size"]
+    assert (
+        "found 4 stages on 2 ranks"
+        in faults(ParallelConfig(pp=PpConfig(size=2, schedule="zero-bubble")))["parallel.pp.size"]
+    )
 
 
 def test_every_micro_batch_has_a_row_of_the_smallest_replica() -> None:
@@ -284,14 +378,24 @@ def test_every_micro_batch_has_a_row_of_the_smallest_replica() -> None:
 
 
 def test_1f1b_needs_as_many_micro_batches_as_stages() -> None:
-    assert "at least 2" in faults(ParallelConfig(pp=PpConfig(size=2, microbatches=1)))["parallel.pp.microbatches"]
+    assert (
+        "at least 2"
+        in faults(ParallelConfig(pp=PpConfig(size=2, microbatches=1)))["parallel.pp.microbatches"]
+    )
     assert plan(ParallelConfig(pp=PpConfig(size=2, microbatches=1, schedule="gpipe"))).microbatches == 1
 
 
 def test_interleaved_goes_in_equal_rounds() -> None:
     config = ParallelConfig(pp=PpConfig(size=2, microbatches=5, schedule="interleaved"))
     assert "a multiple of 2, found 5" in faults(config, num_hidden_layers=4)["parallel.pp.microbatches"]
-    assert plan(ParallelConfig(pp=PpConfig(size=2, schedule="interleaved", stages=(1,) * 6)), num_hidden_layers=6, rows=5).microbatches == 4
+    assert (
+        plan(
+            ParallelConfig(pp=PpConfig(size=2, schedule="interleaved", stages=(1,) * 6)),
+            num_hidden_layers=6,
+            rows=5,
+        ).microbatches
+        == 4
+    )
 
 
 # ------------------------------------------------------------------ replicas, and what nobody supports
@@ -311,16 +415,23 @@ def test_sharding_is_taken_over() -> None:
 
 
 def test_settings_of_sharding_need_sharding() -> None:
-    found = faults(ParallelConfig(dp=DpConfig(size=2, replicas=2, reshard=False, offload="cpu", frozen="replicated")))
+    found = faults(
+        ParallelConfig(dp=DpConfig(size=2, replicas=2, reshard=False, offload="cpu", frozen="replicated"))
+    )
     assert set(found) == {f"parallel.dp.{name}" for name in ("replicas", "reshard", "offload", "frozen")}
 
 
 def test_whole_copies_divide_the_replicas() -> None:
     for replicas in (3, 4):
-        assert set(faults(ParallelConfig(dp=DpConfig(size=4, shard=True, replicas=replicas)))) == {"parallel.dp.replicas"}
+        assert set(faults(ParallelConfig(dp=DpConfig(size=4, shard=True, replicas=replicas)))) == {
+            "parallel.dp.replicas"
+        }
         found = faults(ParallelConfig(dp=DpConfig(shard=True, replicas=replicas)), world=4)
         assert f"one of 1, 2, found {replicas}" in found["parallel.dp.replicas"]
-    assert "nothing to shard over" in faults(ParallelConfig(dp=DpConfig(size=1, shard=True)))["parallel.dp.shard"]
+    assert (
+        "nothing to shard over"
+        in faults(ParallelConfig(dp=DpConfig(size=1, shard=True)))["parallel.dp.shard"]
+    )
 
 
 def test_a_model_without_a_table_has_replicas_only() -> None:
@@ -328,8 +439,14 @@ def test_a_model_without_a_table_has_replicas_only() -> None:
     config.model_type = "mamba"
     assert make_plan(ParallelConfig(dp=DpConfig(size=2)), None, config, None, 8).dp == 2
     with pytest.raises(UsageError) as caught:
-        make_plan(ParallelConfig(dp=DpConfig(shard=True), tp=CutConfig(), pp=PpConfig()), None, config, None, 8)
-    assert [problem.where for problem in caught.value.problems] == ["parallel.tp", "parallel.pp", "parallel.dp.shard"]
+        make_plan(
+            ParallelConfig(dp=DpConfig(shard=True), tp=CutConfig(), pp=PpConfig()), None, config, None, 8
+        )
+    assert [problem.where for problem in caught.value.problems] == [
+        "parallel.tp",
+        "parallel.pp",
+        "parallel.dp.shard",
+    ]
 
 
 @pytest.mark.parametrize("config", [ParallelConfig(sp=CutConfig()), ParallelConfig(pp=PpConfig(size=2))])
@@ -379,12 +496,17 @@ def test_all_reasons_come_at_once() -> None:
         (ParallelConfig(dp=DpConfig(size=2)), "dp 2"),
         (ParallelConfig(dp=DpConfig(shares=(3, 1))), "dp 2 (rows 3:1)"),
         (
-            ParallelConfig(dp=DpConfig(size=4, shard=True, replicas=2, reshard=False, offload="cpu", frozen="replicated")),
+            ParallelConfig(
+                dp=DpConfig(size=4, shard=True, replicas=2, reshard=False, offload="cpu", frozen="replicated")
+            ),
             "dp 4 (sharded in 2 whole copies; frozen replicated; kept gathered; shards on the CPU)",
         ),
         (ParallelConfig(tp=CutConfig(size=2)), "tp 2 (heads 4,4; columns 48,48; vocabulary cut)"),
         (ParallelConfig(sp=CutConfig(size=2, exchange="ring")), "sp 2 (sequence 1:1; ring)"),
-        (ParallelConfig(galaxy2=CutConfig(shares=(3, 1), overlap=True)), "galaxy2 2 (heads 6,2; sequence 3:1; overlapped)"),
+        (
+            ParallelConfig(galaxy2=CutConfig(shares=(3, 1), overlap=True)),
+            "galaxy2 2 (heads 6,2; sequence 3:1; overlapped)",
+        ),
         (
             ParallelConfig(cut=CutConfig(2, "sequence", "heads", "sequence")),
             "cut 2 (attention sequence, mlp heads, connection sequence; columns 48,48; sequence 1:1; gather)",
@@ -395,7 +517,10 @@ def test_all_reasons_come_at_once() -> None:
                 galaxy=CutConfig(heads=(6, 2), columns=(60, 36), sequence=(11, 5)),
                 pp=PpConfig(stages=(3, 1), microbatches=4),
             ),
-            "dp 2 x galaxy 2 (heads 6,2; columns 60,36; sequence 11:5) x pp 2 (stages 3,1; 1f1b, 4 micro-batches)",
+            (
+                "dp 2 x galaxy 2 (heads 6,2; columns 60,36; sequence 11:5) x pp 2 (stages 3,1; 1f1b, 4"
+                " micro-batches)"
+            ),
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """What travels between ranks, counted: only what has to, and nothing back from where nothing trains.
 
-torch's collectives are wrapped inside the ranks; `Sent` notes the bytes of every tensor that this rank gives to one.
+torch's collectives are wrapped inside the ranks; `Sent` notes the bytes of every tensor that this rank gives
+to one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tests.parallel.harness import CPU, Case, build, collate, objective, rows, t
 from tests.parallel.plans import BACKENDS, settings_of
 from tests.pool import run
 
-GIVEN = {"all_reduce": 0, "broadcast": 0, "send": 0, "reduce_scatter": 1, "all_to_all_single": 1}  # where among the arguments it stands
+# where among the arguments it stands
+GIVEN = {"all_reduce": 0, "broadcast": 0, "send": 0, "reduce_scatter": 1, "all_to_all_single": 1}
 Notes = list[tuple[str, int]]
 
 
@@ -48,7 +50,9 @@ class Sent:
     def _noted(self, name: str, place: int, plain: Any) -> Any:
         def noted(*args: Any, **settings: Any) -> Any:
             given = args[place]
-            self.notes.append((name, given.nbytes if isinstance(given, Tensor) else sum(part.nbytes for part in given)))
+            self.notes.append(
+                (name, given.nbytes if isinstance(given, Tensor) else sum(part.nbytes for part in given))
+            )
             return plain(*args, **settings)
 
         return noted
@@ -60,7 +64,8 @@ def _case(name: str, method: str, backend: str) -> Case:
 
 
 def _backward(case: Case, model: Any = None) -> tuple[Notes, Notes, int, int]:
-    """Notes of the forward and of the backward pass of a second step, bytes of this rank's tuned tensors, and tokens of the batch."""
+    """Notes of the forward and of the backward pass of a second step, bytes of this rank's tuned tensors, and
+    tokens of the batch."""
     model = build(case) if model is None else model
     sent = Sent()
     forward: Notes = []
@@ -78,7 +83,12 @@ def _backward(case: Case, model: Any = None) -> tuple[Notes, Notes, int, int]:
         forward.clear()
         sent.notes.clear()
         runner.backward([batch], total(case, 0))
-    return forward, sent.notes, sum(value.nbytes for value in runner.tuned.values()), batch["input_ids"].numel()
+    return (
+        forward,
+        sent.notes,
+        sum(value.nbytes for value in runner.tuned.values()),
+        batch["input_ids"].numel(),
+    )
 
 
 WIDTH, FLOAT = 64, 4  # hidden states, and the bytes of a number
@@ -95,7 +105,8 @@ def test_replicas_send_the_gradients_of_what_trains_and_nothing_else(method: str
 
 @pytest.mark.parametrize("backend", ["tp-whole-vocabulary", "galaxy"])
 def test_nothing_travels_backward_through_a_ladders_backbone(backend: str) -> None:
-    """tp: the ladder is whole on every rank, and its gradient complete. galaxy: its own keys and values, and its partial gradients."""
+    """tp: the ladder is whole on every rank, and its gradient complete. galaxy: its own keys and values, and
+    its partial gradients."""
     for forward, backward, tuned, tokens in run(2, _backward, _case("llama-causal", "side", backend)):
         assert len(forward) >= 4  # two regions in each of two blocks
         if backend == "tp-whole-vocabulary":
@@ -116,7 +127,8 @@ def _tuned_above(case: Case) -> Any:
 
 
 def test_no_collective_runs_backward_below_the_lowest_layer_that_trains() -> None:
-    """Each block has two entries; below the first one of the lowest block that trains there is nothing to tell."""
+    """Each block has two entries; below the first one of the lowest block that trains there is nothing to
+    tell."""
     case = _case("llama-causal", "lora", "tp-whole-vocabulary")
     for model, entries in ((_tuned_above(case), 1), (build(case), 3)):
         for forward, backward, _, tokens in run(2, _backward, case, model):

@@ -1,4 +1,5 @@
-"""`petune check` looks at everything that needs no weights; `petune init` writes a recipe that check accepts and train runs."""
+"""`petune check` looks at everything that needs no weights; `petune init` writes a recipe that check accepts
+and train runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny BERT and labelled rows."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model", "bert")
-    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"red sun {at},{'good' if at % 2 else 'bad'}\n" for at in range(20)))
+    (tmp_path / "rows.csv").write_text(
+        "text,label\n" + "".join(f"red sun {at},{'good' if at % 2 else 'bad'}\n" for at in range(20))
+    )
     return tmp_path
 
 
@@ -36,14 +39,21 @@ def refused(**changes: Any) -> PetuneError:
 
 def test_what_is_there_is_accepted_and_no_weight_is_read(mine: Path) -> None:
     (mine / "model" / "model.safetensors").write_bytes(b"no weights at all")
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv", "data.eval": "rows.csv"})).distant == ()
+    assert (
+        check_inputs(
+            load_recipe(None, {"model": "model", "data": "rows.csv", "data.eval": "rows.csv"})
+        ).distant
+        == ()
+    )
 
 
 def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> None:
     (mine / "r.yaml").write_text("model: ./nix\ndata: ./nope.csv\nmethod: lora\n")
     with pytest.raises(RecipeError) as caught:
         check_inputs(load_recipe("r.yaml"))
-    assert "r.yaml:1  no model at './nix'" in str(caught.value) and "r.yaml:2  no data at './nope.csv'" in str(caught.value)
+    assert "r.yaml:1  no model at './nix'" in str(
+        caught.value
+    ) and "r.yaml:2  no data at './nope.csv'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +74,9 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place(mine: Path) -> 
         ({"data.max_length": 9000, "method.exclude": ["nix"]}, UsageError, "'nix' matches no module"),
     ],
 )
-def test_what_a_recipe_names_wrongly_is_found(changes: dict[str, Any], kind: type[PetuneError], said: str, mine: Path) -> None:
+def test_what_a_recipe_names_wrongly_is_found(
+    changes: dict[str, Any], kind: type[PetuneError], said: str, mine: Path
+) -> None:
     error = refused(**changes)
     assert isinstance(error, kind) and said in str(error)
 
@@ -77,12 +89,16 @@ def test_a_file_a_model_lacks_is_found(file: str, mine: Path) -> None:
 
 def test_a_shard_that_its_index_names_is_missed(mine: Path) -> None:
     (mine / "model" / "model.safetensors").rename(mine / "model" / "part-2.safetensors")
-    (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
+    (mine / "model" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "part-1.safetensors"}})
+    )
     assert "part-1.safetensors is not there" in str(refused())
 
 
 def test_a_whole_file_is_read_and_not_the_index_beside_it(mine: Path) -> None:
-    (mine / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
+    (mine / "model" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "part-1.safetensors"}})
+    )
     assert check_inputs(load_recipe(None, {"model": "model", "data": "rows.csv"})).distant == ()
 
 
@@ -106,11 +122,17 @@ def test_a_pattern_that_is_no_regular_expression_is_found() -> None:
 
 
 def test_what_is_on_the_hub_is_left_alone_and_said(mine: Path, no_network: None) -> None:
-    assert check_inputs(load_recipe(None, {"model": "org/name", "data": "rows.csv"})).distant == ("model org/name",)
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "org/rows"})).distant == ("data org/rows",)
+    assert check_inputs(load_recipe(None, {"model": "org/name", "data": "rows.csv"})).distant == (
+        "model org/name",
+    )
+    assert check_inputs(load_recipe(None, {"model": "model", "data": "org/rows"})).distant == (
+        "data org/rows",
+    )
 
 
-def test_a_model_on_a_hub_that_cannot_be_reached_is_the_environments_fault(tmp_path: Path, no_network: None) -> None:
+def test_a_model_on_a_hub_that_cannot_be_reached_is_the_environments_fault(
+    tmp_path: Path, no_network: None
+) -> None:
     with pytest.raises(MachineError, match="cannot reach the hub for the model 'org/never-seen'"):
         read_config(resolve_model("org/never-seen", tmp_path))
 
@@ -119,7 +141,9 @@ def test_a_model_on_a_hub_that_cannot_be_reached_is_the_environments_fault(tmp_p
 
 
 def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) -> None:
-    asked = load_recipe(None, {"model": "model", "data": "rows.csv", "seed": 3, "method.dropout": 0.1, "data.split": 0.2})
+    asked = load_recipe(
+        None, {"model": "model", "data": "rows.csv", "seed": 3, "method.dropout": 0.1, "data.split": 0.2}
+    )
     (mine / "own.yaml").write_text(draft(prepare(asked), Path("own.yaml")))
     written = load_recipe("own.yaml")
     assert check_inputs(written).distant == () and written.notes == ()
@@ -129,7 +153,9 @@ def test_a_drafted_recipe_means_what_was_asked_for_and_passes_check(mine: Path) 
     assert (written.data.max_length, written.data.split, written.data.path) == (64, 0.2, "rows.csv")
 
 
-def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_drafted_elsewhere_finds_its_inputs_from_anywhere(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (mine / "there").mkdir()
     file = mine / "there" / "own.yaml"
     file.write_text(draft(prepare(load_recipe(None, {"model": "model", "data": "rows.csv"})), file))
@@ -148,16 +174,24 @@ def test_the_readme_of_a_run_says_what_few_rows_show_and_resume_keeps_its_name(m
     assert few.startswith("2 rows held out cannot show a difference") and finished.summary["warnings"] == []
     assert f"note     {few}\n" in (finished.folder / "run.log").read_text()
     readme = (finished.folder / "README.md").read_text()
-    assert readme.startswith("# own: ") and f"**Note:** {few}.\n" in readme and finished.eval()["notes"] == [few]
+    assert (
+        readme.startswith("# own: ") and f"**Note:** {few}.\n" in readme and finished.eval()["notes"] == [few]
+    )
     train(finished.folder, resume=True, max_steps=2, allow_change=("max_steps",))
     assert (finished.folder / "README.md").read_text().startswith("# own: ")
 
 
 @pytest.mark.usefixtures("no_picture")
-@pytest.mark.parametrize(("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)])
-def test_of_equal_scores_the_one_of_lower_loss_is_the_best(losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("losses", "best"), [([9.0, 1.0, 0.5, 0.7, 0.4, 0.4, 0.6], 4), ([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)]
+)
+def test_of_equal_scores_the_one_of_lower_loss_is_the_best(
+    losses: list[float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     left = iter(losses)
-    monkeypatch.setattr("petune.run.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)})
+    monkeypatch.setattr(
+        "petune.run.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)}
+    )
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best
 
@@ -167,7 +201,10 @@ def test_the_held_out_rows_of_a_saved_data_set_are_looked_at(mine: Path) -> None
 
     rows = [{"text": f"red sun {at}", "label": "ab"[at % 2]} for at in range(8)]
     for name, held_out in (("good", rows[:2]), ("bad", [{"body": "red sun"}])):
-        splits = {"train": datasets.Dataset.from_list(rows), "validation": datasets.Dataset.from_list(held_out)}
+        splits = {
+            "train": datasets.Dataset.from_list(rows),
+            "validation": datasets.Dataset.from_list(held_out),
+        }
         datasets.DatasetDict(splits).save_to_disk(mine / name)
     assert check_inputs(load_recipe(None, {"model": "model", "data": "good"})).distant == ()
     assert "bad/validation:1  there is no column 'text'" in str(refused(data="bad"))
@@ -178,4 +215,7 @@ def test_the_own_held_out_rows_of_a_folder_are_left_alone_where_others_are_named
     (mine / "folder" / "train.csv").write_text((mine / "rows.csv").read_text())
     (mine / "folder" / "validation.csv").write_text("body\nred sun\n")
     assert "validation.csv:2  there is no column 'text'" in str(refused(data="folder"))
-    assert check_inputs(load_recipe(None, {"model": "model", "data": "folder", "data.eval": "rows.csv"})).distant == ()
+    assert (
+        check_inputs(load_recipe(None, {"model": "model", "data": "folder", "data.eval": "rows.csv"})).distant
+        == ()
+    )

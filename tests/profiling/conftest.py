@@ -22,7 +22,11 @@ Rehearse = Callable[..., Rehearsal]
 def rehearse(tmp_path: Path) -> Rehearse:
     """Set up a run of tests.small_runs, which is not begun."""
 
-    def make(family: str = "llama", method: Any = "lora", kind: type[Rehearsal] = Rehearsal, **changes: Any) -> Rehearsal:
-        return kind(prepare(load_recipe(settings(tmp_path, family, method, **changes))), alone(torch.device("cpu")))
+    def make(
+        family: str = "llama", method: Any = "lora", kind: type[Rehearsal] = Rehearsal, **changes: Any
+    ) -> Rehearsal:
+        return kind(
+            prepare(load_recipe(settings(tmp_path, family, method, **changes))), alone(torch.device("cpu"))
+        )
 
     return make

@@ -1,4 +1,5 @@
-"""Every operation has one owner: the module that runs, or the one in whose forward the autograd node was made."""
+"""Every operation has one owner: the module that runs, or the one in whose forward the autograd node was
+made."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Scale(nn.Module):
 
 
 class Pair(nn.Module):
-    """`first` is frozen and its input needs no gradient; `second` is called by keyword; `sin` is the model's own."""
+    """`first` is frozen and its input needs no gradient; `second` is called by keyword; `sin` is the model's
+    own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +54,12 @@ def owners(model: nn.Module, **how: Any) -> set[tuple[str, str, str]]:
 
 def test_forward_operations_belong_to_the_innermost_module_that_runs():
     seen = owners(Pair())
-    assert {("addmm", "forward", "first"), ("addmm", "forward", "middle"), ("sin", "forward", ""), ("exp", "forward", "second")} <= seen
+    assert {
+        ("addmm", "forward", "first"),
+        ("addmm", "forward", "middle"),
+        ("sin", "forward", ""),
+        ("exp", "forward", "second"),
+    } <= seen
     assert ("sum", "forward", OUTSIDE) in seen
 
 

@@ -74,9 +74,13 @@ def test_the_parts_sum_to_the_peak(method: str, rehearse: Rehearse) -> None:
     rehearsal = rehearse("llama", method)
     found = measured(rehearsal)
     trained = sum(value.numel() for value in rehearsal.tuned.values())
-    assert found.frozen + found.tuned + found.at_peak + found.optimizer + found.activations + found.other == found.peak
+    assert (
+        found.frozen + found.tuned + found.at_peak + found.optimizer + found.activations + found.other
+        == found.peak
+    )
     assert found.tuned == found.gradients == 4 * trained
-    assert found.optimizer == 2 * 4 * trained + 4 * len(rehearsal.tuned)  # two moments, and the number of the step
+    # two moments, and the number of the step
+    assert found.optimizer == 2 * 4 * trained + 4 * len(rehearsal.tuned)
     frozen = sum(value.numel() for value in rehearsal.runner.model.parameters() if not value.requires_grad)
     buffers = sum(value.numel() * value.element_size() for value in rehearsal.runner.model.buffers())
     assert found.frozen == 4 * frozen + buffers
@@ -85,14 +89,19 @@ def test_the_parts_sum_to_the_peak(method: str, rehearse: Rehearse) -> None:
 
 
 def test_with_several_batches_a_step_gradients_of_the_first_are_there_at_the_peak(rehearse: Rehearse) -> None:
-    once, twice = (measured(rehearse("llama", "full", batch_size=8 // times, accumulate=times, out=str(times))) for times in (1, 2))
+    once, twice = (
+        measured(rehearse("llama", "full", batch_size=8 // times, accumulate=times, out=str(times)))
+        for times in (1, 2)
+    )
     assert once.at_peak < once.gradients
     assert twice.at_peak == twice.gradients
 
 
 def test_activations_shrink_when_they_are_recomputed_and_with_fewer_rows(rehearse: Rehearse) -> None:
     kept = measured(rehearse(batch_size=8, accumulate=1, out="kept")).activations
-    again = measured(rehearse(batch_size=8, accumulate=1, gradient_checkpointing=True, out="again")).activations
+    again = measured(
+        rehearse(batch_size=8, accumulate=1, gradient_checkpointing=True, out="again")
+    ).activations
     fewer = measured(rehearse(batch_size=2, accumulate=4, out="fewer")).activations
     assert again < 0.8 * kept
     assert fewer < 0.5 * kept

@@ -1,4 +1,5 @@
-"""Operations find their group, shares sum to one, collectives that overlap count once, a trace is one a browser can read."""
+"""Operations find their group, shares sum to one, collectives that overlap count once, a trace is one a
+browser can read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from tests.profiling.conftest import Rehearse
         ("autograd::engine::evaluate_function: MmBackward0", "autograd and dispatch"),
         ("SiluBackward0", "autograd and dispatch"),
         ("aten::silu_backward", "activations"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...FusedAdamMathFunctor...>", "optimizer and clipping"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...FusedAdamMathFunctor...>",
+            "optimizer and clipping",
+        ),
         ("aten::native_layer_norm", "norms"),
         ("aten::_log_softmax", "softmax and loss"),
         ("aten::embedding", "embeddings and indexing"),
@@ -42,7 +46,9 @@ def test_an_operation_finds_its_group(name: str, group: str) -> None:
 
 
 def event(name: str, start: float, end: float, device: str = "CPU") -> SimpleNamespace:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=SimpleNamespace(name=device))
+    return SimpleNamespace(
+        name=name, time_range=SimpleNamespace(start=start, end=end), device_type=SimpleNamespace(name=device)
+    )
 
 
 def test_collectives_that_overlap_count_once() -> None:
@@ -64,7 +70,9 @@ def test_one_process_communicates_nothing_and_shares_sum_to_one(rehearse: Rehear
     assert found.communication == 0
     assert sum(one.share for one in found.operations) == pytest.approx(1)
     assert sum(one.share for one in grouped(found.operations)) == pytest.approx(1)
-    assert [one.seconds for one in found.operations] == sorted((one.seconds for one in found.operations), reverse=True)
+    assert [one.seconds for one in found.operations] == sorted(
+        (one.seconds for one in found.operations), reverse=True
+    )
     assert "aten::mm" in {one.name for one in found.operations}
     assert not [one for one in found.operations if one.name.startswith("petune: ")]
 

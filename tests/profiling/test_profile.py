@@ -1,4 +1,5 @@
-"""A profiled step computes what a plain one does; its figures fit together; what cannot be profiled is refused."""
+"""A profiled step computes what a plain one does; its figures fit together; what cannot be profiled is
+refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Remembering(Rehearsal):
     def passes(self, micro: list[Batch]) -> float:
         seen: list[tuple[float, dict[str, Tensor]]] = self.__dict__.setdefault("seen", [])
         loss = super().passes(micro)
-        seen.append((loss, {name: value.grad.clone() for name, value in self.tuned.items() if value.grad is not None}))
+        seen.append(
+            (loss, {name: value.grad.clone() for name, value in self.tuned.items() if value.grad is not None})
+        )
         return loss
 
 
@@ -46,7 +49,9 @@ def test_every_repetition_has_the_loss_and_gradients_of_a_plain_step(
     plain = training(settings(tmp_path, family, method, **changes))
     micro = plain.micro_batches(0)
     plain.model.train()
-    loss = plain.runner.backward(micro, sum(count(batch, plain.weights) for batch in micro), plain._dropout_key(0))
+    loss = plain.runner.backward(
+        micro, sum(count(batch, plain.weights) for batch in micro), plain._dropout_key(0)
+    )
     rehearsal = rehearse(family, method, Remembering, **changes)
     found = take_apart(rehearsal, steps=1)
     seen = rehearsal.__dict__["seen"]
@@ -55,9 +60,12 @@ def test_every_repetition_has_the_loss_and_gradients_of_a_plain_step(
     for number, (one, gradients) in enumerate(seen):
         assert one == loss
         assert gradients.keys() == plain.tuned.keys()
-        counted = number == 1 + 2 * 1  # torch's counter takes composite operations apart: equal but for rounding
+        # torch's counter takes composite operations apart: equal but for rounding
+        counted = number == 1 + 2 * 1
         for name, value in plain.tuned.items():
-            torch.testing.assert_close(gradients[name], value.grad, rtol=1e-5 * counted, atol=1e-6 * counted, msg=f"{number} {name}")
+            torch.testing.assert_close(
+                gradients[name], value.grad, rtol=1e-5 * counted, atol=1e-6 * counted, msg=f"{number} {name}"
+            )
     assert all(torch.equal(value, rehearsal.tuned[name]) for name, value in plain.tuned.items())
 
 
@@ -75,7 +83,9 @@ def test_the_tree_is_the_model(family: str, rehearse: Rehearse) -> None:
     assert all(part.forward_s is None or 0 < part.forward_s <= whole.forward_s for part in parts.values())
     assert whole.backward_s > 0
     assert found.rows == 2
-    assert found.timing.step == pytest.approx(found.timing.batches + found.timing.passes + found.timing.update)
+    assert found.timing.step == pytest.approx(
+        found.timing.batches + found.timing.passes + found.timing.update
+    )
     assert (found.communication, found.bubble) == (0, 0)
 
 

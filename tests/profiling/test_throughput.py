@@ -1,4 +1,5 @@
-"""Measuring a recipe's step: the FLOP that are counted, what is asked for and refused; and the benchmarks beside peers on tiny models."""
+"""Measuring a recipe's step: the FLOP that are counted, what is asked for and refused; and the benchmarks
+beside peers on tiny models."""
 
 from __future__ import annotations
 
@@ -20,7 +21,18 @@ from petune.estimate.forecast import sketch
 from petune.kernels.block.program import of_shape, remade
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.memory.shape import BlockShape
-from petune.profiling.throughput import ALL, CHECKPOINT, Again, Case, Flops, Measured, cases, draw, flops_of, measure
+from petune.profiling.throughput import (
+    ALL,
+    CHECKPOINT,
+    Again,
+    Case,
+    Flops,
+    Measured,
+    cases,
+    draw,
+    flops_of,
+    measure,
+)
 from petune.recipe import Recipe
 from petune.tasks import Example
 from tests.methods.zoo import tiny
@@ -45,7 +57,8 @@ def counted(name: str, folder: Path, **changes: Any) -> Flops:
 
 
 def dispatched(model: Any, tokens: int) -> int:
-    """FLOP of the matrix products torch dispatches in a step of the blocks, attention's own left out, the input needing a gradient."""
+    """FLOP of the matrix products torch dispatches in a step of the blocks, attention's own left out, the
+    input needing a gradient."""
     hidden = torch.randn(1, tokens, 64, requires_grad=True)
     counter = FlopCounterMode(display=False)
     with counter:
@@ -71,7 +84,9 @@ def test_full_fine_tuning_is_six_flop_a_weight_and_token(tmp_path: Path) -> None
 def test_lora_is_four_flop_a_weight_and_its_own_are_only_executed(tmp_path: Path) -> None:
     from petune.methods import wrap
 
-    flops = without_attention(counted("llama-causal", tmp_path, method={"name": "lora", "r": 4, "targets": "all-linear"}))
+    flops = without_attention(
+        counted("llama-causal", tmp_path, method={"name": "lora", "r": 4, "targets": "all-linear"})
+    )
     model = wrap(tiny("llama-causal"), "lora", r=4, targets="all-linear", kernels="off")
     blocks = sum(one.weights for one in flops.linears)
     keeps_all = {(one.stack, one.block): ALL for one in flops.linears}
@@ -107,14 +122,18 @@ def test_cross_attention_reads_the_encoder(tmp_path: Path) -> None:
     row = example(8, labels=[1, 2, 3])
     longer = example(8, labels=[1, 2, 3, 4])
     per_target = sum(2 * one.weights * 2 for one in flops.linears if one.source == "decoder")
-    quadratic = sum(3 * 4 * one.width * (8 if one.cross else 3.5) for one in flops.linears if one.stack == "decoder")
+    quadratic = sum(
+        3 * 4 * one.width * (8 if one.cross else 3.5) for one in flops.linears if one.stack == "decoder"
+    )
     assert flops.model(longer) - flops.model(row) == per_target + quadratic + 4 * flops.head
 
 
 def test_blocks_the_gradient_does_not_reach_cost_one_pass(tmp_path: Path) -> None:
     side = counted("llama-causal", tmp_path, method={"name": "side", "reduction": 4})
     assert not any(one.reached or one.trained for one in side.linears)
-    late = counted("llama-causal", tmp_path, method={"name": "lora", "targets": ["model.layers.1.mlp.down_proj"]})
+    late = counted(
+        "llama-causal", tmp_path, method={"name": "lora", "targets": ["model.layers.1.mlp.down_proj"]}
+    )
     assert {one.block for one in late.linears if one.reached} == {1}
 
 
@@ -177,7 +196,9 @@ def test_tokens_are_those_of_the_rows_not_of_the_padding(tmp_path: Path) -> None
 
 
 def test_recomputation_shows_in_what_is_executed(tmp_path: Path) -> None:
-    kept, again = (measure(cases(small(tmp_path, gradient_checkpointing=flag))[0], steps=1) for flag in (False, True))
+    kept, again = (
+        measure(cases(small(tmp_path, gradient_checkpointing=flag))[0], steps=1) for flag in (False, True)
+    )
     assert again.kept == "checkpoint 2"
     assert again.flops == kept.flops and again.executed[0] > 1.25 * kept.executed[0]
 
@@ -189,7 +210,13 @@ def test_every_method_is_measured_and_the_recipes_own_keeps_its_settings(tmp_pat
 
 
 def test_memory_policies_become_the_recipes_memory(tmp_path: Path) -> None:
-    streams = cases(small(tmp_path, method="full", clip=None, accumulate=1, kernels="reference", memory={"stream": "fp32"}), (), ["input"])
+    streams = cases(
+        small(
+            tmp_path, method="full", clip=None, accumulate=1, kernels="reference", memory={"stream": "fp32"}
+        ),
+        (),
+        ["input"],
+    )
     assert streams[0].recipe.memory == MemoryConfig("input", "none", stream="fp32")
     found = cases(small(tmp_path), (), ["all", "attention/input", "auto"])
     chosen = [(case.recipe.memory.keep, case.recipe.memory.offload) for case in found]
@@ -222,7 +249,9 @@ def test_memory_that_runs_out_is_a_finding(tmp_path: Path, monkeypatch: pytest.M
     (case,) = cases(small(tmp_path))
     monkeypatch.setattr("petune.parallel.runner.Runner.backward", exhausted)
     found = measure(case, steps=1)
-    assert found.error is not None and found.error.startswith("out of memory in the forward and backward pass")
+    assert found.error is not None and found.error.startswith(
+        "out of memory in the forward and backward pass"
+    )
 
 
 def test_shares_of_a_rate(tmp_path: Path) -> None:
@@ -236,7 +265,9 @@ def test_shares_of_a_rate(tmp_path: Path) -> None:
 def test_a_picture_holds_what_was_measured(tmp_path: Path) -> None:
     (case,) = cases(small(tmp_path))
     found = Measured(case, tokens=(10, 20), seconds=(1.0, 1.0), flops=(30.0, 50.0), host=2**30)
-    draw([found, Measured(Case(case.recipe, "full", "all"), error="out of memory")], 100.0, tmp_path / "x.png")
+    draw(
+        [found, Measured(Case(case.recipe, "full", "all"), error="out of memory")], 100.0, tmp_path / "x.png"
+    )
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -269,7 +300,10 @@ def test_a_wrong_spec_is_refused(text: str, complaint: str) -> None:
 
 
 def test_the_last_exception_is_what_failed() -> None:
-    text = "Traceback\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.\n   Tried to allocate\nwarning: leaked semaphores"
+    text = (
+        "Traceback\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.\n   Tried to allocate\nwarning:"
+        " leaked semaphores"
+    )
     assert peers.last_error(text).startswith("torch.OutOfMemoryError: CUDA out of memory. Tried")
     assert peers.last_error("one\ntwo\n") == "two"
     assert peers.last_error("") == ""
@@ -284,7 +318,9 @@ def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 def test_every_variant_reads_the_same_lengths() -> None:
     options = bert_peers.Options("peft", "tiny", "cpu", rows=4, longest=64, steps=2, warm=0.0, dropout=0.0)
-    plain, padded = (next(bert_peers.batches(replace(options, variant=name), seed=1)) for name in ("peft", "peft-512"))
+    plain, padded = (
+        next(bert_peers.batches(replace(options, variant=name), seed=1)) for name in ("peft", "peft-512")
+    )
     assert torch.equal(plain["attention_mask"].sum(1), padded["attention_mask"].sum(1))
     assert padded["input_ids"].shape == (4, 64) and plain["input_ids"].shape[1] % 8 == 0
     width = plain["input_ids"].shape[1]
@@ -304,14 +340,19 @@ def test_the_ceiling_is_the_sum_of_its_parts_at_the_rates() -> None:
 
 def test_the_ceiling_falls_with_what_is_recomputed() -> None:
     rates = ceiling.Rates(676e12, 676e12, 690e12, 487e12, 487e12, 4.25e12)
-    speeds = [1 / sum(ceiling.ideal(ceiling.Shape(), ceiling.Setting.parse(f"1x8192:{keep}"), rates).values()) for keep in ceiling.KEPT]
+    speeds = [
+        1 / sum(ceiling.ideal(ceiling.Shape(), ceiling.Setting.parse(f"1x8192:{keep}"), rates).values())
+        for keep in ceiling.KEPT
+    ]
     assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) == 4
     for wrong in ("8192", "1x8192:some", "1x8192:all:input"):
         with pytest.raises(ValueError, match=r"expected"):
             ceiling.Setting.parse(wrong)
 
 
-def test_the_ceiling_is_measured_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ceiling_is_measured_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     assert ceiling.main(["--tiny", "2x32", "2x32:input"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 2 x 32")]
@@ -322,8 +363,15 @@ def test_the_ceiling_is_measured_without_a_gpu(capsys: pytest.CaptureFixture[str
 
 def run_script(name: str, *words: str, out: Path) -> list[dict[str, Any]]:
     """The lines of JSON that a benchmark prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OUT": str(out), "OMP_NUM_THREADS": "1", "TMPDIR": str(out)}
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / name, *words], capture_output=True, text=True, env=environment)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OUT": str(out),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(out),
+    }
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / name, *words], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

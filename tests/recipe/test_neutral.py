@@ -1,4 +1,5 @@
-"""A user's own model and data get neutral settings, never those of a demo, and are told what is far from known."""
+"""A user's own model and data get neutral settings, never those of a demo, and are told what is far from
+known."""
 
 from __future__ import annotations
 
@@ -17,16 +18,30 @@ MINE = ["model=org/mine", "data=mine.jsonl"]
 def test_a_call_without_a_recipe_has_neutral_settings_and_says_them() -> None:
     recipe = load_recipe(None, MINE)
     assert (recipe.method_name, recipe.method.r, recipe.method.targets) == ("lora", 16, "auto")  # type: ignore[union-attr]
-    assert (recipe.task, recipe.learning_rate, recipe.epochs, recipe.max_steps) == (None, METHODS["lora"].usual_lr, 3, None)
+    assert (recipe.task, recipe.learning_rate, recipe.epochs, recipe.max_steps) == (
+        None,
+        METHODS["lora"].usual_lr,
+        3,
+        None,
+    )
     assert recipe.class_weights == "none" and recipe.data.max_length is None and recipe.out is None
     assert recipe.source is None and recipe.name == "run"
     (note,) = recipe.notes
-    assert all(said in note for said in ("no recipe", "lora with r 16", "lr 0.0002", "3 epochs", "task by data and model"))
+    assert all(
+        said in note
+        for said in ("no recipe", "lora with r 16", "lr 0.0002", "3 epochs", "task by data and model")
+    )
 
 
 def test_python_arguments_are_neutral_too() -> None:
-    assert settle(None, (), {"model": "org/mine", "data": "mine.jsonl"}).resolved() == load_recipe(None, MINE).resolved()
-    assert settle(None, (), {"model": "org/mine", "data": "d", "method": "full"}).learning_rate == METHODS["full"].usual_lr
+    assert (
+        settle(None, (), {"model": "org/mine", "data": "mine.jsonl"}).resolved()
+        == load_recipe(None, MINE).resolved()
+    )
+    assert (
+        settle(None, (), {"model": "org/mine", "data": "d", "method": "full"}).learning_rate
+        == METHODS["full"].usual_lr
+    )
 
 
 def test_settings_given_without_a_recipe_hold() -> None:
@@ -45,7 +60,11 @@ def test_half_a_call_without_a_recipe_is_not_filled_from_the_demo() -> None:
 @pytest.mark.parametrize(
     ("overrides", "replaced", "said"),
     [
-        (MINE, "model and data replaced", ["lr 0.005 (usual for lora: 0.0002)", "task causal", "lr=null task=null"]),
+        (
+            MINE,
+            "model and data replaced",
+            ["lr 0.005 (usual for lora: 0.0002)", "task causal", "lr=null task=null"],
+        ),
         ([*MINE, "lr=null"], "model and data replaced", ["task causal", "give task=null"]),
         (["method=full"], "method replaced", ["lr 0.005 (usual for full: 2e-05)"]),
         ([*MINE, "lr=null", "task=chat"], None, []),
@@ -53,7 +72,9 @@ def test_half_a_call_without_a_recipe_is_not_filled_from_the_demo() -> None:
         ([], None, []),
     ],
 )
-def test_settings_chosen_for_a_demo_are_said_when_they_stay(overrides: list[str], replaced: str | None, said: list[str]) -> None:
+def test_settings_chosen_for_a_demo_are_said_when_they_stay(
+    overrides: list[str], replaced: str | None, said: list[str]
+) -> None:
     notes = load_recipe("llama_lora", overrides).notes
     assert len(notes) == (replaced is not None)
     assert all(phrase in notes[0] for phrase in (replaced or "", *said)) if replaced else True
@@ -85,7 +106,9 @@ def test_a_recipe_of_ones_own_may_be_given_other_inputs_in_silence(tmp_path: Pat
         ({"model": "demo:tiny-llama", "lr": 5e-3}, 10**4, 10**7, []),
     ],
 )
-def test_what_is_far_from_known_is_said(settings: dict[str, object], trainable: int, tokens: int | None, said: list[str]) -> None:
+def test_what_is_far_from_known_is_said(
+    settings: dict[str, object], trainable: int, tokens: int | None, said: list[str]
+) -> None:
     recipe = load_recipe(None, MINE, settings)
     lines = list(far_from_known(recipe, trainable, tokens, 100))
     assert len(lines) == bool(said) and all(phrase in lines[0] for phrase in said)
@@ -110,6 +133,9 @@ def test_a_word_that_is_like_no_key_suggests_none(key: str) -> None:
     assert "did you mean" not in suggest((key,), "lora")
 
 
-@pytest.mark.parametrize(("key", "meant"), [("leraning_rate", "lr"), ("batchsze", "batch_size"), ("memroy", "memory"), ("epocs", "epochs")])
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("leraning_rate", "lr"), ("batchsze", "batch_size"), ("memroy", "memory"), ("epocs", "epochs")],
+)
 def test_a_typing_error_suggests_what_was_meant(key: str, meant: str) -> None:
     assert f"did you mean: {meant}   " in suggest((key,), "lora")

@@ -39,22 +39,42 @@ from petune.tasks.configs import DataConfig
 from tests.written_recipes import GOOD, problems_of, write
 from tests.wrong_recipes import WRONG
 
-# ------------------------------------------------------------------------------------------------------------ good recipes
+# ----------------------------------------------------------------------------------------------- good recipes
 
 
 def test_model_data_and_method_suffice(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, GOOD))
-    assert (recipe.model, recipe.data.path, recipe.method, recipe.method_name) == ("demo:minilm", "demo:docstrings", LoraConfig(), "lora")
-    assert (recipe.version, recipe.task, recipe.epochs, recipe.source, recipe.folder) == (1, None, 1.0, tmp_path / "r.yaml", tmp_path)
+    assert (recipe.model, recipe.data.path, recipe.method, recipe.method_name) == (
+        "demo:minilm",
+        "demo:docstrings",
+        LoraConfig(),
+        "lora",
+    )
+    assert (recipe.version, recipe.task, recipe.epochs, recipe.source, recipe.folder) == (
+        1,
+        None,
+        1.0,
+        tmp_path / "r.yaml",
+        tmp_path,
+    )
     assert recipe.lines == {"model": 1, "data": 2, "method": 3}
 
 
 def test_sections_may_be_mappings_and_every_line_is_kept(tmp_path: Path) -> None:
-    text = "model: m\ndata:\n  path: a.jsonl\n  columns: {text: body}\nmethod:\n  name: lora\n  r: 8\n  targets:\n  - q\n  - v\nlr: 1e-4\n"
+    text = (
+        "model: m\ndata:\n  path: a.jsonl\n  columns: {text: body}\nmethod:\n  name: lora\n  r: 8\n "
+        " targets:\n  - q\n  - v\nlr: 1e-4\n"
+    )
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.method == LoraConfig(r=8, targets=("q", "v"))
     assert recipe.data.columns == {"text": "body"}
-    assert {"data.path": 3, "data.columns.text": 4, "method.r": 7, "method.targets[1]": 10, "lr": 11}.items() <= recipe.lines.items()
+    assert {
+        "data.path": 3,
+        "data.columns.text": 4,
+        "method.r": 7,
+        "method.targets[1]": 10,
+        "lr": 11,
+    }.items() <= recipe.lines.items()
     assert recipe.where("method.r").endswith("r.yaml:7")
     assert recipe.where("method.alpha").endswith("r.yaml:5")
 
@@ -72,7 +92,9 @@ def test_a_recipe_is_frozen_and_its_folder_and_lines_are_no_keys(tmp_path: Path)
     recipe = load_recipe(write(tmp_path, GOOD))
     with pytest.raises(ValueError, match="frozen"):
         recipe.epochs = 3
-    assert any("source is not a setting" in problem for problem in problems_of(write(tmp_path, GOOD + "source: x\n")))
+    assert any(
+        "source is not a setting" in problem for problem in problems_of(write(tmp_path, GOOD + "source: x\n"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +102,14 @@ def test_a_recipe_is_frozen_and_its_folder_and_lines_are_no_keys(tmp_path: Path)
     [
         *[("1e-4", 1e-4), ("012", 12), ("-7", -7), ("+7", 7), (".5", 0.5), ("2.", 2.0), ("1E3", 1000.0)],
         *[("no", "no"), ("on", "on"), ("yes", "yes"), ("off", "off"), ("true", True), ("False", False)],
-        *[("12:30:45", "12:30:45"), ("1_000", "1_000"), ("0x1f", "0x1f"), ("2024-01-01", "2024-01-01"), ("nan", "nan"), ("inf", "inf")],
+        *[
+            ("12:30:45", "12:30:45"),
+            ("1_000", "1_000"),
+            ("0x1f", "0x1f"),
+            ("2024-01-01", "2024-01-01"),
+            ("nan", "nan"),
+            ("inf", "inf"),
+        ],
         *[("null", None), ("~", None), ("", None), ("=", "="), ("1e", "1e"), ("9" * 301, float("9" * 301))],
     ],
 )
@@ -92,19 +121,42 @@ def test_plain_words_mean_what_yaml_1_2_says(word: str, value: object) -> None:
         assert read(f"a: '{word}'", "r").tree == {"a": word}
 
 
-@pytest.mark.parametrize("text", [b"\xef\xbb\xbf" + GOOD.encode(), GOOD.replace("\n", "\r\n").encode(), GOOD.replace("\n", "\r").encode()])
+@pytest.mark.parametrize(
+    "text",
+    [b"\xef\xbb\xbf" + GOOD.encode(), GOOD.replace("\n", "\r\n").encode(), GOOD.replace("\n", "\r").encode()],
+)
 def test_byte_order_mark_and_foreign_line_ends_are_read(tmp_path: Path, text: bytes) -> None:
     assert load_recipe(write(tmp_path, text)).lines == {"model": 1, "data": 2, "method": 3}
 
 
-# --------------------------------------------------------------------------------------------------------------- overrides
+# -------------------------------------------------------------------------------------------------- overrides
 
 
 def test_overrides_follow_the_same_rules_and_later_ones_win(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD)
-    recipe = load_recipe(file, ["lr=1e-4", "method.r=4", "method.r=8", "method.targets=[q, v]", "data=*.jsonl", "compile=true", "out="])
-    assert (recipe.lr, recipe.method, recipe.data.path) == (1e-4, LoraConfig(r=8, targets=("q", "v")), "*.jsonl")
-    assert (recipe.compile, recipe.out, recipe.where("method.r"), recipe.lines) == (True, None, "command line", {"model": 1, "method": 3})
+    recipe = load_recipe(
+        file,
+        [
+            "lr=1e-4",
+            "method.r=4",
+            "method.r=8",
+            "method.targets=[q, v]",
+            "data=*.jsonl",
+            "compile=true",
+            "out=",
+        ],
+    )
+    assert (recipe.lr, recipe.method, recipe.data.path) == (
+        1e-4,
+        LoraConfig(r=8, targets=("q", "v")),
+        "*.jsonl",
+    )
+    assert (recipe.compile, recipe.out, recipe.where("method.r"), recipe.lines) == (
+        True,
+        None,
+        "command line",
+        {"model": 1, "method": 3},
+    )
 
 
 def test_a_method_setting_keeps_the_method_and_a_method_replaces_it(tmp_path: Path) -> None:
@@ -117,7 +169,8 @@ def test_a_method_setting_keeps_the_method_and_a_method_replaces_it(tmp_path: Pa
 
 def test_python_arguments_are_overrides_too(tmp_path: Path) -> None:
     recipe = load_recipe(
-        write(tmp_path, GOOD), {"epochs": 2, "method": {"name": "lora", "targets": ["q"]}, "out": tmp_path, "data.max_length": 9}
+        write(tmp_path, GOOD),
+        {"epochs": 2, "method": {"name": "lora", "targets": ["q"]}, "out": tmp_path, "data.max_length": 9},
     )
     assert (recipe.epochs, recipe.method, recipe.out) == (2.0, LoraConfig(targets=("q",)), str(tmp_path))
     assert recipe.data.max_length == 9
@@ -127,19 +180,27 @@ def test_python_arguments_are_overrides_too(tmp_path: Path) -> None:
 
 
 def test_wrong_overrides_say_command_line_and_suggest(tmp_path: Path) -> None:
-    found = problems_of(write(tmp_path, GOOD), ["method.rank=8", "epochs=ten", "nonsense", "lr.x=1", "=3", "method.targets=[q"])
+    found = problems_of(
+        write(tmp_path, GOOD),
+        ["method.rank=8", "epochs=ten", "nonsense", "lr.x=1", "=3", "method.targets=[q"],
+    )
     text = "\n".join(found)
     assert "command line  method.rank is not a setting of lora\n   did you mean: method.r" in text
     assert "command line  epochs does not take this value\n   expected a number" in text
-    assert "command line  'nonsense' is not an override" in text and "command line  '=3' is not an override" in text
+    assert (
+        "command line  'nonsense' is not an override" in text
+        and "command line  '=3' is not an override" in text
+    )
     assert "command line  lr does not take this value" in text
     assert "command line  method.targets: not YAML" in text
 
 
-# ---------------------------------------------------------------------------------------------------------- paths and names
+# -------------------------------------------------------------------------------------------- paths and names
 
 
-def test_inputs_are_found_beside_the_recipe_then_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_found_beside_the_recipe_then_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
     here.mkdir()
@@ -149,9 +210,15 @@ def test_inputs_are_found_beside_the_recipe_then_in_the_working_directory(tmp_pa
     recipe = load_recipe(write(there, GOOD), ["data=both", "data.eval=mine", "model=org/name"])
     assert recipe.resolve_path("both") == there / "both"
     assert recipe.resolve_path("mine") == Path("mine")
-    assert recipe.resolve_path("neither") is recipe.resolve_path("x" * 9999) is recipe.resolve_path("\0") is None
+    assert (
+        recipe.resolve_path("neither") is recipe.resolve_path("x" * 9999) is recipe.resolve_path("\0") is None
+    )
     values = recipe.resolved()
-    assert (values["data"]["path"], values["data"]["eval"], values["model"]) == (str(there / "both"), str(here / "mine"), "org/name")
+    assert (values["data"]["path"], values["data"]["eval"], values["model"]) == (
+        str(there / "both"),
+        str(here / "mine"),
+        "org/name",
+    )
 
 
 def test_a_shipped_recipe_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,14 +234,16 @@ def test_a_shipped_recipe_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, 
     assert find_recipe("bert_lora.yaml") == Path("bert_lora.yaml")
 
 
-@pytest.mark.parametrize(("default", "recipe"), [("minilm", "bert_lora.yaml"), ("tiny-llama", "llama_lora.yaml")])
+@pytest.mark.parametrize(
+    ("default", "recipe"), [("minilm", "bert_lora.yaml"), ("tiny-llama", "llama_lora.yaml")]
+)
 def test_no_recipe_means_the_demo_recipe(monkeypatch: pytest.MonkeyPatch, default: str, recipe: str) -> None:
     monkeypatch.setattr("petune.recipe.read.default_model", lambda: default)
     assert demo_recipe().name == recipe
     assert load_recipe(None).source == demo_recipe()
 
 
-# ------------------------------------------------------------------------------------------------------ writing and resuming
+# --------------------------------------------------------------------------------------- writing and resuming
 
 
 def test_what_a_recipe_writes_reads_back_as_itself(tmp_path: Path) -> None:
@@ -217,12 +286,25 @@ def test_resume_compares_what_changes_the_numbers(tmp_path: Path) -> None:
     old = load_recipe(write(tmp_path, GOOD)).resolved()
     new = load_recipe(
         write(tmp_path, GOOD),
-        ["lr=1e-3", "method.r=8", "out=x", "keep=5", "trackers=[wandb]", "device=cpu", "parallel.tp=2", "kernels=off"],
+        [
+            "lr=1e-3",
+            "method.r=8",
+            "out=x",
+            "keep=5",
+            "trackers=[wandb]",
+            "device=cpu",
+            "parallel.tp=2",
+            "kernels=off",
+        ],
     ).resolved()
     assert differences(old, new) == [("method.r", 16, 8), ("lr", 2e-4, 1e-3)]
     assert differences(old, new, allow=["method"]) == [("lr", 2e-4, 1e-3)]
     assert differences(old, old) == []
-    assert {"lr", "seed", "batch_size", "data", "method"} <= set(KEYS_THAT_CHANGE_NUMBERS) <= set(Recipe.model_fields)
+    assert (
+        {"lr", "seed", "batch_size", "data", "method"}
+        <= set(KEYS_THAT_CHANGE_NUMBERS)
+        <= set(Recipe.model_fields)
+    )
 
 
 def test_a_moved_folder_is_no_change_but_another_file_is() -> None:
@@ -230,7 +312,9 @@ def test_a_moved_folder_is_no_change_but_another_file_is() -> None:
         return load_recipe({"model": "m", "data": path, "method": "lora"}).resolved()
 
     assert differences(at("/a/rows.jsonl"), at("/b/rows.jsonl")) == []
-    assert differences(at("/a/rows.jsonl"), at("/a/other.jsonl")) == [("data.path", "/a/rows.jsonl", "/a/other.jsonl")]
+    assert differences(at("/a/rows.jsonl"), at("/a/other.jsonl")) == [
+        ("data.path", "/a/rows.jsonl", "/a/other.jsonl")
+    ]
 
 
 def test_the_json_schema_names_every_setting() -> None:
@@ -238,10 +322,16 @@ def test_the_json_schema_names_every_setting() -> None:
     assert set(schema["properties"]) == set(Recipe.model_fields)
     assert schema["required"] == ["model", "data", "method"]
     short, *methods = schema["properties"]["method"]["anyOf"]
-    assert short["enum"] == [one["properties"]["name"]["const"] for one in methods] == ["full", "lora", "dora", "adapter", "side"]
+    assert (
+        short["enum"]
+        == [one["properties"]["name"]["const"] for one in methods]
+        == ["full", "lora", "dora", "adapter", "side"]
+    )
     assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
     keeps, memory = schema["properties"]["memory"]["anyOf"]
-    assert keeps["enum"] == [*KEEPS, None] and set(memory["properties"]) == {entry.name for entry in dataclasses.fields(MemoryConfig)}
+    assert keeps["enum"] == [*KEEPS, None] and set(memory["properties"]) == {
+        entry.name for entry in dataclasses.fields(MemoryConfig)
+    }
     names, axes = schema["properties"]["parallel"]["anyOf"]
     assert names["enum"] == ["none", *BACKENDS, None] and set(axes["properties"]) == set(BACKENDS)
     for name, config in BACKENDS.items():
@@ -259,13 +349,18 @@ def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None
             path = f"parallel.cut.{said_of[2]}"
         assert f"`{path}`" in text, path
     free = text.partition("Free to change are")[2].partition(". Inputs")[0]
-    assert set(re.findall(r"`(\w+)`", free)) == {*Recipe.model_fields} - {*KEYS_THAT_CHANGE_NUMBERS, "version"}
+    assert set(re.findall(r"`(\w+)`", free)) == {*Recipe.model_fields} - {
+        *KEYS_THAT_CHANGE_NUMBERS,
+        "version",
+    }
 
 
 def test_every_example_of_documents_and_messages_is_accepted() -> None:
     root = Path(__file__).parents[2]
     pages = [root / name for name in ("README.md", "docs/recipes.md", "docs/data.md", "docs/parallel.md")]
-    blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    blocks = [
+        block for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
     lines = [line for block in (*blocks, *_EXAMPLES.values()) for line in block.splitlines()]
     alone = [line for line in lines if re.match(r"(parallel|memory|data|method): ", line)]
     assert len(alone) > 15
@@ -291,11 +386,14 @@ def _every_key() -> set[str]:
     for method in METHODS.values():
         inner |= {f"method.{entry.name}" for entry in dataclasses.fields(method.config)}
     for name, axis in BACKENDS.items():
-        inner |= {f"parallel.{name}", *(f"parallel.{name}.{entry.name}" for entry in dataclasses.fields(axis))}
+        inner |= {
+            f"parallel.{name}",
+            *(f"parallel.{name}.{entry.name}" for entry in dataclasses.fields(axis)),
+        }
     return {*Recipe.model_fields, *inner}
 
 
-# ----------------------------------------------------------------------------------------------------------- wrong recipes
+# ---------------------------------------------------------------------------------------------- wrong recipes
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -309,11 +407,24 @@ def test_a_wrong_recipe_is_told_where_what_and_how(name: str, tmp_path: Path) ->
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
-    text = "model: 3\nepochs: ten\nlr: .nan\nbs: 4\ndata: {path: d, max_len: 8, split: 2}\nmethod: {name: lora, rank: 4, dropout: 2}\n"
+    text = (
+        "model: 3\nepochs: ten\nlr: .nan\nbs: 4\ndata: {path: d, max_len: 8, split: 2}\nmethod: {name: lora,"
+        " rank: 4, dropout: 2}\n"
+    )
     file = write(tmp_path, text + "warmup: 1.5\n")
     found = problems_of(file)
     assert [int(problem.split(":")[1].split()[0]) for problem in found] == [1, 2, 3, 4, 5, 5, 6, 6, 7]
-    keys = ("model", "epochs", "lr", "bs", "data.max_len", "data.split", "method.rank", "method.dropout", "warmup")
+    keys = (
+        "model",
+        "epochs",
+        "lr",
+        "bs",
+        "data.max_len",
+        "data.split",
+        "method.rank",
+        "method.dropout",
+        "warmup",
+    )
     assert [problem.split("  ")[1].split()[0].rstrip(":") for problem in found] == list(keys)
 
 
@@ -325,7 +436,10 @@ def test_a_value_that_could_not_be_read_is_reported_once(tmp_path: Path) -> None
     assert len(problems_of(write(tmp_path, "model: *m\ndata: d\nmethod: lora\n"))) == 1
 
 
-@pytest.mark.parametrize("text", [b"k: 1\n" * 180_000, b"".join(b"k%d: 1\n" % i for i in range(4900)), b"- " * 400_000, b"x" * 1_000_001])
+@pytest.mark.parametrize(
+    "text",
+    [b"k: 1\n" * 180_000, b"".join(b"k%d: 1\n" % i for i in range(4900)), b"- " * 400_000, b"x" * 1_000_001],
+)
 def test_a_large_file_is_refused_quickly(tmp_path: Path, text: bytes) -> None:
     file = write(tmp_path, text)
     start = time.process_time()
@@ -382,7 +496,9 @@ NASTY = [
 ]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(4000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(4000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
 def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(count: int, tmp_path: Path) -> None:
     whole = [file.read_bytes() for file in shipped_recipes()] + [
         GOOD.encode() + text.encode() for text, *_ in WRONG.values() if isinstance(text, str)
@@ -396,13 +512,21 @@ def test_no_bytes_whatsoever_give_anything_but_a_recipe_or_a_recipe_error(count:
         _judge(tmp_path, bytes(data))
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@given(
+    st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
+)
 @settings(max_examples=100, deadline=None)
 def test_random_bytes_are_judged_too(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     _judge(tmp_path_factory.getbasetemp(), data)
 
 
-@given(st.lists(st.text(max_size=30) | st.builds("{}={}".format, st.sampled_from(sorted(_every_key())), st.text(max_size=12)), max_size=4))
+@given(
+    st.lists(
+        st.text(max_size=30)
+        | st.builds("{}={}".format, st.sampled_from(sorted(_every_key())), st.text(max_size=12)),
+        max_size=4,
+    )
+)
 @settings(max_examples=100, deadline=None)
 def test_random_overrides_are_judged_too(overrides: list[str]) -> None:
     try:
@@ -423,10 +547,19 @@ def _judge(folder: Path, data: bytes) -> None:
     assert time.process_time() - start < 1
 
 
-# ------------------------------------------------------------------------------------------------------------------- cost
+# ------------------------------------------------------------------------------------------------------- cost
 
 
 def test_a_recipe_is_checked_without_torch() -> None:
-    code = "import sys; from petune.recipe import load_recipe; load_recipe('bert_lora'); print({'torch', 'transformers'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    code = (
+        "import sys; from petune.recipe import load_recipe; load_recipe('bert_lora'); print({'torch',"
+        " 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,5 @@
-"""`kernels`, `memory` and `base_dtype` in a recipe: their forms, their rules, and what a wrong one is told."""
+"""`kernels`, `memory` and `base_dtype` in a recipe: their forms, their rules, and what a wrong one is
+told."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def of_text(folder: Path, text: str, overrides: Any = ()) -> Recipe:
     return load_recipe(write(folder, GOOD + text), overrides)
 
 
-# ------------------------------------------------------------------------------------------------------------------- forms
+# ------------------------------------------------------------------------------------------------------ forms
 
 FORMS: dict[str, tuple[str, MemoryConfig]] = {
     "nothing": ("", AUTO),
@@ -37,7 +38,10 @@ FORMS: dict[str, tuple[str, MemoryConfig]] = {
     **{f"the keep {keep}": (f"memory: {keep}", MemoryConfig(keep=keep)) for keep in KEEPS},  # type: ignore[arg-type]
     "one setting": ("memory: {tile: 2048}", MemoryConfig(tile=2048)),
     "every setting": (
-        "memory:\n  keep: attention\n  offload: attention\n  tile: 2048\n  budget: 60\n  host: 200.5\n  stream: none",
+        (
+            "memory:\n  keep: attention\n  offload: attention\n  tile: 2048\n  budget: 60\n  host: 200.5\n "
+            " stream: none"
+        ),
         MemoryConfig("attention", "attention", 2048, 60, 200.5, "none"),
     ),
 }
@@ -74,7 +78,13 @@ def test_kernels_and_base_dtype_read_back_as_themselves(kernels: str, tmp_path: 
 
 def test_every_line_of_memory_is_kept(tmp_path: Path) -> None:
     recipe = of_text(tmp_path, "kernels: auto\nmemory:\n  keep: input\n  tile: 2048\nbase_dtype: fp8\n")
-    assert {"kernels": 4, "memory": 5, "memory.keep": 6, "memory.tile": 7, "base_dtype": 8}.items() <= recipe.lines.items()
+    assert {
+        "kernels": 4,
+        "memory": 5,
+        "memory.keep": 6,
+        "memory.tile": 7,
+        "base_dtype": 8,
+    }.items() <= recipe.lines.items()
     assert recipe.where("memory.tile").endswith(":7") and recipe.where("memory.host").endswith(":5")
 
 
@@ -84,7 +94,11 @@ def test_every_line_of_memory_is_kept(tmp_path: Path) -> None:
         ("memory: input", ["memory=auto"], AUTO),
         ("memory: input", ["memory="], AUTO),
         ("memory: {keep: input, tile: 2048}", ["memory=attention"], MemoryConfig(keep="attention")),
-        ("memory: {keep: input, tile: 2048}", ["memory.keep=attention"], MemoryConfig(keep="attention", tile=2048)),
+        (
+            "memory: {keep: input, tile: 2048}",
+            ["memory.keep=attention"],
+            MemoryConfig(keep="attention", tile=2048),
+        ),
         ("memory: {keep: input, tile: 2048}", ["memory.tile="], MemoryConfig(keep="input")),
         ("memory: {keep: input, tile: 2048}", ["memory={budget: 20}"], MemoryConfig(budget=20)),
         ("memory: input", ["memory.offload=none"], MemoryConfig(keep="input", offload="none")),
@@ -105,11 +119,18 @@ def test_overrides_set_one_setting_of_memory_or_replace_the_section(
 def test_a_run_resumes_on_other_kernels_and_memory_but_not_on_another_base() -> None:
     old = load_recipe(NEEDED).resolved()
     assert differences(old, load_recipe(NEEDED, ["kernels=off"]).resolved()) == []
-    assert differences(old, load_recipe(NEEDED, ["memory={keep: input, offload: input, budget: 8}"]).resolved()) == []
-    assert differences(old, load_recipe(NEEDED, ["base_dtype=fp8"]).resolved()) == [("base_dtype", None, "fp8")]
+    assert (
+        differences(old, load_recipe(NEEDED, ["memory={keep: input, offload: input, budget: 8}"]).resolved())
+        == []
+    )
+    assert differences(old, load_recipe(NEEDED, ["base_dtype=fp8"]).resolved()) == [
+        ("base_dtype", None, "fp8")
+    ]
     assert "base_dtype" in KEYS_THAT_CHANGE_NUMBERS
     full = {**NEEDED, "method": "full", "clip": None}
-    old, new = (load_recipe({**full, "memory": memory}).resolved() for memory in ("input", {"stream": "fp32"}))
+    old, new = (
+        load_recipe({**full, "memory": memory}).resolved() for memory in ("input", {"stream": "fp32"})
+    )
     assert differences(old, new) == [("memory.stream", "none", "fp32")]
     assert differences(old, new, ["memory"]) == differences(old, new, ["memory.stream"]) == []
 
@@ -132,14 +153,29 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
     assert json_schema()["properties"]["memory"]["default"] == "auto"
 
 
-# ------------------------------------------------------------------------------------------------------------------- rules
+# ------------------------------------------------------------------------------------------------------ rules
 
 UNFUSED: tuple[Any, ...] = (
     *("sp", "pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}, {"dp": {"size": 2, "shard": True}}),
-    *({"tp": {"size": 2, "overlap": True}}, {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}}),
+    *(
+        {"tp": {"size": 2, "overlap": True}},
+        {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
+    ),
 )
-CUTTING = ("tp", "galaxy", "galaxy2", {"tp": 2, "dp": 2}, {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}})
-ASKING = ({"kernels": "triton"}, {"kernels": "reference"}, {"memory": "input"}, {"memory": {"budget": 20}}, {"base_dtype": "fp8"})
+CUTTING = (
+    "tp",
+    "galaxy",
+    "galaxy2",
+    {"tp": 2, "dp": 2},
+    {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
+)
+ASKING = (
+    {"kernels": "triton"},
+    {"kernels": "reference"},
+    {"memory": "input"},
+    {"memory": {"budget": 20}},
+    {"base_dtype": "fp8"},
+)
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
@@ -150,23 +186,33 @@ def test_a_plan_that_leaves_blocks_unfused_refuses_their_settings(asking: dict[s
         return
     found = problems_of({**NEEDED, "parallel": plan, **asking})
     assert len(found) == 1
-    reason = "it quantises whole weights" if "base_dtype" in asking else "it is about fused blocks, and under this plan"
+    reason = (
+        "it quantises whole weights"
+        if "base_dtype" in asking
+        else "it is about fused blocks, and under this plan"
+    )
     assert found[0].startswith(f"argument  {next(iter(asking))}: {reason}")
     assert "or use dp" in found[0]
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", CUTTING, ids=str)
-def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(asking: dict[str, Any], plan: Any) -> None:
+def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(
+    asking: dict[str, Any], plan: Any
+) -> None:
     if "base_dtype" not in asking:
         load_recipe({**NEEDED, "parallel": plan, **asking})
         return
     (found,) = problems_of({**NEEDED, "parallel": plan, **asking})
-    assert found.startswith("argument  base_dtype: it quantises whole weights, and the parallel plan cuts them")
+    assert found.startswith(
+        "argument  base_dtype: it quantises whole weights, and the parallel plan cuts them"
+    )
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
-@pytest.mark.parametrize("plan", ["none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"pp": {"size": 1}}], ids=str)
+@pytest.mark.parametrize(
+    "plan", ["none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"pp": {"size": 1}}], ids=str
+)
 def test_fused_blocks_go_with_replicas_and_axes_of_one_process(asking: dict[str, Any], plan: Any) -> None:
     load_recipe({**NEEDED, "parallel": plan, **asking})
 
@@ -251,18 +297,25 @@ def test_a_rule_is_kept_by_one_recipe_and_broken_by_another(name: str, tmp_path:
     load_recipe({**NEEDED, **kept})
     lines = [f"{one}: {write_scalar(value)}" for one, value in ({**NEEDED, **broken}).items()]
     file = write(tmp_path, "\n".join(lines) + "\n")
-    line = next(number for number, text in enumerate(lines, 1) if text.startswith(key.partition(".")[0] + ":"))
+    line = next(
+        number for number, text in enumerate(lines, 1) if text.startswith(key.partition(".")[0] + ":")
+    )
     found = problems_of(file)
     assert len(found) == 1, found
-    assert found[0].startswith(f"{file}:{line}  {key}: ") and all(phrase in found[0] for phrase in phrases), found
+    assert found[0].startswith(f"{file}:{line}  {key}: ") and all(phrase in found[0] for phrase in phrases), (
+        found
+    )
 
 
-@pytest.mark.parametrize("config", [MemoryConfig(keep="all", tile=2048), MemoryConfig(keep="input", offload="attention")])
+@pytest.mark.parametrize(
+    "config", [MemoryConfig(keep="all", tile=2048), MemoryConfig(keep="input", offload="attention")]
+)
 def test_what_memory_contradicts_in_itself_is_said_in_the_words_of_the_policy(config: MemoryConfig) -> None:
     from petune.kernels.memory import block_cost, policy
     from petune.kernels.memory.shape import BlockShape
 
-    shape, rates = (object.__new__(kind) for kind in (BlockShape, block_cost.Rates))  # never looked at: the config is judged first
+    # never looked at: the config is judged first
+    shape, rates = (object.__new__(kind) for kind in (BlockShape, block_cost.Rates))
     with pytest.raises(UsageError) as caught:
         policy.choose(shape, 1, 1, 1, 0, 0, 0, 0, rates, config)
     (theirs,) = caught.value.problems
@@ -271,33 +324,85 @@ def test_what_memory_contradicts_in_itself_is_said_in_the_words_of_the_policy(co
 
 
 def test_a_wrong_key_hides_no_other_problem_and_breaks_no_rule(tmp_path: Path) -> None:
-    found = problems_of(write(tmp_path, GOOD + "kernels: tritn\nmemory: {keep: all, tile: 2}\nbase_dtype: fp4\ncompile: true\n"))
-    assert [problem.split("  ")[1].split()[0] for problem in found] == ["kernels", "memory.tile", "base_dtype"]
+    found = problems_of(
+        write(
+            tmp_path, GOOD + "kernels: tritn\nmemory: {keep: all, tile: 2}\nbase_dtype: fp4\ncompile: true\n"
+        )
+    )
+    assert [problem.split("  ")[1].split()[0] for problem in found] == [
+        "kernels",
+        "memory.tile",
+        "base_dtype",
+    ]
 
 
-# --------------------------------------------------------------------------------------------------------- names and values
+# ------------------------------------------------------------------------------------------- names and values
 
 # name: (text, line of the problem, what the message says); the first line is 4.
 WRONG: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "other kernels": ("kernels: tritn", 4, ("kernels does not take this value", "auto, reference, triton, off", "did you mean: triton")),
+    "other kernels": (
+        "kernels: tritn",
+        4,
+        ("kernels does not take this value", "auto, reference, triton, off", "did you mean: triton"),
+    ),
     "kernels of another toolkit": ("kernels: liger", 4, ("did you mean: triton",)),
     "a truth for kernels": ("kernels: true", 4, ("kernels does not take this value", "found true")),
     "no kernels": ("kernels:", 4, ("kernels does not take this value", "found nothing")),
-    "another base": ("base_dtype: int8", 4, ("base_dtype does not take this value", "expected fp8, or null", "did you mean: fp8")),
-    "another keep": ("memory: inptu", 4, ("memory.keep does not take this value", "auto, all, projections", "did you mean: input")),
-    "a list": ("memory: [input]", 4, ("memory does not take this value", "a mapping of settings", "found a list", "memory: input")),
+    "another base": (
+        "base_dtype: int8",
+        4,
+        ("base_dtype does not take this value", "expected fp8, or null", "did you mean: fp8"),
+    ),
+    "another keep": (
+        "memory: inptu",
+        4,
+        ("memory.keep does not take this value", "auto, all, projections", "did you mean: input"),
+    ),
+    "a list": (
+        "memory: [input]",
+        4,
+        ("memory does not take this value", "a mapping of settings", "found a list", "memory: input"),
+    ),
     "a number": ("memory: 20", 4, ("memory does not take this value", "found 20")),
     "a truth": ("memory: true", 4, ("memory does not take this value", "found true")),
-    "another keep inside": ("memory:\n  keep: recompute", 5, ("memory.keep does not take", "did you mean: input")),
-    "another place": ("memory:\n  offload: attn", 5, ("memory.offload does not take", "auto, none, input, attention", "mean: attention")),
+    "another keep inside": (
+        "memory:\n  keep: recompute",
+        5,
+        ("memory.keep does not take", "did you mean: input"),
+    ),
+    "another place": (
+        "memory:\n  offload: attn",
+        5,
+        ("memory.offload does not take", "auto, none, input, attention", "mean: attention"),
+    ),
     "a small tile": ("memory:\n  tile: 64", 5, ("memory.tile is out of range", "at least 128", "found 64")),
-    "half a token": ("memory:\n  tile: 2048.5", 5, ("memory.tile does not take", "a whole number", "found 2048.5")),
+    "half a token": (
+        "memory:\n  tile: 2048.5",
+        5,
+        ("memory.tile does not take", "a whole number", "found 2048.5"),
+    ),
     "no budget at all": ("memory:\n  budget: 0", 5, ("memory.budget is out of range", "above 0")),
-    "a budget with its unit": ("memory:\n  budget: 20GiB", 5, ("memory.budget does not take", "a number, above 0", "the text '20GiB'")),
-    "a typing error": ("memory:\n  ofload: input", 5, ("memory.ofload is not a setting of memory", "did you mean: memory.offload ")),
-    "a setting of elsewhere": ("memory:\n  lr: 1", 5, ("memory.lr is not a setting of memory", "did you mean: lr ")),
+    "a budget with its unit": (
+        "memory:\n  budget: 20GiB",
+        5,
+        ("memory.budget does not take", "a number, above 0", "the text '20GiB'"),
+    ),
+    "a typing error": (
+        "memory:\n  ofload: input",
+        5,
+        ("memory.ofload is not a setting of memory", "did you mean: memory.offload "),
+    ),
+    "a setting of elsewhere": (
+        "memory:\n  lr: 1",
+        5,
+        ("memory.lr is not a setting of memory", "did you mean: lr "),
+    ),
     "a setting at the top": ("tile: 2048", 4, ("tile is not a setting", "did you mean: memory.tile ")),
-    "a setting of two sections": ("offload: input", 4, ("did you mean: memory.offload or parallel.dp.offload ",)),
+    "a setting of two sections": (
+        "offload: input",
+        4,
+        ("did you mean: memory.offload or parallel.dp.offload ",),
+    ),
     "dots in a file": ("memory.keep: input", 4, ("nest it:  memory: {keep: ...}",)),
     "kernels in a name of another toolkit": ("use_liger_kernel: true", 4, ("did you mean: kernels ",)),
     "8 bit": ("load_in_8bit: true", 4, ("did you mean: base_dtype ",)),
@@ -316,18 +421,36 @@ def test_a_wrong_setting_is_told_where_what_and_how(name: str, tmp_path: Path) -
 
 
 def test_a_wrong_override_says_command_line() -> None:
-    found = "\n".join(problems_of(NEEDED, ["memory.tile=3", "memory.kep=input", "kernels=tritn", "base_dtype=fp16"]))
+    found = "\n".join(
+        problems_of(NEEDED, ["memory.tile=3", "memory.kep=input", "kernels=tritn", "base_dtype=fp16"])
+    )
     assert "command line  memory.tile is out of range" in found
     assert "command line  memory.kep is not a setting of memory\n   did you mean: memory.keep" in found
-    assert "command line  kernels does not take this value" in found and "command line  base_dtype does not take this value" in found
-    assert "command line  memory.keep does not take this value" in problems_of(NEEDED, ["memory=input", "memory.keep.x=1"])[0]
+    assert (
+        "command line  kernels does not take this value" in found
+        and "command line  base_dtype does not take this value" in found
+    )
+    assert (
+        "command line  memory.keep does not take this value"
+        in problems_of(NEEDED, ["memory=input", "memory.keep.x=1"])[0]
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ any value
+# -------------------------------------------------------------------------------------------------- any value
 
 _WORDS = st.sampled_from([*KEEPS, *OFFLOADS, "reference", "triton", "off", "fp8", ""])
-_LEAVES = st.none() | st.booleans() | st.integers(-3, 300) | st.integers() | st.floats() | _WORDS | st.text(max_size=5)
-_SECTION = st.dictionaries(st.sampled_from([entry.name for entry in fields(MemoryConfig)]) | st.text(max_size=5), _LEAVES, max_size=4)
+_LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.integers()
+    | st.floats()
+    | _WORDS
+    | st.text(max_size=5)
+)
+_SECTION = st.dictionaries(
+    st.sampled_from([entry.name for entry in fields(MemoryConfig)]) | st.text(max_size=5), _LEAVES, max_size=4
+)
 _TYPED = st.fixed_dictionaries(
     {},
     optional={
@@ -353,7 +476,9 @@ _RECIPES = st.fixed_dictionaries(
 
 @given(_RECIPES, st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_any_settings_are_taken_or_refused_and_never_anything_else(values: dict[str, Any], apart: bool) -> None:
+def test_any_settings_are_taken_or_refused_and_never_anything_else(
+    values: dict[str, Any], apart: bool
+) -> None:
     try:
         recipe = load_recipe(NEEDED if apart else {**NEEDED, **values}, values if apart else {})
     except RecipeError as error:
@@ -362,19 +487,27 @@ def test_any_settings_are_taken_or_refused_and_never_anything_else(values: dict[
     assert load_recipe(recipe.resolved()).resolved() == recipe.resolved()
     kernels = recipe.kernels != "off" and not recipe.compile
     assert kernels or recipe.kernels in ("auto", "off")
-    assert (kernels and set(recipe.parallel.axes) <= {"dp"}) or (recipe.memory == AUTO and recipe.base_dtype is None)
+    assert (kernels and set(recipe.parallel.axes) <= {"dp"}) or (
+        recipe.memory == AUTO and recipe.base_dtype is None
+    )
     assert not (recipe.gradient_checkpointing and recipe.memory.keep in ("all", "projections", "attention"))
     assert (recipe.memory.keep, recipe.memory.offload) != ("input", "attention")
     assert recipe.memory.keep != "all" or recipe.memory.tile is None
 
 
-# ----------------------------------------------------------------------------------------------------------------------- cost
+# ------------------------------------------------------------------------------------------------------- cost
 
 
 def test_kernels_and_memory_are_checked_without_torch() -> None:
     code = (
-        "import sys; from petune.recipe import load_recipe; load_recipe('llama_lora', ['kernels=triton', 'memory.keep=input']);"
-        "print({'torch', 'transformers', 'triton'} & {*sys.modules})"
+        "import sys; from petune.recipe import load_recipe; load_recipe('llama_lora', ['kernels=triton',"
+        " 'memory.keep=input']);print({'torch', 'transformers', 'triton'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout.strip() == "set()"

@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petune.errors import RecipeError
-from petune.parallel.configs import BACKENDS, CUTS, ROWS, CutConfig, DpConfig, ParallelConfig, PpConfig, contradictions, layouts, size_of
+from petune.parallel.configs import (
+    BACKENDS,
+    CUTS,
+    ROWS,
+    CutConfig,
+    DpConfig,
+    ParallelConfig,
+    PpConfig,
+    contradictions,
+    layouts,
+    size_of,
+)
 from petune.recipe import KEYS_THAT_CHANGE_NUMBERS, Recipe, differences, load_recipe
 from petune.recipe.aliases import CLASSIC
 from petune.recipe.yaml_lines import write_scalar
@@ -33,22 +44,31 @@ def of_text(folder: Path, text: str, overrides: Any = ()) -> Recipe:
     return load_recipe(write(folder, GOOD + text), overrides)
 
 
-# ------------------------------------------------------------------------------------------------------------------- forms
+# ------------------------------------------------------------------------------------------------------ forms
 
 FORMS: dict[str, tuple[str, ParallelConfig, str]] = {  # what is written: (text, config, its name)
     "nothing": ("", ALONE, "none"),
     "none": ("parallel: none", ALONE, "none"),
     "an empty value": ("parallel:", ALONE, "none"),
     "an empty mapping": ("parallel: {}", ALONE, "none"),
-    "as a shell takes it": ("parallel: dp:2,pp", ParallelConfig(dp=DpConfig(size=2), pp=PpConfig()), "dp 2 x pp"),
+    "as a shell takes it": (
+        "parallel: dp:2,pp",
+        ParallelConfig(dp=DpConfig(size=2), pp=PpConfig()),
+        "dp 2 x pp",
+    ),
     "a backend": ("parallel: pp", ParallelConfig(pp=PpConfig()), "pp"),
     "a backend in quotes": ('parallel: "galaxy"', ParallelConfig(galaxy=CutConfig()), "galaxy"),
     "a number": ("parallel: {dp: 2}", ParallelConfig(dp=DpConfig(size=2)), "dp 2"),
     "null and empty": ("parallel: {dp: , tp: {}}", ParallelConfig(dp=DpConfig(), tp=CutConfig()), "dp x tp"),
     "three axes": (
-        "parallel: {dp: 2, tp: {size: 2, heads: [6, 2], columns: [40, 24]}, pp: {stages: [3, 1], schedule: 1f1b, microbatches: 4}}",
+        (
+            "parallel: {dp: 2, tp: {size: 2, heads: [6, 2], columns: [40, 24]}, pp: {stages: [3, 1],"
+            " schedule: 1f1b, microbatches: 4}}"
+        ),
         ParallelConfig(
-            dp=DpConfig(size=2), tp=CutConfig(size=2, heads=(6, 2), columns=(40, 24)), pp=PpConfig(stages=(3, 1), microbatches=4)
+            dp=DpConfig(size=2),
+            tp=CutConfig(size=2, heads=(6, 2), columns=(40, 24)),
+            pp=PpConfig(stages=(3, 1), microbatches=4),
         ),
         "dp 2 x tp 2 x pp 2",
     ),
@@ -64,8 +84,13 @@ FORMS: dict[str, tuple[str, ParallelConfig, str]] = {  # what is written: (text,
     ),
     "shares": ("parallel: {dp: {shares: [3, 1, 1]}}", ParallelConfig(dp=DpConfig(shares=(3, 1, 1))), "dp 3"),
     "sharded": (
-        "parallel: {dp: {size: 4, shard: true, replicas: 2, reshard: false, offload: cpu, frozen: replicated}}",
-        ParallelConfig(dp=DpConfig(size=4, shard=True, replicas=2, reshard=False, offload="cpu", frozen="replicated")),
+        (
+            "parallel: {dp: {size: 4, shard: true, replicas: 2, reshard: false, offload: cpu, frozen:"
+            " replicated}}"
+        ),
+        ParallelConfig(
+            dp=DpConfig(size=4, shard=True, replicas=2, reshard=False, offload="cpu", frozen="replicated")
+        ),
         "dp 4",
     ),
     "several stages per rank": (
@@ -98,8 +123,15 @@ def test_the_plain_form_names_the_axes_that_are_there_with_every_setting() -> No
 
 def test_every_line_is_kept_two_levels_down(tmp_path: Path) -> None:
     recipe = of_text(tmp_path, "parallel:\n  dp: 2\n  tp:\n    heads:\n    - 6\n    - 2\n")
-    assert {"parallel": 4, "parallel.dp": 5, "parallel.tp.heads": 7, "parallel.tp.heads[1]": 9}.items() <= recipe.lines.items()
-    assert recipe.where("parallel.tp.heads").endswith(":7") and recipe.where("parallel.tp.columns").endswith(":6")
+    assert {
+        "parallel": 4,
+        "parallel.dp": 5,
+        "parallel.tp.heads": 7,
+        "parallel.tp.heads[1]": 9,
+    }.items() <= recipe.lines.items()
+    assert recipe.where("parallel.tp.heads").endswith(":7") and recipe.where("parallel.tp.columns").endswith(
+        ":6"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,51 +141,96 @@ def test_every_line_is_kept_two_levels_down(tmp_path: Path) -> None:
         ("parallel: {tp: 2, dp: 2}", ["parallel="], ALONE),
         ("parallel: {tp: 2, dp: 2}", ["parallel=pp"], ParallelConfig(pp=PpConfig())),
         ("parallel: {tp: 2, dp: 2}", ["parallel={dp: 3}"], ParallelConfig(dp=DpConfig(size=3))),
-        ("parallel: {tp: 2, dp: 2}", ["parallel.tp=4"], ParallelConfig(tp=CutConfig(size=4), dp=DpConfig(size=2))),
-        ("parallel: {tp: 2}", ["parallel.tp.heads=[6,2]"], ParallelConfig(tp=CutConfig(size=2, heads=(6, 2)))),
-        ("parallel: {tp: {heads: [6, 2]}}", ["parallel.tp.heads=[5,3]"], ParallelConfig(tp=CutConfig(heads=(5, 3)))),
+        (
+            "parallel: {tp: 2, dp: 2}",
+            ["parallel.tp=4"],
+            ParallelConfig(tp=CutConfig(size=4), dp=DpConfig(size=2)),
+        ),
+        (
+            "parallel: {tp: 2}",
+            ["parallel.tp.heads=[6,2]"],
+            ParallelConfig(tp=CutConfig(size=2, heads=(6, 2))),
+        ),
+        (
+            "parallel: {tp: {heads: [6, 2]}}",
+            ["parallel.tp.heads=[5,3]"],
+            ParallelConfig(tp=CutConfig(heads=(5, 3))),
+        ),
         ("parallel: {tp: {heads: [6, 2]}}", ["parallel.tp=null"], ParallelConfig(tp=CutConfig())),
-        ("parallel: tp", ["parallel.pp.stages=[3,1]"], ParallelConfig(tp=CutConfig(), pp=PpConfig(stages=(3, 1)))),
+        (
+            "parallel: tp",
+            ["parallel.pp.stages=[3,1]"],
+            ParallelConfig(tp=CutConfig(), pp=PpConfig(stages=(3, 1))),
+        ),
         ("parallel: none", ["parallel.pp.stages=[3,1]"], ParallelConfig(pp=PpConfig(stages=(3, 1)))),
-        ("", ["parallel.pp.stages=[3,1]", "parallel.tp=2"], ParallelConfig(pp=PpConfig(stages=(3, 1)), tp=CutConfig(size=2))),
+        (
+            "",
+            ["parallel.pp.stages=[3,1]", "parallel.tp=2"],
+            ParallelConfig(pp=PpConfig(stages=(3, 1)), tp=CutConfig(size=2)),
+        ),
         ("", ["parallel.tp=2", "parallel=none"], ALONE),
         ("", ["parallel=none", "parallel.tp=2"], ParallelConfig(tp=CutConfig(size=2))),
         ("parallel: {tp: 2}", {"parallel": "none"}, ALONE),
         ("parallel: {tp: 2}", {"parallel": None}, ALONE),
         ("parallel: {tp: 2}", {"parallel": {"dp": 2}}, ParallelConfig(dp=DpConfig(size=2))),
-        ("parallel: {tp: 2}", {"parallel.tp.heads": [6, 2]}, ParallelConfig(tp=CutConfig(size=2, heads=(6, 2)))),
+        (
+            "parallel: {tp: 2}",
+            {"parallel.tp.heads": [6, 2]},
+            ParallelConfig(tp=CutConfig(size=2, heads=(6, 2))),
+        ),
     ],
 )
-def test_overrides_set_one_setting_or_replace_the_plan(tmp_path: Path, text: str, overrides: Any, config: ParallelConfig) -> None:
+def test_overrides_set_one_setting_or_replace_the_plan(
+    tmp_path: Path, text: str, overrides: Any, config: ParallelConfig
+) -> None:
     assert of_text(tmp_path, text, overrides).parallel == config
 
 
 def test_a_plan_changes_no_numbers_so_a_run_resumes_under_another(tmp_path: Path) -> None:
     assert "parallel" not in KEYS_THAT_CHANGE_NUMBERS
-    one, two = (of_text(tmp_path, text).resolved() for text in ("parallel: {tp: 2}", "parallel: {pp: {stages: [3, 1]}}"))
+    one, two = (
+        of_text(tmp_path, text).resolved()
+        for text in ("parallel: {tp: 2}", "parallel: {pp: {stages: [3, 1]}}")
+    )
     assert differences(one, two) == []
 
 
 def test_a_settled_recipe_takes_another_plan(tmp_path: Path) -> None:
     recipe = of_text(tmp_path, "tp_num_attention_heads_list: [6, 2]\n")
     assert load_recipe(recipe, {"parallel": "none"}).parallel == ALONE
-    assert load_recipe(recipe, ["tp_num_attention_heads_list=[5,3]"]).parallel == ParallelConfig(tp=CutConfig(heads=(5, 3)))
+    assert load_recipe(recipe, ["tp_num_attention_heads_list=[5,3]"]).parallel == ParallelConfig(
+        tp=CutConfig(heads=(5, 3))
+    )
     assert recipe.parallel == ParallelConfig(tp=CutConfig(heads=(6, 2)))
 
 
 def test_the_size_of_an_axis_is_given_or_counted() -> None:
-    sizes = [size_of(axis) for axis in (DpConfig(), DpConfig(size=3), CutConfig(sequence=(1, 2)), PpConfig(stages=(1, 1, 1)))]
+    sizes = [
+        size_of(axis)
+        for axis in (DpConfig(), DpConfig(size=3), CutConfig(sequence=(1, 2)), PpConfig(stages=(1, 1, 1)))
+    ]
     assert sizes == [None, 3, 2, 3]
     assert size_of(PpConfig(stages=(1, 1, 1, 1), schedule="interleaved")) is None
 
 
-# ------------------------------------------------------------------------------------------------------------------- rules
+# ------------------------------------------------------------------------------------------------------ rules
 
 # Rule: (a plan that keeps it, one that breaks it, the key path the problem is placed at, what it says).
 RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
     **{
-        f"{one} beside {other}": ({one: 2}, {one: 2, other: 2}, f"parallel.{other}", (f"{one} and {other} both say", "tp, sp, galaxy"))
-        for one, other in (("tp", "sp"), ("tp", "galaxy"), ("sp", "galaxy"), ("galaxy", "galaxy2"), ("galaxy2", "tp"))
+        f"{one} beside {other}": (
+            {one: 2},
+            {one: 2, other: 2},
+            f"parallel.{other}",
+            (f"{one} and {other} both say", "tp, sp, galaxy"),
+        )
+        for one, other in (
+            ("tp", "sp"),
+            ("tp", "galaxy"),
+            ("sp", "galaxy"),
+            ("galaxy", "galaxy2"),
+            ("galaxy2", "tp"),
+        )
     },
     "tp beside cut": (
         {"tp": 2, "dp": 2, "pp": 2},
@@ -210,13 +287,29 @@ RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
         ("nothing is cut by tokens", "sp, galaxy, galaxy2 and cut"),
     ),
     "no heads in a cut by sequence": (
-        {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence", "columns": [1, 1], "sequence": [1, 1]}},
+        {
+            "cut": {
+                "attention": "sequence",
+                "mlp": "heads",
+                "connection": "sequence",
+                "columns": [1, 1],
+                "sequence": [1, 1],
+            }
+        },
         {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence", "heads": [1, 1]}},
         "parallel.cut.heads",
         ("attention is not cut by heads", "set attention: heads"),
     ),
     "no sequence in a cut by heads": (
-        {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole", "heads": [1, 1], "columns": [1, 1]}},
+        {
+            "cut": {
+                "attention": "heads",
+                "mlp": "heads",
+                "connection": "whole",
+                "heads": [1, 1],
+                "columns": [1, 1],
+            }
+        },
         {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole", "sequence": [1, 1]}},
         "parallel.cut.sequence",
         ("nothing is cut by tokens", "set connection: sequence"),
@@ -225,7 +318,10 @@ RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
         {"tp": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
         {"tp": {"attention": "sequence"}},
         "parallel.tp.attention",
-        ("expected heads, found sequence", "that is `cut`: {attention: sequence, mlp: heads, connection: whole}"),
+        (
+            "expected heads, found sequence",
+            "that is `cut`: {attention: sequence, mlp: heads, connection: whole}",
+        ),
     ),
     "tp's connection": (
         {"tp": {"connection": "whole"}},
@@ -233,7 +329,12 @@ RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
         "parallel.tp.connection",
         ("expected whole, found sequence", "that is `cut`", "or galaxy"),
     ),
-    "galaxy's mlp": ({"galaxy": {"mlp": "heads"}}, {"galaxy": {"mlp": "sequence"}}, "parallel.galaxy.mlp", ("or galaxy2",)),
+    "galaxy's mlp": (
+        {"galaxy": {"mlp": "heads"}},
+        {"galaxy": {"mlp": "sequence"}},
+        "parallel.galaxy.mlp",
+        ("or galaxy2",),
+    ),
     "sp's connection": (
         {"sp": {"connection": "sequence"}},
         {"sp": {"connection": "whole"}},
@@ -264,14 +365,24 @@ RULES: dict[str, tuple[Any, Any, str, tuple[str, ...]]] = {
         "parallel.cut.connection",
         ("mlp by sequence", "an all-reduce would sum different tokens"),
     ),
-    "exchange under sp": ({"sp": {"exchange": "ulysses"}}, {"tp": {"exchange": "ulysses"}}, "parallel.tp.exchange", ("cut by heads",)),
+    "exchange under sp": (
+        {"sp": {"exchange": "ulysses"}},
+        {"tp": {"exchange": "ulysses"}},
+        "parallel.tp.exchange",
+        ("cut by heads",),
+    ),
     "exchange in a cut": (
         {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence", "exchange": "ring"}},
         {"cut": {"attention": "heads", "mlp": "heads", "connection": "sequence", "exchange": "ring"}},
         "parallel.cut.exchange",
         ("every key and value", "found ring"),
     ),
-    "overlap": ({"galaxy": {"overlap": True}}, {"sp": {"overlap": True}}, "parallel.sp.overlap", ("no matmul under sp",)),
+    "overlap": (
+        {"galaxy": {"overlap": True}},
+        {"sp": {"overlap": True}},
+        "parallel.sp.overlap",
+        ("no matmul under sp",),
+    ),
     "shares or lists": (
         {"galaxy": {"shares": [3, 1]}},
         {"galaxy": {"shares": [3, 1], "heads": [6, 2], "sequence": [1, 1]}},
@@ -335,57 +446,127 @@ def test_a_rule_is_kept_by_one_plan_and_broken_by_another(name: str, tmp_path: P
 
 
 def test_the_rules_stand_where_a_plan_made_in_python_meets_them_too() -> None:
-    assert [path for path, _ in contradictions(ParallelConfig(tp=CutConfig(exchange="ring"), sp=CutConfig()))] == [
+    assert [
+        path for path, _ in contradictions(ParallelConfig(tp=CutConfig(exchange="ring"), sp=CutConfig()))
+    ] == [
         ("sp",),
         ("tp", "exchange"),
     ]
     assert list(contradictions(ParallelConfig(dp=DpConfig(), galaxy=CutConfig(), pp=PpConfig()))) == []
-    assert layouts("galaxy2", CutConfig()) == {"attention": "heads", "mlp": "sequence", "connection": "sequence"}
+    assert layouts("galaxy2", CutConfig()) == {
+        "attention": "heads",
+        "mlp": "sequence",
+        "connection": "sequence",
+    }
 
 
-# --------------------------------------------------------------------------------------------------------- names and values
+# ------------------------------------------------------------------------------------------- names and values
 
 # name: (text, line of the problem, what the message says); the first line is 4.
 WRONG: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "a list": ("parallel: [dp, tp]", 4, ("parallel does not take this value", "none, dp, tp", "found a list", "parallel: {dp: 2}")),
+    "a list": (
+        "parallel: [dp, tp]",
+        4,
+        ("parallel does not take this value", "none, dp, tp", "found a list", "parallel: {dp: 2}"),
+    ),
     "a number": ("parallel: 2", 4, ("parallel does not take this value", "found 2")),
     "a truth": ("parallel: true", 4, ("parallel does not take this value", "found true")),
-    "another name": ("parallel: tensor", 4, ("parallel: no such backend", "found the text 'tensor'", "did you mean: parallel.tp ")),
+    "another name": (
+        "parallel: tensor",
+        4,
+        ("parallel: no such backend", "found the text 'tensor'", "did you mean: parallel.tp "),
+    ),
     "a nearly right name": ("parallel: galaxi", 4, ("did you mean: parallel.galaxy ",)),
     "FSDP": ("parallel: fsdp", 4, ("did you mean: parallel.dp.shard ",)),
-    "an unknown backend": ("parallel:\n  pipeline: 2", 5, ("parallel.pipeline: no such backend", "did you mean: parallel.pp ")),
+    "an unknown backend": (
+        "parallel:\n  pipeline: 2",
+        5,
+        ("parallel.pipeline: no such backend", "did you mean: parallel.pp "),
+    ),
     "none inside": ("parallel:\n  none: 1", 5, ("parallel.none: no such backend",)),
     "a setting for a backend": (
         "parallel:\n  stages: [3, 1]",
         5,
         ("parallel.stages: no such backend", "did you mean: parallel.pp.stages "),
     ),
-    "a setting of another axis": ("parallel:\n  tp:\n    stages: [3]", 6, ("not a setting of tp", "did you mean: parallel.pp.stages ")),
-    "a typing error": ("parallel:\n  pp:\n    microbatch: 3", 6, ("not a setting of pp", "did you mean: parallel.pp.microbatches ")),
-    "a classic name inside": ("parallel:\n  sp:\n    seq_scatter_list: [1]", 6, ("did you mean: parallel.sp.sequence ",)),
+    "a setting of another axis": (
+        "parallel:\n  tp:\n    stages: [3]",
+        6,
+        ("not a setting of tp", "did you mean: parallel.pp.stages "),
+    ),
+    "a typing error": (
+        "parallel:\n  pp:\n    microbatch: 3",
+        6,
+        ("not a setting of pp", "did you mean: parallel.pp.microbatches "),
+    ),
+    "a classic name inside": (
+        "parallel:\n  sp:\n    seq_scatter_list: [1]",
+        6,
+        ("did you mean: parallel.sp.sequence ",),
+    ),
     "dots in a file": ("parallel.tp.heads: [6, 2]", 4, ("nest it:  parallel: {tp: {heads: ...}}",)),
     "dots inside": ("parallel:\n  tp.heads: [6, 2]", 5, ("nest it:  tp: {heads: ...}",)),
     "a backend at the top": ("tp: 2", 4, ("tp is not a setting", "did you mean: parallel.tp ")),
     "a setting at the top": ("stages: [3, 1]", 4, ("did you mean: parallel.pp.stages ",)),
     "a name of another toolkit": ("tensor_parallel_size: 2", 4, ("did you mean: parallel.tp ",)),
-    "nearly a classic name": ("tp_num_attention_heads: [6, 2]", 4, ("did you mean: tp_num_attention_heads_list ",)),
-    "a truth for an axis": ("parallel: {dp: 2,\n  tp: yes}", 5, ("parallel.tp does not take this value", "found the text 'yes'")),
-    "a fraction for an axis": ("parallel: {tp: 2.0}", 4, ("parallel.tp does not take", "a whole number of processes", "parallel: {tp: 2}")),
-    "a list for an axis": ("parallel: {tp: [6, 2]}", 4, ("parallel.tp does not take this value", "found a list")),
+    "nearly a classic name": (
+        "tp_num_attention_heads: [6, 2]",
+        4,
+        ("did you mean: tp_num_attention_heads_list ",),
+    ),
+    "a truth for an axis": (
+        "parallel: {dp: 2,\n  tp: yes}",
+        5,
+        ("parallel.tp does not take this value", "found the text 'yes'"),
+    ),
+    "a fraction for an axis": (
+        "parallel: {tp: 2.0}",
+        4,
+        ("parallel.tp does not take", "a whole number of processes", "parallel: {tp: 2}"),
+    ),
+    "a list for an axis": (
+        "parallel: {tp: [6, 2]}",
+        4,
+        ("parallel.tp does not take this value", "found a list"),
+    ),
     "true for an axis": ("parallel: {tp: true}", 4, ("parallel.tp does not take this value", "found true")),
-    "no process": ("parallel: {tp: 0}", 4, ("parallel.tp.size is out of range", "at least 1, at most 4096", "found 0")),
+    "no process": (
+        "parallel: {tp: 0}",
+        4,
+        ("parallel.tp.size is out of range", "at least 1, at most 4096", "found 0"),
+    ),
     "too many": ("parallel: {dp: {size: 5000}}", 4, ("parallel.dp.size is out of range", "found 5000")),
-    "a quoted size": ('parallel: {dp: {size: "2"}}', 4, ("parallel.dp.size does not take", "write the number plainly")),
+    "a quoted size": (
+        'parallel: {dp: {size: "2"}}',
+        4,
+        ("parallel.dp.size does not take", "write the number plainly"),
+    ),
     "an empty share": (
         "parallel:\n  tp:\n    heads:\n    - 6\n    - 0",
         8,
         ("parallel.tp.heads[1] is out of range", "at least 1", "found 0"),
     ),
-    "a number for a list": ("parallel: {tp: {heads: 6}}", 4, ("parallel.tp.heads does not take", "a list [...] of whole number")),
+    "a number for a list": (
+        "parallel: {tp: {heads: 6}}",
+        4,
+        ("parallel.tp.heads does not take", "a list [...] of whole number"),
+    ),
     "a text for a list": ('parallel: {tp: {heads: "6,2"}}', 4, ("write [6, 2]",)),
-    "a fraction in a list": ("parallel: {sp: {sequence: [0.5, 0.5]}}", 4, ("parallel.sp.sequence[0]", "found 0.5")),
-    "another layout": ("parallel: {cut: {attention: tokens}}", 4, ("one of heads, sequence", "did you mean: sequence")),
-    "another exchange": ("parallel: {sp: {exchange: rings}}", 4, ("one of gather, ulysses, ring", "did you mean: ring")),
+    "a fraction in a list": (
+        "parallel: {sp: {sequence: [0.5, 0.5]}}",
+        4,
+        ("parallel.sp.sequence[0]", "found 0.5"),
+    ),
+    "another layout": (
+        "parallel: {cut: {attention: tokens}}",
+        4,
+        ("one of heads, sequence", "did you mean: sequence"),
+    ),
+    "another exchange": (
+        "parallel: {sp: {exchange: rings}}",
+        4,
+        ("one of gather, ulysses, ring", "did you mean: ring"),
+    ),
     "another schedule": (
         "parallel: {pp: {schedule: zero_bubble}}",
         4,
@@ -408,34 +589,60 @@ def test_a_wrong_plan_is_told_where_what_and_how(name: str, tmp_path: Path) -> N
 
 def test_all_problems_of_a_plan_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = (
-        "epochs: ten\nparallel:\n  dp: {size: 0}\n  tp:\n    head: [6]\n    heads: [6, x]\n  galaxy:\n    heads: [6, 2]\n    columns: [1]\n"
-        "    exchange: ring\n  pp:\n    size: 2\n    stages: [1, 1, 1]\n  ddp: 3\nlr: x\n"
+        "epochs: ten\nparallel:\n  dp: {size: 0}\n  tp:\n    head: [6]\n    heads: [6, x]\n  galaxy:\n   "
+        " heads: [6, 2]\n    columns: [1]\n    exchange: ring\n  pp:\n    size: 2\n    stages: [1, 1, 1]\n "
+        " ddp: 3\nlr: x\n"
     )
     found = problems_of(write(tmp_path, GOOD + text))
-    assert [int(problem.split("yaml:")[1].split()[0]) for problem in found] == [4, 6, 8, 9, 10, 12, 13, 16, 17, 18]
+    assert [int(problem.split("yaml:")[1].split()[0]) for problem in found] == [
+        4,
+        6,
+        8,
+        9,
+        10,
+        12,
+        13,
+        16,
+        17,
+        18,
+    ]
     keys = [problem.split("  ")[1].split()[0].rstrip(":").partition("[")[0] for problem in found]
     assert keys[1:5] == ["parallel.dp.size", "parallel.tp.head", "parallel.tp.heads", "parallel.galaxy"]
-    assert keys[5:9] == ["parallel.galaxy.columns", "parallel.galaxy.exchange", "parallel.pp.stages", "parallel.ddp"]
+    assert keys[5:9] == [
+        "parallel.galaxy.columns",
+        "parallel.galaxy.exchange",
+        "parallel.pp.stages",
+        "parallel.ddp",
+    ]
 
 
 @pytest.mark.parametrize("value", ["[tp]", "3", "true"])
 def test_an_override_inside_a_wrong_plan_does_not_hide_it(value: str, tmp_path: Path) -> None:
     found = problems_of(write(tmp_path, GOOD + f"parallel: {value}\n"), ["parallel.tp.heads=[6,2]"])
-    assert len(found) == 1 and found[0].startswith(f"{tmp_path / 'r.yaml'}:4  parallel does not take this value")
+    assert len(found) == 1 and found[0].startswith(
+        f"{tmp_path / 'r.yaml'}:4  parallel does not take this value"
+    )
     found = problems_of(write(tmp_path, GOOD + "parallel: {tp: x}\n"), ["parallel.tp.heads=[6,2]"])
     assert len(found) == 1 and "parallel.tp does not take this value" in found[0]
 
 
 def test_a_wrong_override_says_command_line() -> None:
-    found = "\n".join(problems_of(NEEDED, ["parallel.tp.heads=[6,x]", "parallel.pp.stage=[1]", "parallel.dp=0", "parallel.tp.size.x=1"]))
+    found = "\n".join(
+        problems_of(
+            NEEDED,
+            ["parallel.tp.heads=[6,x]", "parallel.pp.stage=[1]", "parallel.dp=0", "parallel.tp.size.x=1"],
+        )
+    )
     assert "command line  parallel.tp.heads[1] does not take this value" in found
-    assert "command line  parallel.pp.stage is not a setting of pp\n   did you mean: parallel.pp.stages" in found
+    assert (
+        "command line  parallel.pp.stage is not a setting of pp\n   did you mean: parallel.pp.stages" in found
+    )
     assert "command line  parallel.dp.size is out of range" in found
     assert "command line  parallel.tp.size does not take this value" in found
     assert problems_of(NEEDED, {"parallel": "tq"})[0].startswith("argument  parallel: no such backend")
 
 
-# ------------------------------------------------------------------------------------------------------------- classic keys
+# ----------------------------------------------------------------------------------------------- classic keys
 
 METHODS = "con_parallel_method: {}\natt_parallel_method: {}\nmlp_parallel_method: {}\n"
 HEADS, COLUMNS = "tp_num_attention_heads_list: [6, 2]\n", "tp_intermediate_size_list: [40, 24]\n"
@@ -460,14 +667,31 @@ CLASSIC_FORMS: dict[str, tuple[str, Any]] = {  # what is written -> the modern f
         {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
     ),
     "SP TP TP and lists": (METHODS.format("SP", "TP", "TP") + HEADS + COLUMNS + TOKENS, {"galaxy": SHARED}),
-    "lists before the methods": (TOKENS + HEADS + METHODS.format("SP", "TP", "SP"), {"galaxy2": {"heads": [6, 2], "sequence": [11, 5]}}),
+    "lists before the methods": (
+        TOKENS + HEADS + METHODS.format("SP", "TP", "SP"),
+        {"galaxy2": {"heads": [6, 2], "sequence": [11, 5]}},
+    ),
     "SP SP TP and lists": (
         METHODS.format("SP", "SP", "TP") + COLUMNS + TOKENS,
-        {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence", "columns": [40, 24], "sequence": [11, 5]}},
+        {
+            "cut": {
+                "attention": "sequence",
+                "mlp": "heads",
+                "connection": "sequence",
+                "columns": [40, 24],
+                "sequence": [11, 5],
+            }
+        },
     ),
-    "beside a modern size": (HEADS + "parallel: {tp: 2, dp: 2}\n", {"tp": {"size": 2, "heads": [6, 2]}, "dp": 2}),
+    "beside a modern size": (
+        HEADS + "parallel: {tp: 2, dp: 2}\n",
+        {"tp": {"size": 2, "heads": [6, 2]}, "dp": 2},
+    ),
     "beside a modern name": ("parallel: galaxy2\n" + HEADS, {"galaxy2": {"heads": [6, 2]}}),
-    "methods beside other axes": (METHODS.format("SP", "TP", "TP") + "parallel: {pp: 2}\n", {"galaxy": {}, "pp": 2}),
+    "methods beside other axes": (
+        METHODS.format("SP", "TP", "TP") + "parallel: {pp: 2}\n",
+        {"galaxy": {}, "pp": 2},
+    ),
 }
 
 
@@ -485,8 +709,15 @@ def test_classic_keys_mean_their_modern_ones(name: str, tmp_path: Path) -> None:
 
 
 def test_a_classic_key_keeps_its_line(tmp_path: Path) -> None:
-    recipe = of_text(tmp_path, "lr: 1e-3\n" + METHODS.format("SP", "SP", "TP") + COLUMNS + "seq_scatter_list:\n- 11\n- 5\n")
-    lines = {"parallel.cut.connection": 5, "parallel.cut.mlp": 7, "parallel.cut.columns": 8, "parallel.cut.sequence[1]": 11}
+    recipe = of_text(
+        tmp_path, "lr: 1e-3\n" + METHODS.format("SP", "SP", "TP") + COLUMNS + "seq_scatter_list:\n- 11\n- 5\n"
+    )
+    lines = {
+        "parallel.cut.connection": 5,
+        "parallel.cut.mlp": 7,
+        "parallel.cut.columns": 8,
+        "parallel.cut.sequence[1]": 11,
+    }
     assert lines.items() <= recipe.lines.items()
     assert recipe.where("parallel.cut.columns").endswith(":8")
 
@@ -498,27 +729,75 @@ WRONG_CLASSIC: dict[str, tuple[str, int, tuple[str, ...]]] = {
         5,
         ("att_parallel_method does not take this value", "TP or SP", "did you mean: TP"),
     ),
-    "lower case": (METHODS.format("sp", "TP", "TP"), 4, ("con_parallel_method does not take this value", "None or SP", "did you mean: SP")),
-    "TP for the connection": (METHODS.format("TP", "TP", "TP"), 4, ("con_parallel_method does not take", "None or SP")),
-    "None for a block": (METHODS.format("SP", "None", "TP"), 5, ("att_parallel_method does not take", "TP or SP")),
-    "a number": (METHODS.format("SP", "TP", 3), 6, ("mlp_parallel_method does not take this value", "found 3")),
-    "None with attention SP": (METHODS.format("None", "SP", "TP"), 4, ("att_parallel_method SP", "sum different tokens")),
-    "None with MLP SP": (METHODS.format("None", "TP", "SP"), 4, ("mlp_parallel_method SP", "sum different tokens")),
-    "null with both": (METHODS.format("", "SP", "SP"), 4, ("att_parallel_method and mlp_parallel_method SP",)),
+    "lower case": (
+        METHODS.format("sp", "TP", "TP"),
+        4,
+        ("con_parallel_method does not take this value", "None or SP", "did you mean: SP"),
+    ),
+    "TP for the connection": (
+        METHODS.format("TP", "TP", "TP"),
+        4,
+        ("con_parallel_method does not take", "None or SP"),
+    ),
+    "None for a block": (
+        METHODS.format("SP", "None", "TP"),
+        5,
+        ("att_parallel_method does not take", "TP or SP"),
+    ),
+    "a number": (
+        METHODS.format("SP", "TP", 3),
+        6,
+        ("mlp_parallel_method does not take this value", "found 3"),
+    ),
+    "None with attention SP": (
+        METHODS.format("None", "SP", "TP"),
+        4,
+        ("att_parallel_method SP", "sum different tokens"),
+    ),
+    "None with MLP SP": (
+        METHODS.format("None", "TP", "SP"),
+        4,
+        ("mlp_parallel_method SP", "sum different tokens"),
+    ),
+    "null with both": (
+        METHODS.format("", "SP", "SP"),
+        4,
+        ("att_parallel_method and mlp_parallel_method SP",),
+    ),
     "one method": ("att_parallel_method: TP\n", 4, ("without con_parallel_method and mlp_parallel_method",)),
     "heads and tokens": (HEADS + TOKENS, 4, ("seq_scatter_list", "several backends", "con_parallel_method")),
-    "list and modern key": (HEADS + "parallel: {tp: {heads: [6, 2]}}\n", 4, ("beside parallel.tp.heads", "r.yaml:5", "keep one of them")),
-    "stages and modern key": ("parallel: {pp: {stages: [3, 1]}}\n" + STAGES, 5, ("beside parallel.pp.stages",)),
-    "methods and modern key": ("parallel: tp\n" + METHODS.format("None", "TP", "TP"), 5, ("con_parallel_method beside parallel.tp",)),
+    "list and modern key": (
+        HEADS + "parallel: {tp: {heads: [6, 2]}}\n",
+        4,
+        ("beside parallel.tp.heads", "r.yaml:5", "keep one of them"),
+    ),
+    "stages and modern key": (
+        "parallel: {pp: {stages: [3, 1]}}\n" + STAGES,
+        5,
+        ("beside parallel.pp.stages",),
+    ),
+    "methods and modern key": (
+        "parallel: tp\n" + METHODS.format("None", "TP", "TP"),
+        5,
+        ("con_parallel_method beside parallel.tp",),
+    ),
     "beside none": ("parallel: none\n" + HEADS, 5, ("beside a parallel it cannot be put in",)),
     "beside a number": ("parallel: 3\n" + HEADS, 4, ("parallel does not take this value",)),
-    "no list for this row": (METHODS.format("None", "TP", "TP") + TOKENS, 7, ("seq_scatter_list: under tp nothing is cut by tokens",)),
+    "no list for this row": (
+        METHODS.format("None", "TP", "TP") + TOKENS,
+        7,
+        ("seq_scatter_list: under tp nothing is cut by tokens",),
+    ),
     "lists of two lengths": (
         HEADS + "tp_intermediate_size_list: [1, 1, 1]\n",
         5,
         ("tp_intermediate_size_list has one entry per rank", "2, as tp_num_attention_heads_list has"),
     ),
-    "wrong entry": ("stage_num_hidden_layers_list:\n- 3\n- x\n", 6, ("stage_num_hidden_layers_list[1] does not take",)),
+    "wrong entry": (
+        "stage_num_hidden_layers_list:\n- 3\n- x\n",
+        6,
+        ("stage_num_hidden_layers_list[1] does not take",),
+    ),
     "not a list": ("seq_scatter_list: 4\n", 4, ("seq_scatter_list does not take this value",)),
     "set twice": (HEADS + HEADS, 5, ("tp_num_attention_heads_list is set twice",)),
 }
@@ -534,7 +813,9 @@ def test_a_wrong_classic_key_is_told_in_the_words_that_were_written(name: str, t
 
 
 def test_wrong_methods_do_not_hide_wrong_lists(tmp_path: Path) -> None:
-    text = METHODS.format("tp", "SP", "TP") + "seq_scatter_list: [1, x]\ntp_num_attention_heads_list: 3\nlr: x\n"
+    text = (
+        METHODS.format("tp", "SP", "TP") + "seq_scatter_list: [1, x]\ntp_num_attention_heads_list: 3\nlr: x\n"
+    )
     found = problems_of(write(tmp_path, GOOD + text))
     assert sorted(int(problem.split("yaml:")[1].split()[0]) for problem in found) == [4, 7, 8, 9]
 
@@ -551,18 +832,31 @@ def test_a_classic_override_wins_over_an_older_plan(tmp_path: Path) -> None:
     again = of_text(tmp_path, METHODS.format("SP", "SP", "TP") + COLUMNS, methods)
     assert again.parallel == parallel({"galaxy": {"columns": [40, 24]}})
     assert of_text(tmp_path, "parallel: none\n", methods).parallel == parallel("galaxy")
-    assert "tp and galaxy both say" in problems_of(write(tmp_path, GOOD + "parallel: {tp: 2, galaxy: 2}\n"), methods)[0]
+    assert (
+        "tp and galaxy both say"
+        in problems_of(write(tmp_path, GOOD + "parallel: {tp: 2, galaxy: 2}\n"), methods)[0]
+    )
     assert of_text(tmp_path, HEADS, ["parallel=none"]).parallel == ALONE
-    assert of_text(tmp_path, HEADS, ["parallel.tp.heads=[5,3]"]).parallel == parallel({"tp": {"heads": [5, 3]}})
+    assert of_text(tmp_path, HEADS, ["parallel.tp.heads=[5,3]"]).parallel == parallel(
+        {"tp": {"heads": [5, 3]}}
+    )
 
 
 def test_a_classic_and_a_modern_override_together_are_an_error() -> None:
-    assert "beside parallel.tp.heads" in problems_of(NEEDED, ["parallel.tp.heads=[1,1]", "tp_num_attention_heads_list=[5,3]"])[0]
-    assert "cannot be put in" in problems_of(NEEDED, ["tp_num_attention_heads_list=[5,3]", "parallel=none"])[0]
+    assert (
+        "beside parallel.tp.heads"
+        in problems_of(NEEDED, ["parallel.tp.heads=[1,1]", "tp_num_attention_heads_list=[5,3]"])[0]
+    )
+    assert (
+        "cannot be put in" in problems_of(NEEDED, ["tp_num_attention_heads_list=[5,3]", "parallel=none"])[0]
+    )
     methods = ["con_parallel_method=SP", "att_parallel_method=TP", "mlp_parallel_method=TP"]
     assert "beside parallel.tp" in problems_of(NEEDED, [*methods, "parallel.tp.heads=[1,1]"])[0]
     assert (
-        "beside parallel.tp.heads" in problems_of(NEEDED, {"parallel": {"tp": {"heads": [1, 1]}}, "tp_num_attention_heads_list": [1, 1]})[0]
+        "beside parallel.tp.heads"
+        in problems_of(
+            NEEDED, {"parallel": {"tp": {"heads": [1, 1]}}, "tp_num_attention_heads_list": [1, 1]}
+        )[0]
     )
 
 
@@ -570,20 +864,60 @@ def test_classic_keys_belong_to_settings_that_exist() -> None:
     for path in CLASSIC.values():
         _, backend, setting = path.split(".")
         assert setting in {entry.name for entry in dataclasses.fields(BACKENDS[backend])}
-    assert set(BACKENDS) == {entry.name for entry in dataclasses.fields(ParallelConfig)} == {"dp", "pp", *ROWS, "cut"}
+    assert (
+        set(BACKENDS)
+        == {entry.name for entry in dataclasses.fields(ParallelConfig)}
+        == {"dp", "pp", *ROWS, "cut"}
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ any value
+# -------------------------------------------------------------------------------------------------- any value
 
 _WORDS = st.sampled_from(
-    ["none", "dp", "tp", "sp", "cut", "pp", "heads", "sequence", "whole", "1f1b", "interleaved", "ring", "cpu", "TP", "SP", "None", ""]
+    [
+        "none",
+        "dp",
+        "tp",
+        "sp",
+        "cut",
+        "pp",
+        "heads",
+        "sequence",
+        "whole",
+        "1f1b",
+        "interleaved",
+        "ring",
+        "cpu",
+        "TP",
+        "SP",
+        "None",
+        "",
+    ]
 )
-_LEAVES = st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | _WORDS | st.text(max_size=5)
+_LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.integers()
+    | st.floats()
+    | _WORDS
+    | st.text(max_size=5)
+)
 _LISTS = st.lists(st.integers(0, 9) | _LEAVES, max_size=3)
-_SETTINGS = st.sampled_from(sorted({entry.name for config in BACKENDS.values() for entry in dataclasses.fields(config)} | set(CLASSIC)))
+_SETTINGS = st.sampled_from(
+    sorted(
+        {entry.name for config in BACKENDS.values() for entry in dataclasses.fields(config)} | set(CLASSIC)
+    )
+)
 _AXES = st.dictionaries(_SETTINGS | st.text(max_size=5), _LEAVES | _LISTS, max_size=4)
-_PLANS = st.dictionaries(st.sampled_from(sorted(BACKENDS)) | _SETTINGS | st.text(max_size=5), _AXES | _LEAVES | _LISTS, max_size=4)
-_CLASSIC = st.dictionaries(st.sampled_from(sorted(CLASSIC)), _WORDS | _LISTS | st.lists(st.integers(1, 9), max_size=3) | _AXES, max_size=7)
+_PLANS = st.dictionaries(
+    st.sampled_from(sorted(BACKENDS)) | _SETTINGS | st.text(max_size=5), _AXES | _LEAVES | _LISTS, max_size=4
+)
+_CLASSIC = st.dictionaries(
+    st.sampled_from(sorted(CLASSIC)),
+    _WORDS | _LISTS | st.lists(st.integers(1, 9), max_size=3) | _AXES,
+    max_size=7,
+)
 _PAIRS = st.just([3, 1]) | st.lists(st.integers(1, 5), min_size=1, max_size=3)
 _CLASSIC_TYPED = st.fixed_dictionaries(
     {},
@@ -615,7 +949,13 @@ _PP = st.fixed_dictionaries(
     },
 )
 _DP = st.fixed_dictionaries(
-    {}, optional={"size": st.none() | st.integers(1, 4), "shares": _SHARES, "shard": st.booleans(), "replicas": st.integers(1, 3)}
+    {},
+    optional={
+        "size": st.none() | st.integers(1, 4),
+        "shares": _SHARES,
+        "shard": st.booleans(),
+        "replicas": st.integers(1, 3),
+    },
 )
 _TYPED = st.fixed_dictionaries({}, optional={"dp": _DP, **dict.fromkeys(CUTS, _CUT), "pp": _PP})
 
@@ -649,7 +989,9 @@ def test_a_plan_that_is_taken_keeps_every_rule(value: dict[str, Any]) -> None:
         return
     assert list(contradictions(config)) == [] and sum(name in CUTS for name in config.axes) <= 1
     for name, axis in config.axes.items():
-        lists = [getattr(axis, one) for one in ("shares", "heads", "columns", "sequence") if getattr(axis, one, ())]
+        lists = [
+            getattr(axis, one) for one in ("shares", "heads", "columns", "sequence") if getattr(axis, one, ())
+        ]
         assert len({len(one) for one in lists} | ({axis.size} - {None} if lists else set())) <= 1
         if isinstance(axis, CutConfig):
             found = layouts(name, axis)
@@ -666,7 +1008,9 @@ def test_a_plan_that_is_taken_keeps_every_rule(value: dict[str, Any]) -> None:
     st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_any_classic_keys_are_taken_or_refused_too(classic: dict[str, Any], modern: dict[str, Any], apart: bool) -> None:
+def test_any_classic_keys_are_taken_or_refused_too(
+    classic: dict[str, Any], modern: dict[str, Any], apart: bool
+) -> None:
     judge({**NEEDED, **modern, **({} if apart else classic)}, classic if apart else {})
 
 
@@ -674,7 +1018,8 @@ def test_any_classic_keys_are_taken_or_refused_too(classic: dict[str, Any], mode
     st.lists(
         st.builds(
             "{}={}".format,
-            st.builds("parallel.{}.{}".format, st.sampled_from(sorted(BACKENDS)), _SETTINGS) | st.sampled_from(["parallel", *CLASSIC]),
+            st.builds("parallel.{}.{}".format, st.sampled_from(sorted(BACKENDS)), _SETTINGS)
+            | st.sampled_from(["parallel", *CLASSIC]),
             (_LEAVES | _LISTS).map(write_scalar) | st.text(max_size=8),
         ),
         max_size=4,
@@ -685,20 +1030,29 @@ def test_any_overrides_of_a_plan_are_taken_or_refused_too(overrides: list[str]) 
     judge({**NEEDED, "parallel": {"tp": 2, "pp": {"stages": [3, 1]}}}, overrides)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- cost
+# ------------------------------------------------------------------------------------------------------- cost
 
 
 def test_a_plan_is_checked_without_torch() -> None:
     code = (
-        "import sys; from petune.recipe import load_recipe; load_recipe('llama_lora_dp_tp_pp', ['tp_num_attention_heads_list=[5,3]']);"
-        "print({'torch', 'transformers'} & {*sys.modules})"
+        "import sys; from petune.recipe import load_recipe; load_recipe('llama_lora_dp_tp_pp',"
+        " ['tp_num_attention_heads_list=[5,3]']);print({'torch', 'transformers'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout.strip() == "set()"
 
 
 def test_a_large_plan_is_refused_quickly(tmp_path: Path) -> None:
-    for inner in ("".join(f"  b{n}: 1\n" for n in range(4900)), "  tp:\n" + "".join(f"    s{n}: 1\n" for n in range(4900))):
+    for inner in (
+        "".join(f"  b{n}: 1\n" for n in range(4900)),
+        "  tp:\n" + "".join(f"    s{n}: 1\n" for n in range(4900)),
+    ):
         began = time.process_time()
         assert len(problems_of(write(tmp_path, GOOD + "parallel:\n" + inner))) <= 101
         assert time.process_time() - began < 3

@@ -1,4 +1,5 @@
-"""Masks drawn by index: equal whatever slice is held, random in every direction, and in the place of torch's own inside models."""
+"""Masks drawn by index: equal whatever slice is held, random in every direction, and in the place of torch's
+own inside models."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.methods.zoo import assert_same_gradients, batch, tiny
 KEY = step_key(0, 0)
 SIZES = (6, 7, 10)
 PINNED_KEY = 6804074658870690613  # of seed 1, step 2
-PINNED_MASK = [0x0FF26F58, 0xA4814D13, 0xC0C388CE, 0xF8E827B0, 0xF32EE888, 0x1F01755A]  # a word of features per token
+# a word of features per token
+PINNED_MASK = [0x0FF26F58, 0xA4814D13, 0xC0C388CE, 0xF8E827B0, 0xF32EE888, 0x1F01755A]
 
 
 def mask(*shape: int, p: float = 0.4, device: str = "cpu", **facts: Any) -> Tensor:
@@ -47,13 +49,21 @@ def pieces(draw: st.DrawFn) -> tuple[list[int], slice, slice]:
 
 @settings(max_examples=60, deadline=None)
 @given(pieces(), st.sampled_from([0.1, 0.5, 0.9]))
-def test_the_mask_of_a_slice_is_the_slice_of_the_mask(piece: tuple[list[int], slice, slice], p: float) -> None:
+def test_the_mask_of_a_slice_is_the_slice_of_the_mask(
+    piece: tuple[list[int], slice, slice], p: float
+) -> None:
     rows, tokens, features = piece
     x = torch.arange(1.0, 1 + math.prod(SIZES)).view(SIZES)
     with bound_to(Running(key=KEY, site="encoder.0")):
         whole, pooled = drop(x, p), drop(x[:, 0], p)
     with bound_to(
-        Running(key=KEY, site="encoder.0", rows=torch.tensor(rows, dtype=torch.int64), token=tokens.start, feature=features.start)
+        Running(
+            key=KEY,
+            site="encoder.0",
+            rows=torch.tensor(rows, dtype=torch.int64),
+            token=tokens.start,
+            feature=features.start,
+        )
     ):
         assert torch.equal(drop(x[rows, tokens, features], p), whole[rows, tokens, features])
         assert torch.equal(drop(x[rows, 0, features], p), pooled[rows, features])
@@ -61,13 +71,18 @@ def test_the_mask_of_a_slice_is_the_slice_of_the_mask(piece: tuple[list[int], sl
 
 @settings(max_examples=40, deadline=None)
 @given(pieces())
-def test_attention_probabilities_of_some_heads_and_queries_keep_their_mask(piece: tuple[list[int], slice, slice]) -> None:
+def test_attention_probabilities_of_some_heads_and_queries_keep_their_mask(
+    piece: tuple[list[int], slice, slice],
+) -> None:
     rows, heads, queries = piece
     x = torch.arange(1.0, 1 + math.prod(SIZES) * 5).view(*SIZES, 5)
     with bound_to(Running(key=KEY)):
         whole = drop_attention(x, 0.3, 0, 0)
     with bound_to(Running(key=KEY, rows=torch.tensor(rows, dtype=torch.int64), token=3, feature=2)):
-        assert torch.equal(drop_attention(x[rows, heads, queries], 0.3, heads.start, queries.start), whole[rows, heads, queries])
+        assert torch.equal(
+            drop_attention(x[rows, heads, queries], 0.3, heads.start, queries.start),
+            whole[rows, heads, queries],
+        )
 
 
 def test_probabilities_dropped_by_the_model_itself_get_the_mask_of_drop_attention() -> None:
@@ -166,9 +181,21 @@ def test_keys_are_63_bits_of_seed_and_step() -> None:
 
 
 def test_masks_are_those_of_every_process_machine_and_version() -> None:
-    """A run that is taken up again must draw what it would have drawn; Python's salted hash must not come in."""
+    """A run that is taken up again must draw what it would have drawn; Python's salted hash must not come
+    in."""
     assert step_key(1, 2) == PINNED_KEY
-    drawn = mask(2, 3, 32, p=0.5, key=PINNED_KEY, site="encoder.11", drawn=4, rows=torch.tensor([5, 70000]), token=9, feature=3)
+    drawn = mask(
+        2,
+        3,
+        32,
+        p=0.5,
+        key=PINNED_KEY,
+        site="encoder.11",
+        drawn=4,
+        rows=torch.tensor([5, 70000]),
+        token=9,
+        feature=3,
+    )
     assert [int("".join(str(int(bit)) for bit in row), 2) for row in drawn.flatten(0, 1)] == PINNED_MASK
 
 
@@ -211,7 +238,11 @@ def test_neighbours_in_every_direction_are_independent(p: float) -> None:
         assert sigmas(z[..., far:] * z[..., :-far]) < 4, f"features {far} apart"
     assert sigmas(z[:, 1:, 1:] * z[:, :-1, :-1]) < 4
     assert sigmas(z[:, 1:, :-1] * z[:, :-1, 1:]) < 4
-    others = {"drawn": 1, "site": "decoder.4", "key": STEPS[1]} | {"rows": torch.arange(16, 32), "token": 256, "feature": 256}
+    others = {"drawn": 1, "site": "decoder.4", "key": STEPS[1]} | {
+        "rows": torch.arange(16, 32),
+        "token": 256,
+        "feature": 256,
+    }
     for name, value in others.items():
         assert sigmas(z * centred(p, **{name: value})) < 4, name
 
@@ -237,13 +268,15 @@ def test_sums_over_any_axes_spread_as_sums_of_independent_draws_do(p: float) -> 
     z = centred(p)
     for dims in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)):
         sums = z.sum(dims)
-        squares = sums.square() / (z.numel() / sums.numel())  # chi-square with one degree of freedom each, nearly
+        # chi-square with one degree of freedom each, nearly
+        squares = sums.square() / (z.numel() / sums.numel())
         assert abs(float(squares.sum()) - sums.numel()) / math.sqrt(2 * sums.numel()) < 4, dims
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_no_wave_stands_out(p: float) -> None:
-    """Powers of a random field's waves are exponential: the largest of n passes ln n + 12 once in 160,000 times."""
+    """Powers of a random field's waves are exponential: the largest of n passes ln n + 12 once in 160,000
+    times."""
     z = centred(p)
     powers = torch.fft.fftn(z).abs().square() / z.numel()
     assert float(powers.max()) < math.log(z.numel()) + 12
@@ -315,8 +348,12 @@ REFUSED: dict[str, Callable[[float, bool], Any]] = {
     "dropout1d": lambda p, on: nn.Dropout1d(p).train(on)(HEADS[0]),
     "dropout2d": lambda p, on: F.dropout2d(HEADS, p, on),
     "dropout3d": lambda p, on: F.dropout3d(HEADS[None], p=p, training=on),
-    "scaled_dot_product_attention": lambda p, on: F.scaled_dot_product_attention(HEADS, HEADS, HEADS, dropout_p=p if on else 0.0),
-    "multi_head_attention_forward": lambda p, on: nn.MultiheadAttention(4, 2, dropout=p).train(on)(HEADS[0], HEADS[0], HEADS[0]),
+    "scaled_dot_product_attention": lambda p, on: F.scaled_dot_product_attention(
+        HEADS, HEADS, HEADS, dropout_p=p if on else 0.0
+    ),
+    "multi_head_attention_forward": lambda p, on: nn.MultiheadAttention(4, 2, dropout=p).train(on)(
+        HEADS[0], HEADS[0], HEADS[0]
+    ),
     "lstm": lambda p, on: nn.LSTM(4, 4, num_layers=2, dropout=p).train(on)(HEADS[0]),
     "gru": lambda p, on: nn.GRU(4, 4, num_layers=2, dropout=p).train(on)(HEADS[0]),
     "rnn_tanh": lambda p, on: nn.RNN(4, 4, num_layers=2, dropout=p).train(on)(HEADS[0]),
@@ -327,7 +364,9 @@ REFUSED: dict[str, Callable[[float, bool], Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_drawn_by_index_is_refused_by_name(name: str) -> None:
     with drawing(Running(key=KEY, site="decoder.3")):
-        with pytest.raises(UsageError, match=rf"decoder\.3  dropout inside {name} cannot be drawn by index\n.*(use|set)"):
+        with pytest.raises(
+            UsageError, match=rf"decoder\.3  dropout inside {name} cannot be drawn by index\n.*(use|set)"
+        ):
             REFUSED[name](0.3, True)
         REFUSED[name](0.3, False)
         REFUSED[name](0.0, True)
@@ -361,7 +400,9 @@ def test_another_thread_is_left_alone() -> None:
     assert len(done) == 1
 
 
-@pytest.mark.parametrize("around", [nullcontext, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "around", [nullcontext, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
 def test_the_mask_does_not_depend_on_grad_mode_or_precision(around: Callable[[], Any]) -> None:
     layer = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.4))
     with around(), drawing(Running(key=KEY, site="decoder.3")):
@@ -372,7 +413,13 @@ def test_the_mask_does_not_depend_on_grad_mode_or_precision(around: Callable[[],
 
 
 def stacked(recompute: bool) -> Any:
-    model = tiny("bart-seq2seq", dropout=0.2, activation_dropout=0.2, attention_dropout=0.2, attn_implementation="eager").train()
+    model = tiny(
+        "bart-seq2seq",
+        dropout=0.2,
+        activation_dropout=0.2,
+        attention_dropout=0.2,
+        attn_implementation="eager",
+    ).train()
     for stack in own_stacks(model, family_of(model)).values():  # type: ignore[arg-type]
         stack.recompute = recompute
     return model
@@ -410,17 +457,28 @@ def test_a_recomputed_block_draws_the_masks_it_drew(backward: Callable[[Tensor],
             loss = model(**inputs).loss
         F.dropout(torch.ones(4), 0.5)  # torch's own stream is somewhere else by now
         backward(loss)
-        found[recompute] = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        found[recompute] = {
+            name: value.grad for name, value in model.named_parameters() if value.grad is not None
+        }
     assert_same_gradients(found[True], found[False])
 
 
 # ------------------------------------------------------------------ models
 
 DROPPING: dict[str, dict[str, Any]] = {
-    "bert-classify": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2, "classifier_dropout": 0.2},
+    "bert-classify": {
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.2,
+        "classifier_dropout": 0.2,
+    },
     "bert-tokens": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2},
     "bart-seq2seq": {"dropout": 0.2, "activation_dropout": 0.2, "attention_dropout": 0.2},
-    "bart-classify": {"dropout": 0.2, "activation_dropout": 0.2, "attention_dropout": 0.2, "classifier_dropout": 0.2},
+    "bart-classify": {
+        "dropout": 0.2,
+        "activation_dropout": 0.2,
+        "attention_dropout": 0.2,
+        "classifier_dropout": 0.2,
+    },
     "t5-seq2seq": {"dropout_rate": 0.2},
     "t5-classify": {"dropout_rate": 0.2, "classifier_dropout": 0.2},
     "llama-causal": {"attention_dropout": 0.2},
@@ -471,5 +529,8 @@ def test_blocks_of_a_stack_have_sites_of_their_own() -> None:
 def test_a_model_that_leaves_attention_dropout_to_torch_is_refused() -> None:
     model = tiny("bert-classify", attention_probs_dropout_prob=0.2, attn_implementation="sdpa").train()
     own_stacks(model, family_of(model))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"encoder\.0 .*scaled_dot_product_attention"), drawing(Running(key=KEY)):
+    with (
+        pytest.raises(UsageError, match=r"encoder\.0 .*scaled_dot_product_attention"),
+        drawing(Running(key=KEY)),
+    ):
         model(**batch("bert-classify"))

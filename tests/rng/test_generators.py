@@ -25,7 +25,13 @@ def _generators_are_given_back() -> Iterator[None]:
 
 def draw() -> list[float]:
     torch_draws = [*torch.randn(3).tolist(), float(torch.empty(1).exponential_())]
-    return [*torch_draws, random.random(), random.gauss(0, 1), *numpy.random.standard_normal(3).tolist(), numpy.random.randint(2**31)]
+    return [
+        *torch_draws,
+        random.random(),
+        random.gauss(0, 1),
+        *numpy.random.standard_normal(3).tolist(),
+        numpy.random.randint(2**31),
+    ]
 
 
 def test_every_generator_continues_where_it_was(tmp_path: Path) -> None:
@@ -51,7 +57,9 @@ def test_every_generator_continues_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tensor", [None, torch.ones(3), torch.full((625,), -1)])
 def test_a_generator_state_that_does_not_fit_sets_nothing(broken: str, tensor: Tensor | None) -> None:
     tensors, facts = rng_state()
-    bad = {key: value for key, value in tensors.items() if key != broken} | ({broken: tensor} if tensor is not None else {})
+    bad = {key: value for key, value in tensors.items() if key != broken} | (
+        {broken: tensor} if tensor is not None else {}
+    )
     random.random(), torch.rand(1), numpy.random.rand()
     kept = rng_state()
     with pytest.raises(FileError, match="step-2"):

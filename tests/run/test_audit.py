@@ -1,4 +1,5 @@
-"""The audit finds what trains nothing and what moves that should not, names it, and leaves honest runs alone."""
+"""The audit finds what trains nothing and what moves that should not, names it, and leaves honest runs
+alone."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_an_honest_run_passes_for_every_family_and_method(family: str, method: s
     assert len(listener.steps) == 4
 
 
-def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], None] = lambda model: None) -> list[nn.Module]:
+def caught_model(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], None] = lambda model: None
+) -> list[nn.Module]:
     """Where the model of the next run will be found; `change` is done to it before the run sees it."""
     models: list[nn.Module] = []
 
@@ -46,7 +49,9 @@ def caught_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], 
     return models
 
 
-def test_a_tuned_tensor_that_no_forward_pass_reaches_is_named_after_two_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tuned_tensor_that_no_forward_pass_reaches_is_named_after_two_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def disconnect(model: nn.Module) -> None:
         layer = model.get_submodule("model.layers.1.mlp.up_proj")
         layer.update = lambda x: torch.zeros(())  # type: ignore[assignment, method-assign]
@@ -56,12 +61,16 @@ def test_a_tuned_tensor_that_no_forward_pass_reaches_is_named_after_two_updates(
     with pytest.raises(TrainingFault) as caught:
         run(settings(tmp_path), listener)
     assert caught.value.code == 7
-    assert [problem.where for problem in caught.value.problems] == [f"model.layers.1.mlp.up_proj.lora_{part}" for part in "AB"]
+    assert [problem.where for problem in caught.value.problems] == [
+        f"model.layers.1.mlp.up_proj.lora_{part}" for part in "AB"
+    ]
     assert "no gradient" in str(caught.value)
     assert len(listener.steps) == 1  # the second update was not made
 
 
-def test_a_tuned_tensor_that_never_moves_is_named_after_three_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tuned_tensor_that_never_moves_is_named_after_three_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     models = caught_model(monkeypatch)
     name = "model.layers.0.self_attn.q_proj.lora_A"
     step = torch.optim.AdamW.step
@@ -147,10 +156,14 @@ def test_every_fault_is_named_up_to_ten():
     audit.after_update()
     with pytest.raises(TrainingFault) as caught:
         audit.after_backward()
-    assert [problem.where for problem in caught.value.problems] == [f"layer.{index:02}" for index in range(10)]
+    assert [problem.where for problem in caught.value.problems] == [
+        f"layer.{index:02}" for index in range(10)
+    ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
+)
 def test_any_changed_element_changes_the_checksum(dtype: torch.dtype):
     value = torch.arange(60).remainder(2).reshape(5, 12).to(dtype)
     before = checksum(value)
@@ -175,11 +188,19 @@ def test_the_checksum_sees_signs_of_zero_and_exchanged_elements_and_works_on_vie
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("number", [0, 1, 1023, 1024, 4096, 5001])
 def test_the_checksum_is_the_weighted_sum_of_32_bit_words_modulo_2_to_64(number: int, dtype: torch.dtype):
-    value = (100 * torch.randn(number + 1, generator=torch.Generator().manual_seed(number))).to(dtype)[1:]  # at an odd place in memory
+    # at an odd place in memory
+    value = (100 * torch.randn(number + 1, generator=torch.Generator().manual_seed(number))).to(dtype)[1:]
     content = bytes(value.clone().view(torch.uint8).tolist())
-    words = [int.from_bytes(content[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(content), 4)]
+    words = [
+        int.from_bytes(content[at : at + 4].ljust(4, b"\0"), "little", signed=True)
+        for at in range(0, len(content), 4)
+    ]
     weights = _weights(1024 + 1 + len(words) // 1024, torch.device("cpu")).tolist()
-    assert checksum(value) == sum(word * weights[at % 1024] * weights[1024 + at // 1024] for at, word in enumerate(words)) % 2**64
+    assert (
+        checksum(value)
+        == sum(word * weights[at % 1024] * weights[1024 + at // 1024] for at, word in enumerate(words))
+        % 2**64
+    )
 
 
 def test_weights_are_odd_and_differ_so_that_every_changed_or_exchanged_word_is_seen():
@@ -199,11 +220,16 @@ def test_the_checksum_sees_an_even_number_of_changed_signs(dtype: torch.dtype):
 
 
 def test_checksums_of_many_tensors_are_those_of_each_with_any_number_of_threads():
-    values = {str(size): torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (1, 5000, 30, 3000)}
+    values = {
+        str(size): torch.randn(size, generator=torch.Generator().manual_seed(size))
+        for size in (1, 5000, 30, 3000)
+    }
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert list(checksums(values).items()) == [(name, checksum(value)) for name, value in values.items()]
+            assert list(checksums(values).items()) == [
+                (name, checksum(value)) for name, value in values.items()
+            ]
     finally:
         torch.set_num_threads(1)
     assert checksums({}) == {}
@@ -224,7 +250,11 @@ class Results(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("look", [lambda value: _weighted_sum(value, _weights(4096, value.device)), is_finite], ids=["checksum", "finite"])
+@pytest.mark.parametrize(
+    "look",
+    [lambda value: _weighted_sum(value, _weights(4096, value.device)), is_finite],
+    ids=["checksum", "finite"],
+)
 def test_a_tensor_is_read_once_without_a_loop_or_a_copy_of_it(look: Callable[[torch.Tensor], Any]):
     seen = []
     for number in (2**18, 2**21):
@@ -236,7 +266,9 @@ def test_a_tensor_is_read_once_without_a_loop_or_a_copy_of_it(look: Callable[[to
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+)
 def test_one_value_that_is_not_finite_is_found_wherever_it_lies(dtype: torch.dtype):
     value = torch.linspace(-400, 400, 5001).to(dtype)
     assert is_finite(value) and is_finite(value[:0]) and is_finite(torch.tensor(3))
@@ -268,7 +300,9 @@ def test_labels_never_reach_the_models_own_loss(tmp_path: Path, monkeypatch: pyt
     seen: list[set[str]] = []
 
     def watch(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
-        handle = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
+        handle = model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(set(kwargs)), with_kwargs=True
+        )
         try:
             return outputs_of(model, batch)
         finally:

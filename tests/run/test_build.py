@@ -1,4 +1,5 @@
-"""From a recipe to a model ready to train: what is refused before a weight is loaded, and what the model then is."""
+"""From a recipe to a model ready to train: what is refused before a weight is loaded, and what the model then
+is."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def made(recipe: dict[str, Any]) -> Any:
     ],
 )
 def test_what_cannot_be_prepared_is_refused_without_loading_a_weight(
-    changes: dict[str, Any], error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    error: type[Exception],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     def never(*args: Any) -> None:
         raise AssertionError("a weight was loaded")
@@ -49,7 +54,9 @@ def test_what_cannot_be_prepared_is_refused_without_loading_a_weight(
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(("family", "task"), [("bert", "classify"), ("bart", "seq2seq"), ("llama", "causal"), ("llama", "chat")])
+@pytest.mark.parametrize(
+    ("family", "task"), [("bert", "classify"), ("bart", "seq2seq"), ("llama", "causal"), ("llama", "chat")]
+)
 def test_the_task_is_inferred_from_rows_and_model(family: str, task: str, tmp_path: Path):
     recipe = settings(tmp_path, family, task=task)
     del recipe["task"]
@@ -63,7 +70,9 @@ def test_packing_with_an_encoder_is_refused(tmp_path: Path):
         prepare(load_recipe(recipe, {"data.packing": True}))
 
 
-def test_auto_means_fp32_on_a_cpu_and_cuda_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_auto_means_fp32_on_a_cpu_and_cuda_is_refused_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = load_recipe(settings(tmp_path, device="auto"))
     assert str(choose_place(recipe)) == "fp32 on cpu"
@@ -82,7 +91,9 @@ def test_new_tensors_come_from_the_seed_whatever_was_drawn_before(family: str, m
     assert first.keys() == second.keys()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     other = tuned_state(made(settings(tmp_path, family, method, seed=1)))
-    assert (method == "full" and family != "bert") or any(not torch.equal(value, other[name]) for name, value in first.items())
+    assert (method == "full" and family != "bert") or any(
+        not torch.equal(value, other[name]) for name, value in first.items()
+    )
 
 
 def test_a_head_the_checkpoint_lacks_trains_beside_the_method(tmp_path: Path):
@@ -102,17 +113,27 @@ def test_random_weights_are_said_loudly(tmp_path: Path):
     recipe = settings(tmp_path)
     (tmp_path / "llama" / "model.safetensors").unlink()
     listener = Listener()
-    run({**recipe, "model": f"config:{tmp_path / 'llama' / 'config.json'}", "max_steps": 1, "warmup": 0}, listener)
+    run(
+        {**recipe, "model": f"config:{tmp_path / 'llama' / 'config.json'}", "max_steps": 1, "warmup": 0},
+        listener,
+    )
     assert any("RANDOM WEIGHTS" in line for line in listener.lines)
 
 
-def test_experts_that_are_left_alone_are_said_when_a_run_builds_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_experts_that_are_left_alone_are_said_when_a_run_builds_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     said: list[str] = []
     monkeypatch.setattr("petune.run.build.warn", said.append)
     write_model(tmp_path / "llama", "llama")
     vocabulary = json.loads((tmp_path / "llama" / "config.json").read_text())["vocab_size"]
     config = Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4
+        vocab_size=vocabulary,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "llama")
     made(settings(tmp_path))
@@ -137,7 +158,9 @@ REBUILT = [
 @pytest.mark.parametrize(("family", "method"), REBUILT)
 def test_a_rebuilt_model_computes_what_was_trained(family: str, method: str, tmp_path: Path):
     finished = run(settings(tmp_path, family, method, max_steps=3, lr=0.01))
-    model, tokenizer = rebuild(finished.recipe, read_record(finished.folder / "tuned"), finished.summary["task"])
+    model, tokenizer = rebuild(
+        finished.recipe, read_record(finished.folder / "tuned"), finished.summary["task"]
+    )
     assert not model.training and tokenizer.eos_token == "</s>"
     assert finished.eval()["tuned"] == pytest.approx(finished.summary["after"], abs=1e-5)
     assert finished.eval()["base"] == finished.summary["before"]

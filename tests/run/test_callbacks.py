@@ -52,9 +52,13 @@ def test_callbacks_hear_what_the_history_holds(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("method", "at"), [("on_step", 3), ("on_eval", 4)])
-def test_a_callback_that_answers_true_ends_the_run_scored_saved_and_finished(method: str, at: int, tmp_path: Path):
+def test_a_callback_that_answers_true_ends_the_run_scored_saved_and_finished(
+    method: str, at: int, tmp_path: Path
+):
     listener = Listener()
-    found = run(settings(tmp_path, eval_every=4, save_every=50), listener, callbacks=[Heard(method, at), Heard()])
+    found = run(
+        settings(tmp_path, eval_every=4, save_every=50), listener, callbacks=[Heard(method, at), Heard()]
+    )
     assert found.summary["steps"] == at and found.history[-1]["step"] == at
     assert found.summary["after"]["loss"] == found.history[-1]["eval_loss"]
     assert (tmp_path / "run" / "checkpoints" / f"step-{at}").is_dir()
@@ -73,13 +77,21 @@ class Talking(petune.Callback):
 
 @pytest.mark.parametrize(
     ("callback", "words"),
-    [(Failing(), r"Failing.on_step  the callback failed at step 1: KeyError: 'acc'"), (Talking(), "answers True, which ends the run")],
+    [
+        (Failing(), r"Failing.on_step  the callback failed at step 1: KeyError: 'acc'"),
+        (Talking(), "answers True, which ends the run"),
+    ],
 )
-def test_a_callback_that_fails_ends_the_run_by_its_name(callback: petune.Callback, words: str, tmp_path: Path):
+def test_a_callback_that_fails_ends_the_run_by_its_name(
+    callback: petune.Callback, words: str, tmp_path: Path
+):
     with pytest.raises(UsageError, match=words):
         run(settings(tmp_path), callbacks=[callback])
     if isinstance(callback, Failing):
-        assert "KeyError: 'acc'" in (tmp_path / "run" / "run.log").read_text() and "Traceback" in (tmp_path / "run" / "run.log").read_text()
+        assert (
+            "KeyError: 'acc'" in (tmp_path / "run" / "run.log").read_text()
+            and "Traceback" in (tmp_path / "run" / "run.log").read_text()
+        )
 
 
 @pytest.mark.parametrize("wrong", [Heard, print, {"on_step": print}])

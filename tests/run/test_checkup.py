@@ -1,4 +1,5 @@
-"""Whether a run folder is whole: what a check-up says of good ones, and that no damage of any file it answers for is missed."""
+"""Whether a run folder is whole: what a check-up says of good ones, and that no damage of any file it answers
+for is missed."""
 
 from __future__ import annotations
 
@@ -46,21 +47,36 @@ def test_a_finished_run_is_whole_and_nothing_in_it_changes(finished: Path) -> No
     before = snapshot(finished)
     found = check_up(finished)
     facts = dict(found.facts)
-    assert found.problems == [] and facts["state"] == "finished" and facts["verdict"] == "whole" and facts["leftovers"] == "none"
+    assert (
+        found.problems == []
+        and facts["state"] == "finished"
+        and facts["verdict"] == "whole"
+        and facts["leftovers"] == "none"
+    )
     assert facts["id"] == load_run(finished).summary["run_id"] and facts["best"] == "checkpoints/step-2"
-    assert facts["tuned"].startswith("whole") and facts["merged"].startswith("whole") and "finished" in facts["--resume"]
-    assert sum(name == "checkpoint" for name, _ in found.facts) == len(checkpoint.candidates(finished / "checkpoints")) == 3
+    assert (
+        facts["tuned"].startswith("whole")
+        and facts["merged"].startswith("whole")
+        and "finished" in facts["--resume"]
+    )
+    assert (
+        sum(name == "checkpoint" for name, _ in found.facts)
+        == len(checkpoint.candidates(finished / "checkpoints"))
+        == 3
+    )
     assert len(found.facts) < 24, "more than a screen"
     assert snapshot(finished) == before
 
 
 @pytest.mark.parametrize(
-    ("keep", "best"), [pytest.param(10, "checkpoints/step-2", id="it is there"), pytest.param(2, None, id="rotated out")]
+    ("keep", "best"),
+    [pytest.param(10, "checkpoints/step-2", id="it is there"), pytest.param(2, None, id="rotated out")],
 )
 def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
     keep: int, best: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evaluations at 2 and 4, each better than the one before. Going back to 3, it ends before it saves again."""
+    """Evaluations at 2 and 4, each better than the one before. Going back to 3, it ends before it saves
+    again."""
     left = iter(range(99, 0, -1))
     monkeypatch.setattr(petune.run.loop, "evaluate", lambda *_: {"loss": float(next(left))})
     recipe = settings(tmp_path, eval_every=2, save_every=1, keep=keep)
@@ -85,7 +101,11 @@ def test_a_stopped_run_says_where_resume_goes_on_and_what_was_left_half_made(sto
     (stopped / ".tuned.tmp-5").mkdir()
     (stopped / "checkpoints" / "step-9.tmp-5").mkdir()
     facts = dict(check_up(stopped).facts)
-    assert facts["state"] == "stopped" and facts["--resume"] == "goes on from step-3" and facts["verdict"] == "whole"
+    assert (
+        facts["state"] == "stopped"
+        and facts["--resume"] == "goes on from step-3"
+        and facts["verdict"] == "whole"
+    )
     assert facts["leftovers"].startswith(".tuned.tmp-5, checkpoints/step-9.tmp-5")
     with RunLock(stopped):
         assert dict(check_up(stopped).facts)["state"] == "running"
@@ -129,10 +149,16 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
         ("env.json  is of another run", edit("env.json", run_id="0" * 32)),
         ("env.json  is missing", lambda folder: (folder / "env.json").unlink()),
         ("resolved.yaml", lambda folder: (folder / "resolved.yaml").write_text("lr: [")),
-        ("metrics.jsonl:2", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\nx\n{"step": 2}\n')),
+        (
+            "metrics.jsonl:2",
+            lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\nx\n{"step": 2}\n'),
+        ),
         ("best  names", lambda folder: shutil.rmtree(folder / "checkpoints" / "step-2")),
         ("an --overwrite of this run was cut off", lambda folder: (folder / ".replacing").write_text("")),
-        ("README.md  is a symbolic link", lambda folder: (folder / "README.md").unlink() or (folder / "README.md").symlink_to("/x")),
+        (
+            "README.md  is a symbolic link",
+            lambda folder: (folder / "README.md").unlink() or (folder / "README.md").symlink_to("/x"),
+        ),
     ],
 )
 def test_damage_is_named(named: str, damage: Callable[[Path], None], finished: Path) -> None:
@@ -145,7 +171,10 @@ def test_damage_is_named(named: str, damage: Callable[[Path], None], finished: P
 def test_a_checkpoint_of_another_run_is_damage(finished: Path, stopped: Path) -> None:
     shutil.copytree(finished / "checkpoints" / "step-6", stopped / "checkpoints" / "step-6")
     found = check_up(stopped)
-    assert "another run" in str(found.problems[0]) and dict(found.facts)["--resume"] == "is refused: step-6 is of another run"
+    assert (
+        "another run" in str(found.problems[0])
+        and dict(found.facts)["--resume"] == "is refused: step-6 is of another run"
+    )
 
 
 def test_what_holds_no_run_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""`petune train` starting its own processes, for real: how it ends when all is well, when one fails, is killed, freezes or is told to stop.
+"""`petune train` starting its own processes, for real: how it ends when all is well, when one fails, is
+killed, freezes or is told to stop.
 
-Each launch costs seconds, as every rank imports torch anew, so most are in the long part; the numbers of parallel runs are checked with
-forked ranks in tests/run/test_rank.py, and here a killed rank is a fork.
+Each launch costs seconds, as every rank imports torch anew, so most are in the long part; the numbers of
+parallel runs are checked with forked ranks in tests/run/test_rank.py, and here a killed rank is a fork.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class Launched:
     def steps(self) -> int:
         """Steps it has recorded."""
         path = self.folder / "metrics.jsonl"
-        return sum('"loss"' in line and '"eval_loss"' not in line for line in path.read_text().splitlines()) if path.exists() else 0
+        return (
+            sum('"loss"' in line and '"eval_loss"' not in line for line in path.read_text().splitlines())
+            if path.exists()
+            else 0
+        )
 
     def until(self, enough: Callable[[], bool], seconds: float = 90) -> None:
         """Wait for something while it runs."""
@@ -80,7 +85,8 @@ class Launched:
         return code
 
 
-MARK = "PETUNE_TEST_SESSION"  # in the environment of whatever a test starts, which process groups and reparenting do not hide
+# in the environment of whatever a test starts, which process groups and reparenting do not hide
+MARK = "PETUNE_TEST_SESSION"
 
 
 def of_session(number: int) -> list[int]:
@@ -109,7 +115,8 @@ def rank_of(pid: int) -> str | None:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start a command line with the words; its run is in `run` of the test's folder. Whatever is left in the end is killed."""
+    """Start a command line with the words; its run is in `run` of the test's folder. Whatever is left in the
+    end is killed."""
     started: list[Launched] = []
 
     def start(*words: str, command: tuple[str, ...] = PETUNE, env: dict[str, str] | None = None) -> Launched:
@@ -120,7 +127,13 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         output = [tmp_path / f"{len(started)}.out", tmp_path / f"{len(started)}.err"]
         with output[0].open("w") as out, output[1].open("w") as err:
             process = subprocess.Popen(
-                [*command, *words], stdout=out, stderr=err, text=True, env=kept, cwd=tmp_path, start_new_session=True
+                [*command, *words],
+                stdout=out,
+                stderr=err,
+                text=True,
+                env=kept,
+                cwd=tmp_path,
+                start_new_session=True,
             )
         started.append(Launched(process, tmp_path / "run", session, output))
         return started[-1]
@@ -173,7 +186,9 @@ def assert_whole(folder: Path, expected: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_petune_train_starts_its_own_ranks_and_ends_as_one_process_would(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_petune_train_starts_its_own_ranks_and_ends_as_one_process_would(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, recipe = recipe_in(tmp_path)
     launched = launch("train", str(file))
     assert launched.end() == 0, launched.text()
@@ -183,10 +198,17 @@ def test_petune_train_starts_its_own_ranks_and_ends_as_one_process_would(tmp_pat
     assert "Warning" not in launched.text() and "[W" not in launched.text(), launched.text()
 
 
-def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("petune.run.distributed.launch", lambda *_, **__: pytest.fail("ranks were started"))
     _, recipe = recipe_in(tmp_path)
-    for plan in ({"tp": {"heads": [3, 2]}}, {"tp": {"columns": [40, 9]}}, {"pp": {"stages": [1, 2]}}, {"dp": 9}):
+    for plan in (
+        {"tp": {"heads": [3, 2]}},
+        {"tp": {"columns": [40, 9]}},
+        {"pp": {"stages": [1, 2]}},
+        {"dp": 9},
+    ):
         with pytest.raises(UsageError) as caught:
             petune.run.train.train(recipe | {"parallel": plan})
         assert caught.value.code == 2
@@ -220,10 +242,18 @@ def patched(place: Path, rank: int, step: int, act: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'cli'}"}
 
 
-@pytest.mark.long  # what a launcher makes of it is in tests/parallel/launch/test_launcher.py, what a rank says in tests/run/test_rank.py
-def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+# what a launcher makes of it is in tests/parallel/launch/test_launcher.py, what a rank says in
+# tests/run/test_rank.py
+@pytest.mark.long
+def test_an_error_of_rank_1_alone_is_told_with_its_rank_and_its_code(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, _ = recipe_in(tmp_path)
-    launched = launch("train", str(file), env=patched(tmp_path, 1, 3, "raise DataError('the row is no object', where='rows.jsonl:7')"))
+    launched = launch(
+        "train",
+        str(file),
+        env=patched(tmp_path, 1, 3, "raise DataError('the row is no object', where='rows.jsonl:7')"),
+    )
     assert launched.end() == 3, launched.text()
     assert "rank 1: rows.jsonl:7  the row is no object" in launched.text()
     assert "Traceback" not in launched.text()
@@ -248,7 +278,9 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(petune.run.step.Step, "take", deadly)
-        with pytest.raises(DistributedError, match=rf"^rank {rank} was killed by SIGKILL(.|\n)*--resume") as caught:
+        with pytest.raises(
+            DistributedError, match=rf"^rank {rank} was killed by SIGKILL(.|\n)*--resume"
+        ) as caught:
             run(recipe)
     assert time.time() - (tmp_path / "killed").stat().st_mtime < 5 and caught.value.code == 6
     for pid in (*forks.pids(0), *forks.pids(1)):
@@ -260,7 +292,9 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_resume_goes_on(
 @pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_real_rank_that_is_killed_ends_the_command_in_seconds(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_a_real_rank_that_is_killed_ends_the_command_in_seconds(
+    rank: int, tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, recipe = recipe_in(tmp_path, steps=50)
     launched = launch("train", str(file))
     launched.until(lambda: launched.steps() >= 12)
@@ -286,7 +320,9 @@ def assert_goes_on_from_step_10_or_later(recipe: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
-def test_sigterm_saves_and_ends_with_75_and_the_command_goes_on(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_sigterm_saves_and_ends_with_75_and_the_command_goes_on(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, recipe = recipe_in(tmp_path, steps=100)
     launched = launch("train", str(file))
     launched.until(lambda: launched.steps() >= 3)
@@ -303,7 +339,9 @@ def test_sigterm_saves_and_ends_with_75_and_the_command_goes_on(tmp_path: Path, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_frozen_rank_is_named_once_its_time_is_over(rank: int, tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_a_frozen_rank_is_named_once_its_time_is_over(
+    rank: int, tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, _ = recipe_in(tmp_path, steps=2000, timeout=5)
     launched = launch("train", str(file))
     launched.until(lambda: launched.steps() >= 12)
@@ -317,21 +355,29 @@ def test_a_frozen_rank_is_named_once_its_time_is_over(rank: int, tmp_path: Path,
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
-def test_a_run_that_may_restart_goes_on_by_itself_after_a_kill(tmp_path: Path, launch: Callable[..., Launched]) -> None:
-    """The first rank dies when the spare, which only real processes show, has long been waiting for a place and for a terminal."""
+def test_a_run_that_may_restart_goes_on_by_itself_after_a_kill(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
+    """The first rank dies when the spare, which only real processes show, has long been waiting for a place
+    and for a terminal."""
     file, recipe = recipe_in(tmp_path, steps=20)
     kill = patched(tmp_path, 0, 13, "import time; time.sleep(12); os.kill(os.getpid(), 9)")
     launched = launch("train", str(file), "--restarts", "1", env=kill)
     assert launched.end() == 0, launched.text()
     text = launched.text()
-    assert "rank 0 replaced, the others keep their model: restart 1 of 1" in text and "after the loss was noticed" in text
+    assert (
+        "rank 0 replaced, the others keep their model: restart 1 of 1" in text
+        and "after the loss was noticed" in text
+    )
     assert "resumed  at step" in text, "what the successor of the first rank prints is seen"
     (tmp_path / "run" / "loss.png").unlink(missing_ok=True)
     assert_whole(tmp_path / "run", straight(recipe))
 
 
 @pytest.mark.long
-def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_a_launcher_that_is_killed_leaves_nothing_behind(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, _ = recipe_in(tmp_path, steps=2000)
     launched = launch("train", str(file))
     launched.until(lambda: launched.steps() >= 3)
@@ -352,13 +398,28 @@ def free_port() -> int:
 @pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_two_launchers_of_torchrun_train_as_one_of_petune(rendezvous: str, tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_two_launchers_of_torchrun_train_as_one_of_petune(
+    rendezvous: str, tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, recipe = recipe_in(tmp_path)
     port = free_port()
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "petune", "--local-addr", "127.0.0.1"]
+    where = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "petune",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     nodes = [
         launch(
-            *(["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)] if rendezvous == "static" else where),
+            *(
+                ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+                if rendezvous == "static"
+                else where
+            ),
             *("-m", "petune", str(file), f"out={tmp_path / 'run'}"),
             command=(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
         )
@@ -371,19 +432,28 @@ def test_two_launchers_of_torchrun_train_as_one_of_petune(rendezvous: str, tmp_p
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_picture")
-def test_ranks_started_by_hand_stop_together_when_one_is_told_to(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+def test_ranks_started_by_hand_stop_together_when_one_is_told_to(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
     file, _ = recipe_in(tmp_path, steps=100, save_every=1000)
     port = str(free_port())
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
     started = [
-        launch(str(file), command=(sys.executable, "-m", "petune"), env={**names, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        launch(
+            str(file),
+            command=(sys.executable, "-m", "petune"),
+            env={**names, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
         for rank in range(2)
     ]
     started[0].until(lambda: started[0].steps() >= 3)
     os.kill(started[1].process.pid, signal.SIGTERM)
     assert [one.end() for one in started] == [75, 75], "\n".join(one.text() for one in started)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == numbers(tmp_path / "run")[-1]["step"]
+    assert (
+        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        == numbers(tmp_path / "run")[-1]["step"]
+    )
 
 
 # ------------------------------------------------------------------ started anew

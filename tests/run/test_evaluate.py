@@ -1,4 +1,5 @@
-"""Scores over batches equal scores over all rows at once, and the control is a head that really was trained on frozen features."""
+"""Scores over batches equal scores over all rows at once, and the control is a head that really was trained
+on frozen features."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from tests.small_runs import TASK, settings, training, write_model
 def scored(made: Step, size: int) -> dict[str, float]:
     with scoring(made.model):
         return evaluate(
-            made.runner.logits, made.batches(made.prepared.encoded.eval, size), made.prepared.task.name, made.prepared.rows.labels or ()
+            made.runner.logits,
+            made.batches(made.prepared.encoded.eval, size),
+            made.prepared.task.name,
+            made.prepared.rows.labels or (),
         )
 
 
@@ -47,7 +51,9 @@ def test_the_loss_is_the_mean_over_tokens_and_perplexity_its_exponential(family:
     with torch.no_grad():
         for example in made.prepared.encoded.eval:
             assert isinstance(example.labels, list)
-            theirs = made.model(input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])).loss
+            theirs = made.model(
+                input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])
+            ).loss
             summed, tokens = summed + float(theirs) * example.trained, tokens + example.trained
     scores = scored(made, 4)
     assert scores["loss"] == pytest.approx(summed / tokens, abs=1e-5)
@@ -59,7 +65,10 @@ def test_accuracy_is_the_share_of_right_rows(tmp_path: Path):
     made.model.eval()
     rows = made.prepared.encoded.eval
     with torch.no_grad():
-        right = sum(int(made.model(input_ids=torch.tensor([row.input_ids])).logits.argmax()) == row.labels for row in rows)
+        right = sum(
+            int(made.model(input_ids=torch.tensor([row.input_ids])).logits.argmax()) == row.labels
+            for row in rows
+        )
     assert scored(made, 4)["accuracy"] == right / len(rows)
 
 
@@ -128,7 +137,10 @@ def test_the_features_of_the_control_do_not_depend_on_padding(family: str, tmp_p
 
     examples: list[Example] = made.prepared.encoded.train[:5]
     found = _features(made.model, head, plain(made, examples, 5), made.runner.logits, lambda: None)
-    alone = [_features(made.model, head, plain(made, [example], 1), made.runner.logits, lambda: None) for example in examples]
+    alone = [
+        _features(made.model, head, plain(made, [example], 1), made.runner.logits, lambda: None)
+        for example in examples
+    ]
     assert set(found) == {"pooled", "mean", "labels"}
     for kind, values in found.items():
         assert torch.allclose(values, torch.cat([one[kind] for one in alone]), atol=1e-5), kind
@@ -141,8 +153,19 @@ def test_the_features_of_the_control_do_not_depend_on_padding(family: str, tmp_p
 
 
 GOOD: dict[str, Any] = {
-    **{"task": "classify", "metric": "accuracy", "direction": "max", "lr": 0.5, "loss": [2.0, 0.5], "head_only": 0.8},
-    **{"before": {"accuracy": 0.4, "loss": 1.5}, "after": {"accuracy": 0.9, "loss": 0.6}, "last": {"accuracy": 0.9, "loss": 0.6}},
+    **{
+        "task": "classify",
+        "metric": "accuracy",
+        "direction": "max",
+        "lr": 0.5,
+        "loss": [2.0, 0.5],
+        "head_only": 0.8,
+    },
+    **{
+        "before": {"accuracy": 0.4, "loss": 1.5},
+        "after": {"accuracy": 0.9, "loss": 0.6},
+        "last": {"accuracy": 0.9, "loss": 0.6},
+    },
 }
 WORSE = {"accuracy": 0.3, "loss": 4.0}
 
@@ -154,7 +177,10 @@ WORSE = {"accuracy": 0.3, "loss": 4.0}
         ({"head_only": 0.9}, []),
         ({"head_only": None}, []),
         ({"head_only": 0.95}, ["a head alone on the frozen base does better: accuracy 0.9500, tuned 0.9000"]),
-        ({"after": {"accuracy": 0.4, "loss": 0.6}, "head_only": None}, ["no better than the untouched base: accuracy 0.4000 -> 0.4000"]),
+        (
+            {"after": {"accuracy": 0.4, "loss": 0.6}, "head_only": None},
+            ["no better than the untouched base: accuracy 0.4000 -> 0.4000"],
+        ),
         ({"loss": [0.5, 0.9]}, []),  # one noisy batch: the held-out loss fell
         ({"last": WORSE}, []),  # overfitting after the best step: the training loss fell
         (
@@ -166,12 +192,17 @@ WORSE = {"accuracy": 0.3, "loss": 4.0}
             ["training diverged", "untouched base: accuracy 0.4000 -> 0.3000", "a head alone"],
         ),
         ({"metric": "loss", "direction": "min"}, []),
-        ({"metric": "loss", "direction": "min", "after": {"accuracy": 0.9, "loss": 1.6}}, ["untouched base: loss 1.5000 -> 1.6000"]),
+        (
+            {"metric": "loss", "direction": "min", "after": {"accuracy": 0.9, "loss": 1.6}},
+            ["untouched base: loss 1.5000 -> 1.6000"],
+        ),
     ],
 )
 def test_a_run_that_is_no_success_is_said_with_its_numbers(changes: dict[str, Any], said: list[str]):
     lines = shortcomings(GOOD | changes)
-    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), (
+        lines
+    )
 
 
 def test_rows_that_cannot_show_a_difference_are_said_and_no_failure():
@@ -179,14 +210,21 @@ def test_rows_that_cannot_show_a_difference_are_said_and_no_failure():
         return {"accuracy": value, "loss": 0.6}
 
     perfect = GOOD | {"before": accuracy(1.0), "after": accuracy(1.0), "head_only": 1.0}
-    for rows, said in ((1, "1 row held out cannot show a difference"), (450, "base is right already (accuracy 1.0000): the 450 rows")):
+    for rows, said in (
+        (1, "1 row held out cannot show a difference"),
+        (450, "base is right already (accuracy 1.0000): the 450 rows"),
+    ):
         (line,) = undecided(perfect | {"held_out": rows})
         assert said in line and shortcomings(perfect | {"held_out": rows}) == []
     few = GOOD | {"held_out": 10, "before": accuracy(0.5), "after": accuracy(0.4), "head_only": 0.5}
     assert "some hundreds are wanted" in undecided(few)[0] and shortcomings(few) == []
     assert len(shortcomings(few | {"held_out": 100})) == 2 and undecided(few | {"held_out": 100}) == []
-    assert len(shortcomings(few | {"before": accuracy(0.9), "head_only": 0.9})) == 2  # five rows of ten are no chance
-    assert shortcomings(perfect | {"held_out": 450, "after": accuracy(0.9)}) and undecided(GOOD | {"held_out": 450}) == []
+    # five rows of ten are no chance
+    assert len(shortcomings(few | {"before": accuracy(0.9), "head_only": 0.9})) == 2
+    assert (
+        shortcomings(perfect | {"held_out": 450, "after": accuracy(0.9)})
+        and undecided(GOOD | {"held_out": 450}) == []
+    )
     assert undecided(GOOD | {"metric": "loss", "direction": "min", "held_out": 1}) == []  # a loss is no count
 
 

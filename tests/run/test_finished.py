@@ -1,4 +1,5 @@
-"""The run folder: every file the README promises, what others can read of it, and what a finished run can do."""
+"""The run folder: every file the README promises, what others can read of it, and what a finished run can
+do."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from petune.run.folder import environment
 from petune.run.train import load_run
 from tests.small_runs import METHODS, TASK, Listener, as_yaml, newest, run, settings, terminate_at, tokenizer
 
-AUTO = {"bert": "AutoModelForSequenceClassification", "bart": "AutoModelForSeq2SeqLM", "t5": "AutoModelForSeq2SeqLM"}
+AUTO = {
+    "bert": "AutoModelForSequenceClassification",
+    "bart": "AutoModelForSeq2SeqLM",
+    "t5": "AutoModelForSeq2SeqLM",
+}
 pictureless = pytest.mark.usefixtures("no_picture")
 
 
@@ -53,7 +58,17 @@ def test_a_run_leaves_every_file_it_promises(tmp_path: Path):
     recipe = as_yaml(tmp_path / "mine.yaml", settings(tmp_path, eval_every=3))
     finished = run(recipe)
     names = {path.name for path in finished.folder.iterdir()}
-    promised = {"recipe.yaml", "resolved.yaml", "env.json", "metrics.jsonl", "loss.png", "run.log", "summary.json", "README.md", "best"}
+    promised = {
+        "recipe.yaml",
+        "resolved.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "loss.png",
+        "run.log",
+        "summary.json",
+        "README.md",
+        "best",
+    }
     assert names == promised | {"checkpoints", "tuned"}
     assert (finished.folder / "recipe.yaml").read_bytes() == recipe.read_bytes()
     assert (finished.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -66,8 +81,20 @@ def test_a_run_leaves_every_file_it_promises(tmp_path: Path):
 def test_the_resolved_recipe_holds_every_setting_and_means_the_same(tmp_path: Path):
     finished = run(settings(tmp_path))
     text = (finished.folder / "resolved.yaml").read_text()
-    assert set(yaml.safe_load(text)) >= {"lr", "seed", "clip", "schedule", "weight_decay", "keep", "method", "data"}
-    assert load_recipe(finished.folder / "resolved.yaml").resolved() == load_recipe(settings(tmp_path)).resolved()
+    assert set(yaml.safe_load(text)) >= {
+        "lr",
+        "seed",
+        "clip",
+        "schedule",
+        "weight_decay",
+        "keep",
+        "method",
+        "data",
+    }
+    assert (
+        load_recipe(finished.folder / "resolved.yaml").resolved()
+        == load_recipe(settings(tmp_path)).resolved()
+    )
 
 
 @pictureless
@@ -91,7 +118,10 @@ def test_records_have_their_fields_and_the_evaluations_theirs(tmp_path: Path):
     steps = [record for record in finished.metrics() if "loss" in record]
     scores = [record for record in finished.metrics() if "loss" not in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(set(record) == {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s"} for record in steps)
+    assert all(
+        set(record) == {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s"}
+        for record in steps
+    )
     assert all(math.isfinite(value) for record in steps for value in record.values())
     assert [record["lr"] for record in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
     assert [record["step"] for record in scores] == [0, 3, 6]
@@ -105,7 +135,9 @@ def test_the_history_has_one_mapping_per_step_with_its_scores(tmp_path: Path):
     history = finished.history
     assert [record["step"] for record in history] == list(range(7))
     assert [record["step"] for record in history if "eval_loss" in record] == [0, 3, 6]
-    assert "loss" not in history[0] and all({"loss", "lr", "grad_norm", "tokens_per_s"} <= record.keys() for record in history[1:])
+    assert "loss" not in history[0] and all(
+        {"loss", "lr", "grad_norm", "tokens_per_s"} <= record.keys() for record in history[1:]
+    )
     with (finished.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # as a crash leaves it
     assert load_run(finished.folder).history == history
@@ -114,7 +146,9 @@ def test_the_history_has_one_mapping_per_step_with_its_scores(tmp_path: Path):
 
 
 @pictureless
-def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     listener = Listener()
     finished = run(settings(tmp_path, out="good"), listener)
     log = (finished.folder / "run.log").read_text()
@@ -130,7 +164,9 @@ def test_the_log_keeps_what_was_said_and_the_traceback_of_what_ended_it(tmp_path
     with pytest.raises(TrainingFault):
         run(settings(tmp_path, out="bad"))
     log = (tmp_path / "bad" / "run.log").read_text()
-    assert "Traceback (most recent call last)" in log and "TrainingFault" in log and "refuse_non_finite" in log
+    assert (
+        "Traceback (most recent call last)" in log and "TrainingFault" in log and "refuse_non_finite" in log
+    )
 
 
 @pictureless
@@ -142,7 +178,10 @@ def test_the_header_and_the_end_say_what_a_reader_wants_to_know(tmp_path: Path):
         assert said in header, said
     summary = finished.summary
     end = "\n".join(listener.closing)
-    assert f"accuracy {summary['before']['accuracy']:.4f} (untouched base) -> {summary['after']['accuracy']:.4f}" in end
+    assert (
+        f"accuracy {summary['before']['accuracy']:.4f} (untouched base) -> {summary['after']['accuracy']:.4f}"
+        in end
+    )
     assert f"head only: {summary['head_only']:.4f}" in end
     for said in ("tokens/s", "peak memory", "README.md", "petune eval", "petune merge"):
         assert said in end, said
@@ -154,7 +193,17 @@ def test_the_header_and_the_end_say_what_a_reader_wants_to_know(tmp_path: Path):
 def test_nothing_in_the_folder_is_a_pickle(method: str, tmp_path: Path):
     folder = run(settings(tmp_path, method=method)).folder
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} <= {".json", ".jsonl", ".yaml", ".safetensors", ".md", ".log", ".jinja", ".txt", ""}
+    assert {path.suffix for path in files} <= {
+        ".json",
+        ".jsonl",
+        ".yaml",
+        ".safetensors",
+        ".md",
+        ".log",
+        ".jinja",
+        ".txt",
+        "",
+    }
     for path in files:
         start = path.read_bytes()[:4]
         assert not start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")), path
@@ -181,7 +230,11 @@ def test_the_lines_of_the_readme_load_what_was_trained(family: str, method: str,
     assert ast.unparse(lines[0]) == "import petune, transformers"
     values: dict[str, Any] = {"petune": petune, "transformers": transformers}
     for line in lines[1:]:
-        assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Call) and isinstance(line.targets[0], ast.Name)
+        assert (
+            isinstance(line, ast.Assign)
+            and isinstance(line.value, ast.Call)
+            and isinstance(line.targets[0], ast.Name)
+        )
         values[line.targets[0].id] = called(line.value, values)
     assert torch.allclose(logits(values["model"], family), logits(finished.speaker.model, family), atol=1e-5)
 
@@ -190,12 +243,16 @@ def called(call: ast.Call, values: dict[str, Any]) -> Any:
     function: Any = values[ast.unparse(call.func).split(".")[0]]
     for name in ast.unparse(call.func).split(".")[1:]:
         function = getattr(function, name)
-    positional = [values[part.id] if isinstance(part, ast.Name) else ast.literal_eval(part) for part in call.args]
+    positional = [
+        values[part.id] if isinstance(part, ast.Name) else ast.literal_eval(part) for part in call.args
+    ]
     return function(*positional, **{str(part.arg): ast.literal_eval(part.value) for part in call.keywords})
 
 
 @pictureless
-def test_a_run_without_out_gets_a_folder_of_its_own_and_the_readme_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_without_out_gets_a_folder_of_its_own_and_the_readme_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     recipe = settings(tmp_path, max_steps=1, warmup=0)
     del recipe["out"]
@@ -239,7 +296,10 @@ def test_a_merged_run_is_a_plain_checkpoint_with_equal_logits(family: str, metho
     assert not any("lora" in name for name in loaded.state_dict())
     assert torch.allclose(logits(loaded, family), expected, atol=1e-5)
     assert torch.equal(logits(finished.speaker.model, family), expected)  # the tuned model is as it was
-    assert transformers.AutoTokenizer.from_pretrained(merged)("red sun")["input_ids"] == tokenizer()("red sun")["input_ids"]
+    assert (
+        transformers.AutoTokenizer.from_pretrained(merged)("red sun")["input_ids"]
+        == tokenizer()("red sun")["input_ids"]
+    )
     if family == "bert":
         assert loaded.config.id2label == {0: "blue", 1: "green", 2: "red"}
     base = auto(family).from_pretrained(tmp_path / family)
@@ -286,9 +346,15 @@ def test_an_export_nobody_knows_is_refused(tmp_path: Path):
 
 
 @pictureless
-def test_a_run_is_taken_up_from_another_working_directory_and_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_is_taken_up_from_another_working_directory_and_after_a_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    recipe = settings(tmp_path) | {"model": "llama", "data": {"path": "causal.jsonl", "eval": "causal-held.jsonl"}, "out": "run"}
+    recipe = settings(tmp_path) | {
+        "model": "llama",
+        "data": {"path": "causal.jsonl", "eval": "causal-held.jsonl"},
+        "out": "run",
+    }
     finished = run(recipe)
     expected = finished.generate("red sun", max_new_tokens=4)
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -383,7 +449,12 @@ def test_a_run_stores_hashes_of_its_bases_files_and_verify_base_names_the_wrong_
     assert len(shards) > 1
     finished = run(recipe)
     base = json.loads((finished.folder / "tuned" / "petune.json").read_text())["base"]
-    names = ("config.json", "generation_config.json", "model.safetensors.index.json", *(path.name for path in shards))
+    names = (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        *(path.name for path in shards),
+    )
     for name, entry in base["files"].items():
         content = (tmp_path / "llama" / name).read_bytes()
         assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -393,7 +464,9 @@ def test_a_run_stores_hashes_of_its_bases_files_and_verify_base_names_the_wrong_
     content[-1] ^= 1
     shards[1].write_bytes(content)
     for verify in (False, True):
-        with pytest.raises(FileError, match=rf"the files of the base differ[\s\S]*{shards[1].name}  has another content") as caught:
+        with pytest.raises(
+            FileError, match=rf"the files of the base differ[\s\S]*{shards[1].name}  has another content"
+        ) as caught:
             _ = load_run(finished.folder, verify_base=verify).speaker
         assert len(caught.value.problems) == 2
 
@@ -406,7 +479,9 @@ def test_a_run_without_files_under_it_stores_no_hash(tmp_path: Path):
 
 
 @pictureless
-def test_a_base_that_cannot_be_hashed_costs_the_hash_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_base_that_cannot_be_hashed_costs_the_hash_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     class Failing(FileHashes):
         def result(self) -> dict[str, str]:
             raise FileError("has changed while it was hashed", where="model.safetensors")

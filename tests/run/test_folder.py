@@ -1,4 +1,5 @@
-"""The run folder as a state machine: whatever call a process is killed in, the state that is left has a way on, and nothing is lost."""
+"""The run folder as a state machine: whatever call a process is killed in, the state that is left has a way
+on, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,14 +26,28 @@ from petune.run.entrance import entered
 from petune.run.folder import RunFolder, State, names
 from petune.saving import checkpoint
 from tests.kills import killed_at, left_by_kills
-from tests.small_runs import Listener, assert_same_run, going_wrong, newest, run, settings, state_of, terminate_at
+from tests.small_runs import (
+    Listener,
+    assert_same_run,
+    going_wrong,
+    newest,
+    run,
+    settings,
+    state_of,
+    terminate_at,
+)
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("no_picture")
 OLD, NEW = "0" * 31 + "1", "0" * 31 + "2"  # ids of two runs
-FLAGS: dict[str, dict[str, bool]] = {"plain": {}, "--resume": {"resume": True}, "--overwrite": {"overwrite": True}}
+FLAGS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "--resume": {"resume": True},
+    "--overwrite": {"overwrite": True},
+}
 
-# What a start does in each state, as docs/reliability.md has it: None starts, else the exit code of the refusal.
+# What a start does in each state, as docs/reliability.md has it: None starts, else the exit code of the
+# refusal.
 ANSWERS: dict[State, tuple[int | None, int | None, int | None]] = {
     "absent": (None, 2, None),
     "begun": (2, None, None),
@@ -48,7 +63,8 @@ ANSWERS: dict[State, tuple[int | None, int | None, int | None]] = {
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A folder in memory where there is one: a kill loses no more there than on a disk, and a flush takes no time."""
+    """A folder in memory where there is one: a kill loses no more there than on a disk, and a flush takes no
+    time."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         yield Path(folder)
 
@@ -89,7 +105,17 @@ def ship(folder: Path, mark: str) -> None:
 def finish(folder: RunFolder, mark: str = "old") -> None:
     ship(folder.tuned, mark)
     scores = {"loss": 0.5}
-    folder.finish({"task": "causal", "metric": "loss", "before": scores, "after": scores, "steps": 3, "seconds": 1, "warnings": []})
+    folder.finish(
+        {
+            "task": "causal",
+            "metric": "loss",
+            "before": scores,
+            "after": scores,
+            "steps": 3,
+            "seconds": 1,
+            "warnings": [],
+        }
+    )
 
 
 def start(folder: RunFolder, run_id: str, **flags: bool) -> None:
@@ -105,7 +131,12 @@ def make(folder: RunFolder, state: State) -> None:
     """Bring a folder into a state by the ways that lead there."""
     if state in ("absent", "foreign"):
         folder.path.mkdir()
-        for name in (".lock", ".tuned.tmp-77", ".resolved.yaml.tmp-77", *(["thesis.txt"] if state == "foreign" else [])):
+        for name in (
+            ".lock",
+            ".tuned.tmp-77",
+            ".resolved.yaml.tmp-77",
+            *(["thesis.txt"] if state == "foreign" else []),
+        ):
             (folder.path / name).write_text("")
         return
     start(folder, OLD)
@@ -149,7 +180,11 @@ def test_every_flag_says_in_every_state_what_the_table_has(state: State, folder:
 
 def test_the_documents_have_the_same_table() -> None:
     """A cell that begins with a number is a refusal with that exit code."""
-    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in (ROOT / "docs" / "reliability.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     found = {row[0]: tuple(int(cell[0]) if cell[0].isdigit() else None for cell in row[2:]) for row in rows}
     assert {state: found.get(state) for state in ANSWERS} == ANSWERS
 
@@ -177,7 +212,11 @@ def test_a_folder_in_use_is_refused_by_every_flag_with_the_process_that_uses_it(
 # Name: (the state before, what happens, the states a kill may leave).
 TRANSITIONS: dict[str, tuple[State, Callable[[RunFolder], None], set[State]]] = {
     "begin": ("absent", lambda folder: start(folder, NEW), {"absent", "begun"}),
-    "overwrite": ("finished", lambda folder: start(folder, NEW, overwrite=True), {"finished", "replaced", "begun"}),
+    "overwrite": (
+        "finished",
+        lambda folder: start(folder, NEW, overwrite=True),
+        {"finished", "replaced", "begun"},
+    ),
     "overwrite again": ("replaced", lambda folder: start(folder, NEW), {"replaced", "begun"}),
     "resume": ("finished", lambda folder: start(folder, OLD, resume=True), {"finished", "stopped"}),
     "first save": ("begun", lambda folder: save(folder, 1), {"begun", "stopped"}),
@@ -188,7 +227,11 @@ TRANSITIONS: dict[str, tuple[State, Callable[[RunFolder], None], set[State]]] = 
     "merge": ("finished", lambda folder: ship(folder.path / "merged", "new"), {"finished"}),
     "cut metrics": ("stopped", lambda folder: folder.cut_metrics(1) and None, {"stopped"}),
     "resume after kills": ("stopped", lambda folder: start(folder, OLD, resume=True), {"stopped"}),
-    "overwrite after kills": ("stopped", lambda folder: start(folder, NEW, overwrite=True), {"stopped", "replaced", "begun"}),
+    "overwrite after kills": (
+        "stopped",
+        lambda folder: start(folder, NEW, overwrite=True),
+        {"stopped", "replaced", "begun"},
+    ),
 }
 
 
@@ -207,7 +250,9 @@ def test_a_kill_at_every_call_leaves_a_state_with_a_way_on(name: str, folder: Ru
         assert calls >= 4
         put(kept, folder.path)
         assert killed_at(calls // 2, lambda: work(folder))
-        assert places_in(folder.path) == places_in(copies / str(calls // 2)), "a real kill leaves something else"
+        assert places_in(folder.path) == places_in(copies / str(calls // 2)), (
+            "a real kill leaves something else"
+        )
         for call in range(1, calls + 1):
             put(copies / str(call), folder.path)
             state = folder.state()
@@ -239,7 +284,12 @@ def places_in(folder: Path) -> dict[str, int]:
 
 def leave_half_made(folder: RunFolder) -> None:
     """What kills have left in places of every kind."""
-    for name in (".tuned.tmp-99999999", ".merged.tmp-99999999", ".hf.old-99999999", "checkpoints/step-9.tmp-99999999"):
+    for name in (
+        ".tuned.tmp-99999999",
+        ".merged.tmp-99999999",
+        ".hf.old-99999999",
+        "checkpoints/step-9.tmp-99999999",
+    ):
         (folder.path / name).mkdir()
         (folder.path / name / "petune.json").write_text("old")
     for name in (".metrics.jsonl.tmp-99999999", ".best.tmp-99999999", "checkpoints/.latest.tmp-99999999"):
@@ -247,20 +297,32 @@ def leave_half_made(folder: RunFolder) -> None:
 
 
 def refuse_half_made(folder: RunFolder, state: State) -> None:
-    """What stands under a final name is whole; of a run that is not being replaced, a checkpoint that stood stands."""
+    """What stands under a final name is whole; of a run that is not being replaced, a checkpoint that stood
+    stands."""
     if state in ("stopped", "finished"):
         path, manifest, problems = checkpoint.newest_good(folder.checkpoints)
-        assert not problems and manifest.run_id == OLD == folder.run_id() and path.parent == folder.checkpoints
+        assert (
+            not problems and manifest.run_id == OLD == folder.run_id() and path.parent == folder.checkpoints
+        )
     for shipped in (folder.tuned, folder.path / "merged"):
         if state != "replaced" and shipped.exists():
             check_folder(shipped)
-            assert len({file.read_text() for file in shipped.iterdir() if file.name != MANIFEST}) == 1 and len(names(shipped)) == 3
-    assert state != "finished" or folder.tuned.exists() or any(name.startswith(".tuned.old-") for name in folder.leftovers())
+            assert (
+                len({file.read_text() for file in shipped.iterdir() if file.name != MANIFEST}) == 1
+                and len(names(shipped)) == 3
+            )
+    assert (
+        state != "finished"
+        or folder.tuned.exists()
+        or any(name.startswith(".tuned.old-") for name in folder.leftovers())
+    )
 
 
 def go_on(folder: RunFolder, state: State) -> None:
     """The next start, by the first flag that is allowed, finds all in order and nothing left over."""
-    flags = next(flags for flags, answer in zip(FLAGS.values(), ANSWERS[state], strict=True) if answer is None)
+    flags = next(
+        flags for flags, answer in zip(FLAGS.values(), ANSWERS[state], strict=True) if answer is None
+    )
     start(folder, OLD if flags.get("resume") else NEW, **flags)
     assert folder.leftovers() == [] and not [name for name in os.listdir(folder.path) if name.startswith(".")]
     if flags.get("resume"):
@@ -279,17 +341,26 @@ def test_a_run_killed_while_it_prepared_is_started_again_by_the_same_command(tmp
 
 
 def test_a_commit_removes_what_killed_commits_left_and_spares_a_living_process(tmp_path: Path) -> None:
-    for name in (".tuned.tmp-99999999", ".tuned.old-99999999", f".tuned.tmp-{os.getppid()}", ".other.tmp-99999999"):
+    for name in (
+        ".tuned.tmp-99999999",
+        ".tuned.old-99999999",
+        f".tuned.tmp-{os.getppid()}",
+        ".other.tmp-99999999",
+    ):
         (tmp_path / name).mkdir()
     ship(tmp_path / "tuned", "new")
     assert sorted(os.listdir(tmp_path)) == [".other.tmp-99999999", f".tuned.tmp-{os.getppid()}", "tuned"]
     assert sweep(tmp_path, ("tuned",), alone=True) == [f".tuned.tmp-{os.getppid()}"]
     (tmp_path / "tuned").rename(tmp_path / ".tuned.old-99999999")
-    assert sweep(tmp_path, ("tuned",)) == [".tuned.old-99999999"] and (tmp_path / "tuned" / "more").read_text() == "new"
+    assert (
+        sweep(tmp_path, ("tuned",)) == [".tuned.old-99999999"]
+        and (tmp_path / "tuned" / "more").read_text() == "new"
+    )
 
 
 def kill_on_the_way(place: Path, kills: int, seed: int) -> int:
-    """Train runs that are killed at a random call, started again by the flag that is allowed, and killed again, each to its end; how many.
+    """Train runs that are killed at a random call, started again by the flag that is allowed, and killed
+    again, each to its end; how many.
 
     Every end is compared with a run that was left alone.
     """
@@ -322,7 +393,9 @@ def test_runs_killed_at_a_thousand_random_calls_end_as_one_that_was_not(place: P
 # ---------------------------------------------------------------- two runs, one folder
 
 
-def test_a_run_that_prepares_holds_its_folder_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_prepares_holds_its_folder_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from petune.run import rank as training
 
     recipe, prepare, refused = settings(tmp_path), training.prepare, []
@@ -339,7 +412,9 @@ def test_a_run_that_prepares_holds_its_folder_already(tmp_path: Path, monkeypatc
     finished = run(recipe)
     assert refused == [5, 5, 5] and finished.recipe.seed == 0
     ids = {checkpoint.verify(path).run_id for path in (finished.folder / "checkpoints").glob("step-*")}
-    ids |= {json.loads((finished.folder / name).read_text())["run_id"] for name in ("env.json", "summary.json")}
+    ids |= {
+        json.loads((finished.folder / name).read_text())["run_id"] for name in ("env.json", "summary.json")
+    }
     assert ids == {RunFolder(finished.folder, finished.recipe).run_id()}
 
 
@@ -348,11 +423,15 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     for out in ("run", "other"):
         with pytest.raises(PetuneError):
             run(recipe | {"out": str(tmp_path / out)}, terminate_at(3 if out == "run" else 4))
-    mine, other = (RunFolder.of(load_recipe(recipe | {"out": str(tmp_path / out)})) for out in ("run", "other"))
+    mine, other = (
+        RunFolder.of(load_recipe(recipe | {"out": str(tmp_path / out)})) for out in ("run", "other")
+    )
     assert mine.run_id() != other.run_id()
     strange = other.checkpoints / "step-4"
     for resume in (strange, True):
-        with pytest.raises(FileError, match=f"step-4 .*another run(.|\n)*run {mine.run_id()}, found run {other.run_id()}") as caught:
+        with pytest.raises(
+            FileError, match=f"step-4 .*another run(.|\n)*run {mine.run_id()}, found run {other.run_id()}"
+        ) as caught:
             run(recipe, resume=resume)
         assert caught.value.code == 4
         if resume is strange:
@@ -363,12 +442,24 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- links
 
-FILES = ("metrics.jsonl", "run.log", "README.md", "loss.png", "best", "summary.json", "env.json", "ranks/rank-1.log", ".replacing")
+FILES = (
+    "metrics.jsonl",
+    "run.log",
+    "README.md",
+    "loss.png",
+    "best",
+    "summary.json",
+    "env.json",
+    "ranks/rank-1.log",
+    ".replacing",
+)
 FOLDERS = ("tuned", "checkpoints", "merged", "ranks")
 
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_a_link_in_a_run_folder_is_refused_and_what_is_behind_it_stays(name: str, folder: RunFolder, tmp_path: Path) -> None:
+def test_a_link_in_a_run_folder_is_refused_and_what_is_behind_it_stays(
+    name: str, folder: RunFolder, tmp_path: Path
+) -> None:
     make(folder, "stopped")
     (folder.path / "ranks").mkdir(exist_ok=True)
     behind = tmp_path / "behind"
@@ -404,7 +495,10 @@ def test_nothing_is_committed_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(FileError, match="symbolic link"):
         ship(tmp_path / "link", "new")
-    assert (tmp_path / "mine" / "more").read_text() == "old" and sorted(os.listdir(tmp_path)) == ["link", "mine"]
+    assert (tmp_path / "mine" / "more").read_text() == "old" and sorted(os.listdir(tmp_path)) == [
+        "link",
+        "mine",
+    ]
 
 
 # ---------------------------------------------------------------- the folder goes while it trains
@@ -418,8 +512,12 @@ def straight(place: Path) -> Path:
         return run(settings(place, out="left-alone")).folder
 
 
-@pytest.mark.parametrize(("how", "step"), [("removed", 3), ("removed", 6), ("moved", 3), ("another run's", 6)])
-def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how: str, step: int, place: Path, straight: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "step"), [("removed", 3), ("removed", 6), ("moved", 3), ("another run's", 6)]
+)
+def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(
+    how: str, step: int, place: Path, straight: Path
+) -> None:
     out, kept = place / f"lost-{how}-{step}", place / f"lost-{how}-{step}-rescued-1"
 
     def lose(at: int) -> None:
@@ -431,7 +529,10 @@ def test_a_folder_lost_in_mid_run_costs_no_step_and_nothing_else_is_touched(how:
 
     with pytest.raises(MachineError) as caught:
         run(settings(place, out=out.name), Listener(lose))
-    assert caught.value.code == 5 and f"step {step} is kept in {kept / 'checkpoints' / f'step-{step}'}" in str(caught.value)
+    assert (
+        caught.value.code == 5
+        and f"step {step} is kept in {kept / 'checkpoints' / f'step-{step}'}" in str(caught.value)
+    )
     assert f"petune train {kept} --resume" in str(caught.value)
     assert os.listdir(out) == ["resolved.yaml"] if how == "another run's" else not out.exists()
     finished = run(str(kept), resume=True)
@@ -448,4 +549,8 @@ def test_a_folder_lost_at_the_very_end_leaves_what_was_trained_elsewhere(tmp_pat
 
     with pytest.raises(MachineError, match=r"what was trained is kept in .*run-rescued-1/tuned") as caught:
         run(going_wrong(tmp_path, eval_every=2), Losing())
-    assert caught.value.code == 5 and (tmp_path / "run-rescued-1" / "tuned" / "petune.json").is_file() and not (tmp_path / "run").exists()
+    assert (
+        caught.value.code == 5
+        and (tmp_path / "run-rescued-1" / "tuned" / "petune.json").is_file()
+        and not (tmp_path / "run").exists()
+    )

@@ -1,4 +1,5 @@
-"""A tuned model is asked the way it was trained, alone, in numbers, or in a conversation that can turn to the base and back."""
+"""A tuned model is asked the way it was trained, alone, in numbers, or in a conversation that can turn to the
+base and back."""
 
 from __future__ import annotations
 
@@ -23,14 +24,22 @@ def trained(place: Path, family: str = "llama", method: str = "lora", **changes:
     return load_run(finished.folder)
 
 
-@pytest.mark.parametrize(("family", "method"), [("bart", "lora"), ("t5", "adapter"), ("llama", "side"), ("llama", "full")])
-def test_generate_is_greedy_and_continues_the_prompt_as_it_was_trained(family: str, method: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "method"), [("bart", "lora"), ("t5", "adapter"), ("llama", "side"), ("llama", "full")]
+)
+def test_generate_is_greedy_and_continues_the_prompt_as_it_was_trained(
+    family: str, method: str, tmp_path: Path
+):
     loaded = trained(tmp_path, family, method)
     answer = loaded.generate("red sun moon", max_new_tokens=5)
     assert isinstance(answer, str) and answer == loaded.generate("red sun moon", max_new_tokens=5)
     speaker = loaded.speaker
-    ids = encode_prompt("red sun moon", speaker.task.name, speaker.tokenizer, speaker.data, format=speaker.format)
-    expected = speaker.model.generate(input_ids=torch.tensor([ids]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    ids = encode_prompt(
+        "red sun moon", speaker.task.name, speaker.tokenizer, speaker.data, format=speaker.format
+    )
+    expected = speaker.model.generate(
+        input_ids=torch.tensor([ids]), max_new_tokens=5, do_sample=False, pad_token_id=0
+    )[0]
     start = len(ids) if family == "llama" else 0
     assert answer == speaker.tokenizer.decode(expected[start:], skip_special_tokens=True).strip()
     assert len(answer.split()) <= 5
@@ -40,12 +49,20 @@ def test_generate_is_greedy_and_continues_the_prompt_as_it_was_trained(family: s
 def test_many_prompts_have_the_answers_of_each(tmp_path: Path):
     loaded = trained(tmp_path)
     prompts = ["red sun", "blue moon star sea"]
-    assert loaded.generate_many(prompts, max_new_tokens=3) == [loaded.generate(prompt, max_new_tokens=3) for prompt in prompts]
+    assert loaded.generate_many(prompts, max_new_tokens=3) == [
+        loaded.generate(prompt, max_new_tokens=3) for prompt in prompts
+    ]
 
 
 def test_options_of_sampling_sample_and_are_transformers_own(tmp_path: Path):
     loaded = trained(tmp_path)
-    ids = torch.tensor([encode_prompt("red", "causal", loaded.speaker.tokenizer, loaded.speaker.data, format=loaded.speaker.format)])
+    ids = torch.tensor(
+        [
+            encode_prompt(
+                "red", "causal", loaded.speaker.tokenizer, loaded.speaker.data, format=loaded.speaker.format
+            )
+        ]
+    )
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"temperature": 5}, {"do_sample": True, "temperature": 5.0}),
         ({"top_k": 50, "temperature": 9.0}, {"do_sample": True, "top_k": 50, "temperature": 9.0}),
@@ -58,11 +75,18 @@ def test_options_of_sampling_sample_and_are_transformers_own(tmp_path: Path):
         answer = loaded.generate("red", max_new_tokens=8, **said)
         torch.manual_seed(1)
         mask = torch.ones_like(ids)
-        expected = loaded.speaker.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, pad_token_id=0, **meant)[0]
-        assert answer == loaded.speaker.tokenizer.decode(expected[ids.shape[1] :], skip_special_tokens=True).strip()
+        expected = loaded.speaker.model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=8, pad_token_id=0, **meant
+        )[0]
+        assert (
+            answer
+            == loaded.speaker.tokenizer.decode(expected[ids.shape[1] :], skip_special_tokens=True).strip()
+        )
     torch.manual_seed(0)
     assert len({loaded.generate("red", temperature=5.0, max_new_tokens=8) for _ in range(5)}) > 1
-    assert loaded.generate(["red", "sun"], max_new_tokens=3) == loaded.generate_many(("red", "sun"), max_new_tokens=3)
+    assert loaded.generate(["red", "sun"], max_new_tokens=3) == loaded.generate_many(
+        ("red", "sun"), max_new_tokens=3
+    )
     with pytest.raises(UsageError, match=r"transformers refuses[\s\S]*early_stopping"):
         loaded.generate("red", early_stopping=3)
     for wrong in (5, None, b"red", ["red", 5], [["red"]], {"text": "red"}):
@@ -126,7 +150,8 @@ def test_a_classifier_answers_with_a_label_and_its_probability(family: str, tmp_
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_text_longer_than_the_model_is_cut_as_in_training(family: str, tmp_path: Path):
-    """The tokenizer here knows no limit and the recipe sets none: the 64 positions of the model are what there is."""
+    """The tokenizer here knows no limit and the recipe sets none: the 64 positions of the model are what
+    there is."""
     loaded = trained(tmp_path, family, task="classify")
     long = " ".join(["red"] * 30 + ["sun"] * 300)
     assert loaded.generate(long) in ("red", "green", "blue")
@@ -136,7 +161,9 @@ def test_a_long_text_is_cut_on_the_side_that_training_cut(tmp_path: Path):
     data = settings(tmp_path, "bert")["data"] | {"max_length": 8, "truncation": "left"}
     loaded = trained(tmp_path, "bert", data=data)
     end = "green hill tree cat dog fox runs sings"
-    assert loaded.speaker.classify(f"red sun moon star sea {end}") == pytest.approx(loaded.speaker.classify(end))
+    assert loaded.speaker.classify(f"red sun moon star sea {end}") == pytest.approx(
+        loaded.speaker.classify(end)
+    )
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
@@ -168,22 +195,34 @@ def test_a_conversation_turns_to_the_base_and_back(method: str, tmp_path: Path):
 
     untouched = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
     ids = encode_prompt("red sun moon", "chat", loaded.speaker.tokenizer, loaded.speaker.data)
-    expected = untouched.generate(input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, len(ids) :]
+    expected = untouched.generate(
+        input_ids=torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )[0, len(ids) :]
     assert base == loaded.speaker.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
 @pytest.mark.forks
-def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_conversation_remembers_its_turns_and_forgets_them_on_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     loaded = trained(tmp_path, task="chat")
     asked: list[Any] = []
-    monkeypatch.setattr(type(loaded.speaker), "ask", lambda self, prompt, **options: asked.append(prompt) or f"answer {len(asked)}")
+    monkeypatch.setattr(
+        type(loaded.speaker),
+        "ask",
+        lambda self, prompt, **options: asked.append(prompt) or f"answer {len(asked)}",
+    )
     chat = loaded.chat()
     list(chat.ask("one"))
     list(chat.ask("two"))
     chat.reset()
     list(chat.ask("three"))
     said = [[(turn.role, turn.content) for turn in prompt] for prompt in asked]
-    assert said == [[("user", "one")], [("user", "one"), ("assistant", "answer 1"), ("user", "two")], [("user", "three")]]
+    assert said == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "answer 1"), ("user", "two")],
+        [("user", "three")],
+    ]
 
 
 @pytest.mark.forks
@@ -224,4 +263,6 @@ def test_the_base_inside_a_wrapped_model_is_the_untouched_one(method: str, tmp_p
     with torch.no_grad(), without_tuning(loaded.speaker.model) as model:
         assert torch.equal(model(input_ids=ids).logits, base(input_ids=ids).logits)
     with torch.no_grad():
-        assert not torch.allclose(loaded.speaker.model(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-4)
+        assert not torch.allclose(
+            loaded.speaker.model(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-4
+        )

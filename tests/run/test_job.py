@@ -18,7 +18,9 @@ from tests.small_runs import as_yaml, settings
 
 def from_a_file(place: Path) -> Recipe:
     recipe = settings(place, parallel={"tp": {"columns": [32, 16]}}, out="given")
-    return load_recipe(as_yaml(place / "recipe.yaml", recipe), ["method.r=4", "trackers=[tensorboard]"], {"seed": 3})
+    return load_recipe(
+        as_yaml(place / "recipe.yaml", recipe), ["method.r=4", "trackers=[tensorboard]"], {"seed": 3}
+    )
 
 
 def from_a_mapping(place: Path) -> Recipe:
@@ -30,7 +32,9 @@ def with_classic_keys(place: Path) -> Recipe:
     return load_recipe(as_yaml(place / "recipe.yaml", recipe))
 
 
-@pytest.mark.parametrize("made", [from_a_file, from_a_mapping, with_classic_keys, lambda place: load_recipe("bert_lora")])
+@pytest.mark.parametrize(
+    "made", [from_a_file, from_a_mapping, with_classic_keys, lambda place: load_recipe("bert_lora")]
+)
 def test_a_recipe_comes_out_of_a_job_as_it_went_in(made: Callable[[Path], Recipe], tmp_path: Path) -> None:
     recipe = made(tmp_path)
     job = Job(recipe, RunFolder.of(recipe), "a/step-3", True, ("lr", "data.path"), 12.5)
@@ -54,10 +58,14 @@ def test_a_recipe_comes_out_of_a_job_as_it_went_in(made: Callable[[Path], Recipe
 @pytest.mark.parametrize("resume", [True, False])
 def test_how_to_begin_is_kept(resume: bool, tmp_path: Path) -> None:
     recipe = load_recipe()
-    assert Job.read(Job(recipe, RunFolder.of(recipe), resume).write(tmp_path)).resume in ((True,) if resume else ("", False))
+    assert Job.read(Job(recipe, RunFolder.of(recipe), resume).write(tmp_path)).resume in (
+        (True,) if resume else ("", False)
+    )
 
 
-def test_a_recipe_is_read_once_in_the_launcher_and_once_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_read_once_in_the_launcher_and_once_in_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import petune.recipe.read
     import petune.run.train
 
@@ -82,7 +90,9 @@ def test_a_recipe_is_read_once_in_the_launcher_and_once_in_a_rank(tmp_path: Path
     assert len(files) == 2
 
 
-def test_a_models_config_is_read_once_for_plan_rows_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_config_is_read_once_for_plan_rows_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import petune.models.loading
 
     read, seen = petune.models.loading.read_config, list[Any]()

@@ -1,4 +1,5 @@
-"""The loop: what a step computes, what ends a run and with which code, which checkpoint is the best one, and what a refused run leaves."""
+"""The loop: what a step computes, what ends a run and with which code, which checkpoint is the best one, and
+what a refused run leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +26,20 @@ from petune.run.evaluate import forward, outputs_of
 from petune.run.step import Step
 from petune.saving import checkpoint
 from petune.tasks import Example, count, loss_sum
-from tests.small_runs import METHODS, TASK, WORDS, Listener, going_wrong, newest, numbers, run, settings, state_of, training, write_model
+from tests.small_runs import (
+    METHODS,
+    TASK,
+    WORDS,
+    Listener,
+    going_wrong,
+    newest,
+    numbers,
+    run,
+    settings,
+    state_of,
+    training,
+    write_model,
+)
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -33,7 +47,8 @@ ALL = [(family, method) for family in TASK for method in METHODS]
 
 
 def quiet_training(place: Path, family: str, method: str, **changes: Any) -> Step:
-    """A set-up loop without any dropout, its tuned tensors moved away from where they begin so that each has a gradient."""
+    """A set-up loop without any dropout, its tuned tensors moved away from where they begin so that each has
+    a gradient."""
     if not (place / family).exists():
         write_model(place / family, family)
     config = {**METHODS[method], **({"dropout": 0.0} if method != "full" else {})}
@@ -58,21 +73,27 @@ def gradients(made: Step) -> tuple[float, dict[str, torch.Tensor]]:
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys() and found
     for name, value in expected.items():
-        assert float((found[name] - value).detach().abs().max()) <= tolerance * max(1.0, float(value.detach().abs().max())), name
+        assert float((found[name] - value).detach().abs().max()) <= tolerance * max(
+            1.0, float(value.detach().abs().max())
+        ), name
 
 
 # ---------------------------------------------------------------- one step
 
 
 @pytest.mark.parametrize(("family", "method"), ALL)
-def test_sixteen_rows_at_once_and_one_by_one_make_the_same_step_in_float64(family: str, method: str, tmp_path: Path):
+def test_sixteen_rows_at_once_and_one_by_one_make_the_same_step_in_float64(
+    family: str, method: str, tmp_path: Path
+):
     weights = {"class_weights": {"red": 0.3, "blue": 1.7}} if family == "bert" else {}
     sizes = {"16x1": (16, 1), "1x16": (1, 16), "5x4": (5, 4)}
     made = {}
     for name, (rows, times) in sizes.items():
         at_least = 16 if name != "5x4" else 20
         assert rows * times >= at_least
-        made[name] = quiet_training(tmp_path, family, method, batch_size=rows, accumulate=times, out=name, **weights)
+        made[name] = quiet_training(
+            tmp_path, family, method, batch_size=rows, accumulate=times, out=name, **weights
+        )
         made[name].model.double()
     lengths = {batch["input_ids"].shape[1] for batch in made["1x16"].micro_batches(0)}
     assert len(lengths) > 3  # rows of one length would prove nothing
@@ -94,7 +115,10 @@ def test_sixteen_rows_at_once_and_one_by_one_make_the_same_step_in_float64(famil
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
 def test_accumulation_changes_nothing_beyond_rounding_in_float32(family: str, tmp_path: Path):
-    one, other = (quiet_training(tmp_path, family, "lora", batch_size=rows, accumulate=16 // rows, out=f"{rows}") for rows in (16, 1))
+    one, other = (
+        quiet_training(tmp_path, family, "lora", batch_size=rows, accumulate=16 // rows, out=f"{rows}")
+        for rows in (16, 1)
+    )
     assert_close(gradients(other)[1], gradients(one)[1], 1e-5)
 
 
@@ -105,7 +129,10 @@ def test_the_loss_of_a_step_is_the_mean_over_all_its_trained_tokens(family: str,
     for index in petune.run.step.units_of_step(0, made.steps, made.recipe.seed):
         example = made.units[index]
         assert isinstance(example.labels, list)
-        theirs = made.model(input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])).loss  # transformers' own
+        # transformers' own
+        theirs = made.model(
+            input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])
+        ).loss
         summed, tokens = summed + theirs.item() * example.trained, tokens + example.trained
     assert made.take()["loss"] == pytest.approx(summed / tokens, abs=1e-5)
 
@@ -124,7 +151,9 @@ def test_class_weights_weigh_the_mean_and_balanced_ones_come_from_the_rows(tmp_p
         weights = torch.tensor(wanted)[batch["labels"]]
         each = nn.functional.cross_entropy(forward(made.model, batch), batch["labels"], reduction="none")
         losses.append(((each * weights).sum().item(), weights.sum().item()))
-    assert made.take()["loss"] == pytest.approx(sum(loss for loss, _ in losses) / sum(weight for _, weight in losses), abs=1e-5)
+    assert made.take()["loss"] == pytest.approx(
+        sum(loss for loss, _ in losses) / sum(weight for _, weight in losses), abs=1e-5
+    )
 
 
 def test_packed_rows_have_the_loss_and_gradients_of_unpacked_ones(tmp_path: Path):
@@ -139,7 +168,10 @@ def test_packed_rows_have_the_loss_and_gradients_of_unpacked_ones(tmp_path: Path
 
 def test_matrices_decay_and_vectors_do_not(tmp_path: Path):
     groups = quiet_training(tmp_path, "llama", "full", weight_decay=0.1).optimizer.param_groups
-    assert {(value.dim() > 1, group["weight_decay"]) for group in groups for value in group["params"]} == {(True, 0.1), (False, 0.0)}
+    assert {(value.dim() > 1, group["weight_decay"]) for group in groups for value in group["params"]} == {
+        (True, 0.1),
+        (False, 0.0),
+    }
 
 
 def test_the_gradient_is_clipped_to_the_norm_and_the_record_has_the_norm_before(tmp_path: Path):
@@ -153,7 +185,9 @@ def test_the_gradient_is_clipped_to_the_norm_and_the_record_has_the_norm_before(
     inner = clipped.optimizer.step
 
     def step() -> None:
-        kept["norm"] = math.sqrt(sum(float(value.grad.double().square().sum()) for value in clipped.tuned.values()))
+        kept["norm"] = math.sqrt(
+            sum(float(value.grad.double().square().sum()) for value in clipped.tuned.values())
+        )
         inner()
 
     clipped.optimizer.step = step  # type: ignore[method-assign]
@@ -167,7 +201,9 @@ def test_the_last_step_of_an_epoch_takes_the_rows_that_are_left(tmp_path: Path):
     run(settings(tmp_path, batch_size=5, accumulate=2, epochs=2), listener)
     made = training(settings(tmp_path, batch_size=5, accumulate=2, epochs=2, out="other"))
     assert [len(made.rows_of(step)) for step in range(6)] == [10, 10, 4, 10, 10, 4]
-    assert [record["epoch"] for record in listener.steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2], abs=1e-4)
+    assert [record["epoch"] for record in listener.steps] == pytest.approx(
+        [1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2], abs=1e-4
+    )
     every = sum(len(example.input_ids) for example in made.units)
     assert listener.steps[2]["tokens"] == every
     assert listener.steps[-1]["tokens"] == 2 * every
@@ -176,18 +212,31 @@ def test_the_last_step_of_an_epoch_takes_the_rows_that_are_left(tmp_path: Path):
 # ---------------------------------------------------------------- ways to compute it
 
 
-@pytest.mark.parametrize(("family", "method"), [("bert", "lora"), ("bart", "adapter"), ("t5", "side"), ("t5", "full"), ("llama", "lora")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("bert", "lora"), ("bart", "adapter"), ("t5", "side"), ("t5", "full"), ("llama", "lora")],
+)
 def test_gradient_checkpointing_changes_memory_and_not_the_losses(family: str, method: str, tmp_path: Path):
     config = METHODS[method] | ({"dropout": 0.0} if method != "full" else {})
     write_model(tmp_path / family, family)
     one, other = Listener(), Listener()
     run(settings(tmp_path, family, config, max_steps=3, out="plain"), one)
-    run(settings(tmp_path, family, config, max_steps=3, out="checkpointed", gradient_checkpointing=True), other)
-    assert [record["loss"] for record in other.steps] == pytest.approx([record["loss"] for record in one.steps], abs=1e-5)
+    run(
+        settings(tmp_path, family, config, max_steps=3, out="checkpointed", gradient_checkpointing=True),
+        other,
+    )
+    assert [record["loss"] for record in other.steps] == pytest.approx(
+        [record["loss"] for record in one.steps], abs=1e-5
+    )
 
 
-@pytest.mark.parametrize(("family", "method"), [("bert", "side"), ("bart", "lora"), ("t5", "adapter"), ("t5", "full"), ("llama", "lora")])
-def test_a_bf16_run_trains_fp32_tensors_beside_bf16_ones_and_can_be_taken_up_again(family: str, method: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("bert", "side"), ("bart", "lora"), ("t5", "adapter"), ("t5", "full"), ("llama", "lora")],
+)
+def test_a_bf16_run_trains_fp32_tensors_beside_bf16_ones_and_can_be_taken_up_again(
+    family: str, method: str, tmp_path: Path
+):
     recipe = settings(tmp_path, family, method, dtype="bf16", max_steps=4, eval_every=4)
     made = training({**recipe, "out": str(tmp_path / "other")})
     assert {value.dtype for value in made.tuned.values()} == {torch.float32}
@@ -212,14 +261,24 @@ def test_a_compiled_model_trains_to_the_same_losses(tmp_path: Path, monkeypatch:
     torch._dynamo.reset()
     write_model(tmp_path / "llama", "llama", num_hidden_layers=1)
     rows = tmp_path / "rows.jsonl"  # of one length and a number that fills every batch: one shape, few graphs
-    rows.write_text("".join(json.dumps({"text": f"{first} sun {second} sea"}) + "\n" for first in WORDS[:3] for second in WORDS[:4]))
-    recipe = settings(tmp_path, method={"name": "lora", "r": 2}, max_steps=2, warmup=0, batch_size=2, accumulate=1)
+    rows.write_text(
+        "".join(
+            json.dumps({"text": f"{first} sun {second} sea"}) + "\n"
+            for first in WORDS[:3]
+            for second in WORDS[:4]
+        )
+    )
+    recipe = settings(
+        tmp_path, method={"name": "lora", "r": 2}, max_steps=2, warmup=0, batch_size=2, accumulate=1
+    )
     recipe["data"] = {"path": str(rows), "split": 0.34}
     one, other = Listener(), Listener()
     run({**recipe, "out": str(tmp_path / "eager")}, one)
     run({**recipe, "compile": True}, other)
     assert len(compiled) == 1
-    assert [record["loss"] for record in other.steps] == pytest.approx([record["loss"] for record in one.steps], abs=1e-5)
+    assert [record["loss"] for record in other.steps] == pytest.approx(
+        [record["loss"] for record in one.steps], abs=1e-5
+    )
 
 
 def test_init_adapter_starts_from_saved_weights(tmp_path: Path):
@@ -235,7 +294,9 @@ def test_init_adapter_starts_from_saved_weights(tmp_path: Path):
 # ---------------------------------------------------------------- faults
 
 
-def spoil_call(monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def spoil_call(
+    monkeypatch: pytest.MonkeyPatch, number: int, spoil: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Let `spoil` change the logits of the training pass `number` (from 1)."""
     calls = iter(range(1, 10_000))
 
@@ -282,12 +343,15 @@ def test_a_non_finite_value_ends_the_run_before_the_update_and_names_step_and_ro
     assert numbers(tmp_path / "run") == numbers(straight.folder)
 
 
-def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     passes = iter(range(1, 10_000))
 
     def spoiled(model: nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
         outputs = outputs_of(model, batch)
-        if not model.training and next(passes) > 3 * 5:  # five an evaluation: the base, step 1, step 2, then NaN
+        # five an evaluation: the base, step 1, step 2, then NaN
+        if not model.training and next(passes) > 3 * 5:
             outputs.logits = outputs.logits * math.nan
         return outputs
 
@@ -299,7 +363,9 @@ def test_a_non_finite_evaluation_ends_the_run_and_is_never_the_best(tmp_path: Pa
     assert newest(tmp_path / "run").name == "step-2"
 
 
-def test_a_non_finite_loss_leaves_the_weights_in_memory_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_non_finite_loss_leaves_the_weights_in_memory_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     made = quiet_training(tmp_path, "llama", "lora")
     before = {name: value.detach().clone() for name, value in made.tuned.items()}
     spoil_call(monkeypatch, 2, SPOILS["loss"])
@@ -310,7 +376,9 @@ def test_a_non_finite_loss_leaves_the_weights_in_memory_as_they_were(tmp_path: P
 
 def test_a_step_whose_labels_are_all_masked_is_an_error_and_never_a_loss_of_zero(tmp_path: Path):
     made = quiet_training(tmp_path, "llama", "lora")
-    made.units = [Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length) for unit in made.units]
+    made.units = [
+        Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length) for unit in made.units
+    ]
     with pytest.raises(TrainingFault, match="masked") as caught:
         made.take()
     assert caught.value.code == 7
@@ -324,14 +392,22 @@ def test_a_masked_row_among_others_counts_for_nothing(tmp_path: Path):
     made.units[first] = Example(unit.input_ids, [-100] * len(unit.input_ids), unit.where, unit.length)
     other = [batch for batch in made.micro_batches(0) if count(batch)]
     assert len(other) == 3
-    expected = sum(float(loss_sum(forward(made.model, batch), batch, "causal")[0]) for batch in other) / sum(map(count, other))
+    expected = sum(float(loss_sum(forward(made.model, batch), batch, "causal")[0]) for batch in other) / sum(
+        map(count, other)
+    )
     assert made.take()["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    ],
 )
-def test_out_of_memory_says_in_which_phase_and_what_to_change(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_says_in_which_phase_and_what_to_change(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     spoil_call(monkeypatch, 3, lambda logits: (_ for _ in ()).throw(error))
     with pytest.raises(MachineError) as caught:
         run(settings(tmp_path, method="full", batch_size=8, accumulate=1))
@@ -353,22 +429,35 @@ def test_out_of_memory_suggests_only_what_is_left_to_change(tmp_path: Path, monk
 
 
 def test_out_of_memory_in_the_optimizer_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
     with pytest.raises(MachineError, match="optimizer step") as caught:
         run(settings(tmp_path, max_steps=1, warmup=0))
     assert "step 1" in str(caught.value)
 
 
-def test_out_of_memory_in_an_evaluation_is_said_so_with_its_own_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(petune.run.loop, "evaluate", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+def test_out_of_memory_in_an_evaluation_is_said_so_with_its_own_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        petune.run.loop,
+        "evaluate",
+        lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
+    )
     with pytest.raises(MachineError, match="out of memory in the evaluation") as caught:
         run(settings(tmp_path))
     assert "eval_batch_size=1" in str(caught.value)
     assert "accumulate" not in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
-def test_out_of_memory_while_loading_is_said_so(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],
+)
+def test_out_of_memory_while_loading_is_said_so(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("petune.run.build.tune", lambda *args: (_ for _ in ()).throw(error))
     with pytest.raises(MachineError, match="out of memory") as caught:
         run(settings(tmp_path))
@@ -376,7 +465,11 @@ def test_out_of_memory_while_loading_is_said_so(error: Exception, tmp_path: Path
 
 
 def test_another_runtime_error_is_not_called_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    spoil_call(monkeypatch, 1, lambda logits: (_ for _ in ()).throw(RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+    spoil_call(
+        monkeypatch,
+        1,
+        lambda logits: (_ for _ in ()).throw(RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
+    )
     with pytest.raises(RuntimeError, match="mat1"):
         run(settings(tmp_path))
 
@@ -408,12 +501,16 @@ def script_scores(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float
 @pytest.mark.parametrize(
     ("family", "metric", "values", "best"),
     [
-        ("llama", "loss", [9.0, 3.0, 2.0, 4.0, 2.0, 5.0, 6.0], 2),  # smaller is better; an equal one later is not
+        # smaller is better; an equal one later is not
+        ("llama", "loss", [9.0, 3.0, 2.0, 4.0, 2.0, 5.0, 6.0], 2),
         ("llama", "token_accuracy", [0.0, 0.1, 0.2, 0.4, 0.3, 0.4, 0.1], 3),
-        ("bert", "accuracy", [0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 6),  # worse than the base, but the best of those trained
+        # worse than the base, but the best of those trained
+        ("bert", "accuracy", [0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 6),
     ],
 )
-def test_tuned_holds_the_state_with_the_best_value(family, metric, values, best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tuned_holds_the_state_with_the_best_value(
+    family, metric, values, best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     script_scores(monkeypatch, metric, values)
     recipe = settings(tmp_path, family, "adapter", metric=metric, eval_every=1, save_every=3)
     finished = run(recipe)
@@ -437,7 +534,9 @@ def test_the_scores_after_are_those_of_the_state_in_tuned(tmp_path: Path):
     assert finished.eval()["tuned"]["loss"] == pytest.approx(scored[best], abs=1e-5)
 
 
-def test_training_stops_when_no_evaluation_was_better_for_as_long_as_patience_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_stops_when_no_evaluation_was_better_for_as_long_as_patience_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     script_scores(monkeypatch, "loss", [9.0, 3.0, 2.0, 2.0, 4.0, 1.0, 1.0])
     listener = Listener()
     finished = run(settings(tmp_path, eval_every=1, patience=2, save_every=50), listener)
@@ -456,7 +555,11 @@ def test_a_better_evaluation_renews_the_patience(tmp_path: Path, monkeypatch: py
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script_scores(monkeypatch, "loss", [9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     finished = run(settings(tmp_path, eval_every=1, save_every=1, keep=2))
-    assert {path.name for path in (finished.folder / "checkpoints").glob("step-*")} == {"step-1", "step-5", "step-6"}
+    assert {path.name for path in (finished.folder / "checkpoints").glob("step-*")} == {
+        "step-1",
+        "step-5",
+        "step-6",
+    }
 
 
 def test_eval_every_and_save_every_say_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -464,7 +567,12 @@ def test_eval_every_and_save_every_say_when(tmp_path: Path, monkeypatch: pytest.
     listener = Listener()
     finished = run(settings(tmp_path, eval_every=2, save_every=3, keep=9), listener)
     assert [record["step"] for record in listener.scores] == [0, 2, 4, 6]
-    assert {path.name for path in (finished.folder / "checkpoints").glob("step-*")} == {"step-2", "step-3", "step-6"}  # 2 is the best
+    # 2 is the best
+    assert {path.name for path in (finished.folder / "checkpoints").glob("step-*")} == {
+        "step-2",
+        "step-3",
+        "step-6",
+    }
 
 
 def test_without_either_both_happen_after_each_epoch(tmp_path: Path):
@@ -496,7 +604,9 @@ def test_the_control_and_the_scores_before_do_not_change_what_is_trained(tmp_pat
     losses = []
     for head_only in (True, False):
         listener = Listener()
-        finished = run(settings(tmp_path, "bert", "lora", head_only=head_only, out=f"{head_only}", max_steps=3), listener)
+        finished = run(
+            settings(tmp_path, "bert", "lora", head_only=head_only, out=f"{head_only}", max_steps=3), listener
+        )
         losses.append([record["loss"] for record in listener.steps])
         assert (finished.summary["head_only"] is not None) is head_only
     assert losses[0] == losses[1]
@@ -531,7 +641,9 @@ def change_of(what: str, place: Path) -> dict[str, Any]:
         ("cuda where there is none", 5),
     ],
 )
-def test_a_run_refused_before_its_first_step_writes_nothing(what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_refused_before_its_first_step_writes_nothing(
+    what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = settings(tmp_path, "bert", "lora")
     del recipe["task"]
@@ -539,7 +651,11 @@ def test_a_run_refused_before_its_first_step_writes_nothing(what: str, code: int
     with pytest.raises((UsageError, FileError, MachineError, petune.errors.DataError)) as caught:
         run({**recipe, **change_of(what, tmp_path)})
     assert caught.value.code == code
-    assert "nowhere" in str(caught.value) or what in ("a class that the rows lack", "a metric of another task", "cuda where there is none")
+    assert "nowhere" in str(caught.value) or what in (
+        "a class that the rows lack",
+        "a metric of another task",
+        "cuda where there is none",
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -553,18 +669,26 @@ def test_the_last_line_of_a_finished_run_names_commands_that_fit_its_method(tmp_
 
 def test_a_run_that_diverged_says_so_wherever_it_is_shown_and_scored(tmp_path: Path):
     listener = Listener()
-    rate = {"max_steps": 3, "lr": 1.0, "schedule": "constant", "warmup": 0}  # ruins all weights, suits factors
+    # ruins all weights, suits factors
+    rate = {"max_steps": 3, "lr": 1.0, "schedule": "constant", "warmup": 0}
     finished = run(settings(tmp_path, method="full", **rate), listener)
     summary = finished.summary
     first, last = summary["loss"]
-    assert last > first + 1 and summary["last"]["loss"] > summary["before"]["loss"] + 1, "this run does not show what it should"
+    assert last > first + 1 and summary["last"]["loss"] > summary["before"]["loss"] + 1, (
+        "this run does not show what it should"
+    )
     diverged, beaten = summary["warnings"]
-    assert diverged.startswith(f"training diverged: loss {first:.4f} -> {last:.4f}, held out") and "lower lr (it was 1)" in diverged
+    assert (
+        diverged.startswith(f"training diverged: loss {first:.4f} -> {last:.4f}, held out")
+        and "lower lr (it was 1)" in diverged
+    )
     assert beaten.startswith("no better than the untouched base: loss")
     assert listener.closing[-2:] == [f"WARNING  {diverged}", f"WARNING  {beaten}"]
     readme = (finished.folder / "README.md").read_text()
     assert f"**Warning:** {diverged}.\n" in readme and f"**Warning:** {beaten}.\n" in readme
     scored = finished.eval()["warnings"]
-    assert [line.partition(":")[0] for line in scored] == [line.partition(":")[0] for line in summary["warnings"]]
+    assert [line.partition(":")[0] for line in scored] == [
+        line.partition(":")[0] for line in summary["warnings"]
+    ]
     good = run(settings(tmp_path, out="good", **rate))
     assert good.summary["warnings"] == [] and "Warning" not in (good.folder / "README.md").read_text()

@@ -1,4 +1,5 @@
-"""In a notebook a run shows a bar and its curve in one output; anywhere else nothing of IPython is touched."""
+"""In a notebook a run shows a bar and its curve in one output; anywhere else nothing of IPython is
+touched."""
 
 from __future__ import annotations
 
@@ -55,14 +56,20 @@ def test_ipython_is_not_imported_to_find_out(monkeypatch: pytest.MonkeyPatch):
     assert not in_notebook() and "IPython" not in sys.modules
 
 
-def test_a_run_in_a_notebook_is_one_output_with_bar_lines_and_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+def test_a_run_in_a_notebook_is_one_output_with_bar_lines_and_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
     shown = ipython(monkeypatch, types.SimpleNamespace(kernel=object()))
     monkeypatch.setattr("petune.run.notebook.BETWEEN", 0.0)
     run = petune.train(settings(tmp_path, eval_every=3))
     (drawings,) = shown.drawn.values()
     assert [f'value="{step}" max="6"' in drawings[-1] for step in (5, 6)] == [False, True]
     assert sum('value="2"' in one for one in drawings) == 1
-    assert "method   lora(r=2" in drawings[0] and "step 6/6" in drawings[-1] and "evaluation at step 3" in drawings[-1]
+    assert (
+        "method   lora(r=2" in drawings[0]
+        and "step 6/6" in drawings[-1]
+        and "evaluation at step 3" in drawings[-1]
+    )
     assert "<svg" not in drawings[0] and "<svg" in drawings[-1]
     assert "step 6/6" not in capfd.readouterr().out
     for text in (drawings[-1], run._repr_html_()):
@@ -77,7 +84,9 @@ def test_steps_are_drawn_twice_a_second_at_most_and_the_last_always(monkeypatch:
     reporter = NotebookReporter()
     reporter.header(["model <b>x</b>"], 300)
     for step in range(1, 301):
-        reporter.step({"step": step, "epoch": 0.1, "loss": 1 / step, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0})
+        reporter.step(
+            {"step": step, "epoch": 0.1, "loss": 1 / step, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 9.0}
+        )
     (drawings,) = shown.drawn.values()
     assert 5 < len(drawings) < 12 and 'value="300"' in drawings[-1]
     assert "model &lt;b&gt;" in drawings[-1]

@@ -1,4 +1,5 @@
-"""A model, a tokenizer and rows given from Python: the run is the one that files would have given, and it says what it was given."""
+"""A model, a tokenizer and rows given from Python: the run is the one that files would have given, and it
+says what it was given."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def objects(place: Path, family: str = "llama", **options: Any) -> dict[str, Any
         options |= {"num_labels": 3}
     data = {"path": rows_in(place / f"{task}.jsonl"), "eval": rows_in(place / f"{task}-held.jsonl")}
     model = AUTO[family].from_pretrained(place / family, **options)
-    return {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(place / family), "data": data}
+    return {
+        "model": model,
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(place / family),
+        "data": data,
+    }
 
 
 def test_a_base_in_memory_that_is_quantised_is_known_by_its_fingerprint(tmp_path: Path) -> None:
@@ -79,25 +84,32 @@ def test_a_run_in_memory_is_bit_by_bit_that_from_files(family: str, method: str,
     found = run(settings(tmp_path, family, method), **objects(tmp_path, family))
     assert numbers(found.folder) == numbers(from_files.folder)
     expected, state = (state_of(newest(folder))[0] for folder in (from_files.folder, found.folder))
-    assert expected.keys() == state.keys() and all(torch.equal(expected[name], state[name]) for name in state if "rng" not in name)
+    assert expected.keys() == state.keys() and all(
+        torch.equal(expected[name], state[name]) for name in state if "rng" not in name
+    )
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[petune.Run, dict[str, Any], Path]:
-    """A finished run of a Llama in memory, what it was given, and the folder of the files that hold the same."""
+    """A finished run of a Llama in memory, what it was given, and the folder of the files that hold the
+    same."""
     recipe = settings(tmp_path)
     given = objects(tmp_path)
     return run(recipe, **given), given, tmp_path
 
 
-def test_the_run_holds_the_model_that_was_tuned_and_what_it_learned(trained: tuple[petune.Run, dict[str, Any], Path]):
+def test_the_run_holds_the_model_that_was_tuned_and_what_it_learned(
+    trained: tuple[petune.Run, dict[str, Any], Path],
+):
     found, given, place = trained
     assert found.model is given["model"] and not found.model.training
     base = AUTO["llama"].from_pretrained(place / "llama")
     again = petune.load_run(found.folder, base=base)
     ids = torch.tensor([[9, 10, 11, 12]])
     with torch.no_grad():
-        assert again.model is base and torch.allclose(found.model(ids).logits, again.model(ids).logits, atol=1e-6)
+        assert again.model is base and torch.allclose(
+            found.model(ids).logits, again.model(ids).logits, atol=1e-6
+        )
     assert found.generate("red sun", max_new_tokens=4) == again.generate("red sun", max_new_tokens=4)
     scores = found.eval()
     assert scores["tuned"]["loss"] == pytest.approx(found.summary["after"]["loss"], rel=1e-6)
@@ -108,14 +120,20 @@ def test_the_run_holds_the_model_that_was_tuned_and_what_it_learned(trained: tup
     assert "a LlamaForCausalLM given from Python" in (found.folder / "run.log").read_text()
     assert "run.eval()" in (found.folder / "run.log").read_text()
     resolved = (found.folder / "resolved.yaml").read_text()
-    assert "model: object:LlamaForCausalLM@" in resolved and "path: object:list@" in resolved and "eval: object:list@" in resolved
+    assert (
+        "model: object:LlamaForCausalLM@" in resolved
+        and "path: object:list@" in resolved
+        and "eval: object:list@" in resolved
+    )
     for folder in (found.folder / "tuned", found.export("peft")):
         assert read_json(folder / "adapter_config.json")["base_model_name_or_path"] == str(place / "llama")
     assert "petune.load(base, " in (found.folder / "README.md").read_text()
 
 
 def test_a_stopped_run_goes_on_when_the_same_objects_are_given_again(tmp_path: Path):
-    straight = run(settings(tmp_path, out="straight"), **objects(tmp_path) if (tmp_path / "llama").exists() else {})
+    straight = run(
+        settings(tmp_path, out="straight"), **objects(tmp_path) if (tmp_path / "llama").exists() else {}
+    )
     recipe = settings(tmp_path)
     with pytest.raises(Stopped, match=r"model=model, tokenizer=tokenizer, data=data, resume=True"):
         run(recipe, terminate_at(3), **objects(tmp_path))
@@ -141,7 +159,10 @@ def test_a_stopped_run_goes_on_when_the_same_objects_are_given_again(tmp_path: P
 def test_rows_alone_may_be_in_memory(tmp_path: Path):
     recipe = settings(tmp_path, out="files")
     expected = run(recipe)
-    found = run(settings(tmp_path), data={"path": rows_in(tmp_path / "causal.jsonl"), "eval": str(tmp_path / "causal-held.jsonl")})
+    found = run(
+        settings(tmp_path),
+        data={"path": rows_in(tmp_path / "causal.jsonl"), "eval": str(tmp_path / "causal-held.jsonl")},
+    )
     assert_same_run(found.folder, expected.folder)
     assert found.model is not None and found.eval()["rows"] == 9
 
@@ -152,7 +173,9 @@ def classifier(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return recipe, objects(tmp_path, "bert")
 
 
-def test_a_classifier_takes_its_names_from_the_rows(classifier: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+def test_a_classifier_takes_its_names_from_the_rows(
+    classifier: tuple[dict[str, Any], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
     recipe, given = classifier
     said: list[str] = []
     monkeypatch.setattr("petune.run.build.say", said.append)
@@ -162,14 +185,18 @@ def test_a_classifier_takes_its_names_from_the_rows(classifier: tuple[dict[str, 
     assert said == ["bert.pooler stays frozen: if it is new and not pretrained, name it in method.also_train"]
 
 
-def test_a_classifier_with_names_keeps_the_order_of_its_classes(classifier: tuple[dict[str, Any], dict[str, Any]]):
+def test_a_classifier_with_names_keeps_the_order_of_its_classes(
+    classifier: tuple[dict[str, Any], dict[str, Any]],
+):
     recipe, given = classifier
     given["model"].config.id2label = {0: "red", 1: "blue", 2: "green"}
     run(recipe, **given)
     assert given["model"].config.id2label == {0: "red", 1: "blue", 2: "green"}
 
 
-def test_a_classifier_of_other_classes_is_refused(classifier: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path):
+def test_a_classifier_of_other_classes_is_refused(
+    classifier: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+):
     recipe, given = classifier
     given["model"].config.id2label = {0: "red", 1: "blue", 2: "yellow"}
     with pytest.raises(DataError, match="'green' is not one the model knows"):
@@ -189,17 +216,28 @@ WORDS = "a model in memory needs its tokenizer"
         (lambda given: given | {"tokenizer": None}, WORDS),
         (lambda given: given | {"tokenizer": "llama"}, WORDS),
         (lambda given: given | {"model": nn.Linear(2, 2)}, "takes a model of transformers"),
-        (lambda given: given | {"model": petune.wrap(given["model"], "lora", r=2)}, "wrapped already, with lora"),
+        (
+            lambda given: given | {"model": petune.wrap(given["model"], "lora", r=2)},
+            "wrapped already, with lora",
+        ),
         (lambda given: given | {"model": given["model"].half()}, "computes in float32 or bfloat16"),
         (lambda given: given | {"model": given["model"].to("meta")}, "must lie on one device"),
         (lambda given: given | {"model": given["model"].model}, "has not the head for causal"),
-        (lambda given: given | {"parallel": {"dp": 2}}, "model in memory cannot reach the processes of a parallel plan"),
+        (
+            lambda given: given | {"parallel": {"dp": 2}},
+            "model in memory cannot reach the processes of a parallel plan",
+        ),
         (lambda given: {"data": given["data"], "parallel": {"dp": 2}}, "data in memory cannot reach"),
         (lambda given: {"tokenizer": given["tokenizer"]}, "a tokenizer goes with a model in memory"),
-        (lambda given: given | {"data": {"path": given["data"]["path"], "colums": {"text": "x"}}}, "data.colums is not a setting"),
+        (
+            lambda given: given | {"data": {"path": given["data"]["path"], "colums": {"text": "x"}}},
+            "data.colums is not a setting",
+        ),
     ],
 )
-def test_objects_that_cannot_be_trained_are_refused_by_name_and_nothing_is_written(change: Any, words: str, tmp_path: Path):
+def test_objects_that_cannot_be_trained_are_refused_by_name_and_nothing_is_written(
+    change: Any, words: str, tmp_path: Path
+):
     recipe = settings(tmp_path)
     with pytest.raises(UsageError, match=words):
         run(recipe, **change(objects(tmp_path)))
@@ -214,12 +252,18 @@ def test_a_model_with_a_value_that_is_not_finite_is_refused(tmp_path: Path):
         run(recipe, **given)
 
 
-@pytest.mark.parametrize(("dtype", "asked", "trained_in"), [("bfloat16", "auto", "bfloat16"), ("float16", "fp32", "float32")])
-def test_the_dtype_is_the_models_own_unless_another_is_asked_for(dtype: str, asked: str, trained_in: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("dtype", "asked", "trained_in"), [("bfloat16", "auto", "bfloat16"), ("float16", "fp32", "float32")]
+)
+def test_the_dtype_is_the_models_own_unless_another_is_asked_for(
+    dtype: str, asked: str, trained_in: str, tmp_path: Path
+):
     recipe = settings(tmp_path, max_steps=1, warmup=0, dtype=asked)
     given = objects(tmp_path, dtype=getattr(torch, dtype))
     found = run(recipe, **given)
-    assert found.model.get_submodule("model.layers.0.mlp.gate_proj").weight.dtype == getattr(torch, trained_in)
+    assert found.model.get_submodule("model.layers.0.mlp.gate_proj").weight.dtype == getattr(
+        torch, trained_in
+    )
     assert found.recipe.dtype == {"bfloat16": "bf16", "float32": "fp32"}[trained_in]
 
 
@@ -230,7 +274,8 @@ def test_the_fingerprint_is_of_the_weights_and_the_tokenizer(tmp_path: Path):
         return str(petune.run.objects.take_objects({"model": given["model"]}, given["tokenizer"])[0]["model"])
 
     first, second, other = (objects(tmp_path) for _ in range(3))
-    second["tokenizer"]("red sun", padding="max_length", max_length=9, truncation=True)  # leaves settings in the tokenizer
+    # leaves settings in the tokenizer
+    second["tokenizer"]("red sun", padding="max_length", max_length=9, truncation=True)
     assert spec(first) == spec(second)
     other["tokenizer"].add_tokens(["moonlight"])
     assert spec(other) != spec(first)

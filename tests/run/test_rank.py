@@ -1,6 +1,8 @@
-"""Runs in several processes: the numbers of one whatever the recipe asks for, resumed under other plans, stopped, spoilt and killed.
+"""Runs in several processes: the numbers of one whatever the recipe asks for, resumed under other plans,
+stopped, spoilt and killed.
 
-Ranks are forked; each trains a tiny model as `python -m petune` would. What the launcher does is in tests/run/test_distributed.py.
+Ranks are forked; each trains a tiny model as `python -m petune` would. What the launcher does is in
+tests/run/test_distributed.py.
 """
 
 from __future__ import annotations
@@ -42,13 +44,22 @@ from tests.small_runs import METHODS, newest, numbers, run, state_of, write_mode
 pytestmark = pytest.mark.usefixtures("no_picture")
 SHAPES = [("llama", "lora"), ("bert", "adapter"), ("bart", "full"), ("t5", "side")]
 # Encoder and decoder under every plan are in tests/test_matrix.py; whole runs of them take longest.
-MOST_LONG = [pytest.param(*shape, marks=() if shape[0] in ("llama", "bert") else pytest.mark.long) for shape in SHAPES]
+MOST_LONG = [
+    pytest.param(*shape, marks=() if shape[0] in ("llama", "bert") else pytest.mark.long) for shape in SHAPES
+]
 EVERYWHERE: dict[str, Any] = {"none": "none", **PLANS}
-SOME = [pytest.param(plan, marks=() if plan in ("dp", "galaxy", "pp") else pytest.mark.long) for plan in PLANS]
+SOME = [
+    pytest.param(plan, marks=() if plan in ("dp", "galaxy", "pp") else pytest.mark.long) for plan in PLANS
+]
 # Llama under every plan, BERT under some.
 PAIRS = [
     pytest.param(
-        plan, family, method, marks=() if family == "llama" or (family, plan) in {("bert", "shard"), ("bert", "sp")} else pytest.mark.long
+        plan,
+        family,
+        method,
+        marks=()
+        if family == "llama" or (family, plan) in {("bert", "shard"), ("bert", "sp")}
+        else pytest.mark.long,
     )
     for family, method in SHAPES
     for plan in PLANS
@@ -90,7 +101,9 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     def watched(fuse: Callable[..., Any]) -> Any:
         def seen(*args: Any) -> Any:
             done = fuse(*args)
-            Path(recipe["out"]).with_name(f"fused-{process_group.started()[0]}").write_text(f"{done.sites} {done.blocks} {done.reasons}")
+            Path(recipe["out"]).with_name(f"fused-{process_group.started()[0]}").write_text(
+                f"{done.sites} {done.blocks} {done.reasons}"
+            )
             return done
 
         return seen
@@ -100,14 +113,20 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
     run(recipe, **options)
 
 
-@pytest.mark.parametrize(("plan", "family"), [("tp", "llama"), ("galaxy", "bert"), pytest.param("galaxy", "t5", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("plan", "family"),
+    [("tp", "llama"), ("galaxy", "bert"), pytest.param("galaxy", "t5", marks=pytest.mark.long)],
+)
 def test_a_run_with_fused_blocks_that_a_plan_cuts_is_that_of_one_process(
     plan: str, family: str, tmp_path: Path, alone: Callable[..., Path]
 ):
     recipe = small(tmp_path, family, "lora", parallel=PLANS[plan], kernels="reference", memory="attention")
     ranks(2, _train_fused, recipe, {}, timeout=40)
     assert_same_but_for_rounding(Path(recipe["out"]), alone(family, "lora"))
-    assert [tmp_path.joinpath(f"fused-{rank}").read_text().split()[1] for rank in range(2)] == ["True", "True"]
+    assert [tmp_path.joinpath(f"fused-{rank}").read_text().split()[1] for rank in range(2)] == [
+        "True",
+        "True",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +137,9 @@ def test_a_run_with_fused_blocks_that_a_plan_cuts_is_that_of_one_process(
         pytest.param("pp", "into stages", marks=pytest.mark.long),
     ],
 )
-def test_single_modules_are_fused_where_no_block_is_under_a_plan(plan: str, reason: str, tmp_path: Path, alone: Callable[..., Path]):
+def test_single_modules_are_fused_where_no_block_is_under_a_plan(
+    plan: str, reason: str, tmp_path: Path, alone: Callable[..., Path]
+):
     recipe = small(tmp_path, "llama", "lora", parallel=PLANS[plan], kernels="reference")
     ranks(2, _train_fused, recipe, {}, timeout=40)
     assert_same_but_for_rounding(Path(recipe["out"]), alone("llama", "lora"))
@@ -130,12 +151,27 @@ def test_single_modules_are_fused_where_no_block_is_under_a_plan(plan: str, reas
 def test_dropout_is_on_in_these_runs(tmp_path: Path):
     losses = []
     for out, method in {"on": "lora", "off": {"name": "lora", "r": 2}}.items():
-        losses.append([record["loss"] for record in numbers(trained(small(tmp_path, "bert", method, out=out))) if "loss" in record])
+        losses.append(
+            [
+                record["loss"]
+                for record in numbers(trained(small(tmp_path, "bert", method, out=out)))
+                if "loss" in record
+            ]
+        )
     assert losses[0][0] != pytest.approx(losses[1][0], rel=1e-5)
 
 
 WISHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "recomputed": ("t5", {"gradient_checkpointing": True, "accumulate": 3, "clip": 0.05, "weight_decay": 0.1, "schedule": "cosine"}),
+    "recomputed": (
+        "t5",
+        {
+            "gradient_checkpointing": True,
+            "accumulate": 3,
+            "clip": 0.05,
+            "weight_decay": 0.1,
+            "schedule": "cosine",
+        },
+    ),
     "packed": ("llama", {"data": {"packing": True, "max_length": 24}, "batch_size": 3, "accumulate": 1}),
     "weighted": ("bert", {"class_weights": "balanced", "metric": "f1_macro", "eval_batch_size": 2}),
     "chat": ("llama", {"task": "chat", "accumulate": 1}),
@@ -147,29 +183,43 @@ def _third(row: int, column: int) -> Any:
     return [pytest.mark.long] if (row + column) % 3 else []
 
 
-CROSSED = [pytest.param(wish, plan, marks=_third(i, j)) for i, wish in enumerate(WISHES) for j, plan in enumerate(PLANS)]
+CROSSED = [
+    pytest.param(wish, plan, marks=_third(i, j))
+    for i, wish in enumerate(WISHES)
+    for j, plan in enumerate(PLANS)
+]
 
 
 @pytest.mark.parametrize(("wish", "plan"), CROSSED)
-def test_what_a_recipe_may_ask_for_changes_nothing_of_that(wish: str, plan: str, tmp_path: Path, alone: Callable[..., Path]):
+def test_what_a_recipe_may_ask_for_changes_nothing_of_that(
+    wish: str, plan: str, tmp_path: Path, alone: Callable[..., Path]
+):
     family, changes = WISHES[wish]
     method = list(METHODS)[(list(WISHES).index(wish) + list(PLANS).index(plan)) % 4]
     found = trained(small(tmp_path, family, method, **changes, parallel=PLANS[plan]))
     assert_same_but_for_rounding(found, alone(family, method, **changes))
 
 
-THREE: dict[str, Any] = {"dp": {"dp": 3}, "shard": {"dp": {"size": 3, "shard": True}}, "pp": {"pp": {"size": 2, "microbatches": 4}}}
+THREE: dict[str, Any] = {
+    "dp": {"dp": 3},
+    "shard": {"dp": {"size": 3, "shard": True}},
+    "pp": {"pp": {"size": 2, "microbatches": 4}},
+}
 
 
 @pytest.mark.parametrize("plan", THREE)
-def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_in_full(plan: str, tmp_path: Path, alone: Callable[..., Path]):
+def test_a_last_batch_of_fewer_rows_than_replicas_or_microbatches_counts_in_full(
+    plan: str, tmp_path: Path, alone: Callable[..., Path]
+):
     shape = {"batch_size": 4, "accumulate": 1, "data": {"max_rows": 9}, "epochs": 3, "max_steps": None}
     found = trained(small(tmp_path, "bert", "lora", **shape, parallel=THREE[plan]))
     assert_same_but_for_rounding(found, alone("bert", "lora", **shape))
 
 
 @pytest.mark.parametrize("plan", SOME)
-def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str, tmp_path: Path, alone: Callable[..., Path]):
+def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(
+    plan: str, tmp_path: Path, alone: Callable[..., Path]
+):
     shape = {
         "lr": 0.03,
         "warmup": 0,
@@ -183,14 +233,21 @@ def test_the_best_checkpoint_and_an_early_end_are_those_of_one_process(plan: str
     one = petune.run.train.load_run(alone("bert", "full", **shape))
     assert 0 < one.summary["best_step"] < one.summary["steps"] < 60, "this run does not show what it should"
     found = petune.run.train.load_run(trained(small(tmp_path, "bert", "full", **shape, parallel=PLANS[plan])))
-    assert (found.summary["steps"], found.summary["best_step"]) == (one.summary["steps"], one.summary["best_step"])
-    assert (found.folder / "best").read_text().splitlines()[0] == (one.folder / "best").read_text().splitlines()[0]
+    assert (found.summary["steps"], found.summary["best_step"]) == (
+        one.summary["steps"],
+        one.summary["best_step"],
+    )
+    assert (found.folder / "best").read_text().splitlines()[0] == (
+        one.folder / "best"
+    ).read_text().splitlines()[0]
     assert found.summary["after"] == pytest.approx(one.summary["after"], rel=1e-3)
     assert found.eval()["tuned"] == pytest.approx(one.eval()["tuned"], rel=1e-3)
 
 
 @pytest.mark.parametrize("plan", SOME)
-def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(plan: str, tmp_path: Path, alone: Callable[..., Path]):
+def test_a_head_trained_on_the_frozen_base_scores_as_in_one_process(
+    plan: str, tmp_path: Path, alone: Callable[..., Path]
+):
     shape = {"head_only": True, "max_steps": 1, "warmup": 0}
     expected = petune.run.train.load_run(alone("bert", "lora", **shape)).summary["head_only"]
     found = petune.run.train.load_run(trained(small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])))
@@ -208,8 +265,16 @@ def test_a_tuning_of_the_last_blocks_is_saved_where_the_first_stage_trains_nothi
 
 
 def chain(place: Path, family: str, method: str, plans: list[str]) -> None:
-    """One run of as many steps as plans, each made under one of them, stopped after it and resumed under the next."""
-    shape = {"accumulate": 1, "max_steps": None, "epochs": len(plans) / 6, "keep": 1000, "schedule": "constant"}  # six steps an epoch
+    """One run of as many steps as plans, each made under one of them, stopped after it and resumed under the
+    next."""
+    # six steps an epoch
+    shape = {
+        "accumulate": 1,
+        "max_steps": None,
+        "epochs": len(plans) / 6,
+        "keep": 1000,
+        "schedule": "constant",
+    }
     alone = trained(small(place, family, method, **shape, out="alone"))
     steps = len([record for record in numbers(alone) if "loss" in record])
     assert steps == len(plans)
@@ -218,21 +283,37 @@ def chain(place: Path, family: str, method: str, plans: list[str]) -> None:
         options = {"resume": step > 1}
         world = petune.run.train.distributed.wanted(petune.run.train.settle(recipe)).world
         last = step == steps
-        found = ends(world, at_steps((step * world) // 2 % world, {} if last else {step: terminate}), recipe, options)
-        assert [end.code for end in found] == [0 if last else 75] * world, (step, name, [end.error for end in found])
+        found = ends(
+            world, at_steps((step * world) // 2 % world, {} if last else {step: terminate}), recipe, options
+        )
+        assert [end.code for end in found] == [0 if last else 75] * world, (
+            step,
+            name,
+            [end.error for end in found],
+        )
         assert newest(place / "run").name == f"step-{step}"
         try:
             assert_same_state(newest(place / "run"), alone / "checkpoints" / f"step-{step}")
         except AssertionError as error:
-            raise AssertionError(f"step {step} under {name} after {plans[step - 2] if step > 1 else 'nothing'}: {error}") from error
+            raise AssertionError(
+                f"step {step} under {name} after {plans[step - 2] if step > 1 else 'nothing'}: {error}"
+            ) from error
     assert_same_but_for_rounding(place / "run", alone)
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [pytest.param(*shape, marks=() if shape[0] == "llama" else pytest.mark.long) for shape in SHAPES]
+    ("family", "method"),
+    [pytest.param(*shape, marks=() if shape[0] == "llama" else pytest.mark.long) for shape in SHAPES],
 )
-def test_a_run_that_changes_its_plan_after_every_step_ends_as_one_that_never_had_one(family: str, method: str, tmp_path: Path):
-    chain(tmp_path, family, method, ["none", "dp", "tp", "galaxy", "pp", "shard", "sp", "none", "pp", "dp", "none"])
+def test_a_run_that_changes_its_plan_after_every_step_ends_as_one_that_never_had_one(
+    family: str, method: str, tmp_path: Path
+):
+    chain(
+        tmp_path,
+        family,
+        method,
+        ["none", "dp", "tp", "galaxy", "pp", "shard", "sp", "none", "pp", "dp", "none"],
+    )
 
 
 @pytest.mark.long
@@ -256,7 +337,9 @@ def test_a_checkpoint_of_any_plan_holds_whole_tensors(plan: str, tmp_path: Path,
     }
     assert facts["optimizer"] == other_facts["optimizer"]
     first, second = (checkpoint.verify(newest(folder)).facts for folder in (found, expected))
-    assert {key: first[key] for key in ("rows", "frozen", "method")} == {key: second[key] for key in ("rows", "frozen", "method")}
+    assert {key: first[key] for key in ("rows", "frozen", "method")} == {
+        key: second[key] for key in ("rows", "frozen", "method")
+    }
 
 
 def test_a_changed_base_is_refused_by_every_rank_whatever_the_plan(tmp_path: Path):
@@ -287,9 +370,14 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_saves(plan: str, ran
 def test_a_folder_removed_in_mid_run_costs_no_step_of_any_rank(tmp_path: Path, alone: Callable[..., Path]):
     recipe = small(tmp_path, "llama", "lora", parallel=PLANS["galaxy"], save_every=50)
     found = ends(2, at_steps(0, {3: lambda: shutil.rmtree(tmp_path / "run")}), recipe, {})
-    assert found[0].code == MachineError.code and found[1].code in (Stopped.code, DistributedError.code), found
+    assert found[0].code == MachineError.code and found[1].code in (Stopped.code, DistributedError.code), (
+        found
+    )
     kept = tmp_path / "run-rescued-1"
-    assert f"step 3 is kept in {kept / 'checkpoints' / 'step-3'}" in str(found[0].error) and not (tmp_path / "run").exists()
+    assert (
+        f"step 3 is kept in {kept / 'checkpoints' / 'step-3'}" in str(found[0].error)
+        and not (tmp_path / "run").exists()
+    )
     trained(recipe | {"out": str(kept)}, resume=True)
     assert_same_state(newest(kept), newest(alone("llama", "lora", save_every=50)))
 
@@ -331,7 +419,11 @@ def infinite_gradient() -> None:
 
 
 FAULTS = (infinite_loss, infinite_gradient)
-SPOILT = [pytest.param(plan, what, marks=_third(i, j + 1)) for i, plan in enumerate(PLANS) for j, what in enumerate(FAULTS)]
+SPOILT = [
+    pytest.param(plan, what, marks=_third(i, j + 1))
+    for i, plan in enumerate(PLANS)
+    for j, what in enumerate(FAULTS)
+]
 
 
 @pytest.mark.parametrize(("plan", "what"), SPOILT)
@@ -345,13 +437,17 @@ def test_a_value_that_is_not_finite_on_one_rank_ends_all_before_the_update(
     assert newest(tmp_path / "run").name == "step-2"
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         checkpoint.verify(path)
-        assert all(bool(value.isfinite().all()) for value in state_of(path)[0].values() if value.is_floating_point())
+        assert all(
+            bool(value.isfinite().all()) for value in state_of(path)[0].values() if value.is_floating_point()
+        )
     trained(recipe, resume=True)
     assert_same_but_for_rounding(tmp_path / "run", alone("bert", "lora"))
 
 
 @pytest.mark.parametrize("plan", SOME)
-def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def disconnected(prepared: Any) -> torch.nn.Module:
         model = build(prepared)
         model.get_submodule("model.layers.1.mlp.up_proj").update = lambda x: torch.zeros(())  # type: ignore[assignment]
@@ -361,7 +457,9 @@ def test_a_tuned_tensor_without_a_gradient_is_named_under_every_plan(plan: str, 
     found = ends(2, train_as_a_rank, small(tmp_path, "llama", "lora", parallel=PLANS[plan]), {})
     assert [end.code for end in found] == [TrainingFault.code] * 2, found
     for end in found:
-        assert all(f"model.layers.1.mlp.up_proj.lora_{part}  has had no gradient" in str(end.error) for part in "AB")
+        assert all(
+            f"model.layers.1.mlp.up_proj.lora_{part}  has had no gradient" in str(end.error) for part in "AB"
+        )
         assert "down_proj" not in str(end.error).rpartition("TrainingFault")[2]
 
 
@@ -388,7 +486,8 @@ def test_a_frozen_tensor_that_moves_on_one_rank_ends_all(plan: str, tmp_path: Pa
 
 
 def kill_and_go_on(place: Path, number: int, seed: int) -> int:
-    """Kill `number` runs at random moments, on to the end each time, and compare with one that was left alone; how many were hit."""
+    """Kill `number` runs at random moments, on to the end each time, and compare with one that was left
+    alone; how many were hit."""
     draw, hits = random.Random(seed), 0
     for at in range(number):
         plan = draw.choice(list(PLANS))

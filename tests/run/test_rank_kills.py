@@ -1,4 +1,5 @@
-"""Runs of two processes of which one is killed at random moments, again and again: nothing that was committed is lost, no bit differs.
+"""Runs of two processes of which one is killed at random moments, again and again: nothing that was committed
+is lost, no bit differs.
 
 The long form, of other plans and with other plans to go on by, is in tests/run/test_rank.py.
 """
@@ -33,10 +34,18 @@ def assert_same_bits(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(process_group, "BEAT_S", 0.02)
     monkeypatch.setattr(process_group, "SILENT_S", 0.1)
-    shape: dict[str, Any] = {"save_every": 1, "eval_every": 50, "max_steps": 4, "timeout": 2, "parallel": PLANS["dp"]}
+    shape: dict[str, Any] = {
+        "save_every": 1,
+        "eval_every": 50,
+        "max_steps": 4,
+        "timeout": 2,
+        "parallel": PLANS["dp"],
+    }
     straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))
     recipe = small(tmp_path, "llama", "lora", **shape)
 
@@ -64,12 +73,22 @@ def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_oth
 
 @pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("plan", KILLS)
-def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every kill may come in a step, an evaluation, a save or a rotation; after each the newest checkpoint is whole and the right one."""
+def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every kill may come in a step, an evaluation, a save or a rotation; after each the newest checkpoint is
+    whole and the right one."""
     monkeypatch.setattr(process_group, "BEAT_S", 0.02)
     monkeypatch.setattr(process_group, "SILENT_S", 0.1)
     draw, hits, runs = random.Random(plan), 0, 0
-    shape: dict[str, Any] = {"save_every": 1, "eval_every": 5, "max_steps": 10, "epochs": 10, "timeout": 2, "parallel": PLANS[plan]}
+    shape: dict[str, Any] = {
+        "save_every": 1,
+        "eval_every": 5,
+        "max_steps": 10,
+        "epochs": 10,
+        "timeout": 2,
+        "parallel": PLANS[plan],
+    }
     straight = trained(small(tmp_path, "llama", "lora", **shape, keep=1000, out="straight"))
     while hits < KILLS[plan]:
         recipe, resume = small(tmp_path, "llama", "lora", **shape, keep=2, out=f"run-{runs}"), False

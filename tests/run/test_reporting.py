@@ -1,4 +1,5 @@
-"""Every line is kept, whoever listens; a tracker gets the numbers; a full disk is the machine's fault and is said so."""
+"""Every line is kept, whoever listens; a tracker gets the numbers; a full disk is the machine's fault and is
+said so."""
 
 from __future__ import annotations
 
@@ -20,11 +21,22 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def record(step: int) -> dict[str, Any]:
-    return {"step": step, "epoch": step / 10, "loss": 1.5, "lr": 1e-3, "grad_norm": 0.25, "tokens": 9 * step, "tokens_per_s": 1234.5}
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "loss": 1.5,
+        "lr": 1e-3,
+        "grad_norm": 0.25,
+        "tokens": 9 * step,
+        "tokens_per_s": 1234.5,
+    }
 
 
 def test_a_line_of_a_step_has_its_numbers():
-    assert step_line(record(3), 40) == "step 3/40  epoch 0.30  loss 1.5000  lr 1.00e-03  grad 0.250  1,234 tokens/s"
+    assert (
+        step_line(record(3), 40)
+        == "step 3/40  epoch 0.30  loss 1.5000  lr 1.00e-03  grad 0.250  1,234 tokens/s"
+    )
 
 
 def test_a_line_of_scores_has_each_by_its_name():
@@ -36,7 +48,14 @@ def test_a_line_of_scores_has_each_by_its_name():
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (2.5 * 2**20, "2.5 MiB"), (3 * 2**30, "3 GiB"), (4 * 2**40, "4 TiB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.5 KiB"),
+        (2.5 * 2**20, "2.5 MiB"),
+        (3 * 2**30, "3 GiB"),
+        (4 * 2**40, "4 TiB"),
+    ],
 )
 def test_sizes_are_for_people(size: float, text: str):
     assert human(size) == text
@@ -64,7 +83,14 @@ def test_everything_is_logged_with_the_time_kept_and_passed_on(tmp_path: Path):
     logged.note("noted")
     logged.done(["bye"])
     lines = (tmp_path / "run.log").read_text().splitlines()
-    assert [line[20:] for line in lines] == ["one", "two", step_line(record(1), 2), "evaluation at step 1  loss 2.0000", "noted", "bye"]
+    assert [line[20:] for line in lines] == [
+        "one",
+        "two",
+        step_line(record(1), 2),
+        "evaluation at step 1  loss 2.0000",
+        "noted",
+        "bye",
+    ]
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
         record(1),
@@ -119,7 +145,9 @@ def test_tensorboard_gets_every_step_and_every_score(tmp_path: Path):
     assert {"lr", "grad_norm"} <= values.keys()
 
 
-def test_a_tracker_that_is_not_installed_is_named_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tracker_that_is_not_installed_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["tensorboard"])
     recipe = settings(tmp_path, trackers=["wandb"])
     before = sorted(tmp_path.rglob("*"))

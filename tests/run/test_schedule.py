@@ -20,7 +20,9 @@ def test_linear_climbs_over_the_warm_up_and_falls_to_one_step_above_zero():
 
 
 def test_cosine_falls_along_half_a_wave():
-    assert rates(6, 2, "cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)])
+    assert rates(6, 2, "cosine") == pytest.approx(
+        [0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]
+    )
 
 
 def test_constant_stays_at_the_peak_after_the_warm_up():
@@ -57,8 +59,12 @@ def test_steps_are_planned_as_by_hand(units, per_step, epochs, max_steps, warmup
 
 def test_a_share_of_100_steps_is_that_many_steps():
     shares = {percent: percent / 100 for percent in range(1, 100)}  # 0.07 * 100 is 7.000000000000001
-    assert {percent: plan_steps(100, 1, share, None, 0.0).total for percent, share in shares.items()} == {key: key for key in shares}
-    assert {percent: plan_steps(100, 1, 1.0, None, share).warmup for percent, share in shares.items()} == {key: key for key in shares}
+    assert {percent: plan_steps(100, 1, share, None, 0.0).total for percent, share in shares.items()} == {
+        key: key for key in shares
+    }
+    assert {percent: plan_steps(100, 1, 1.0, None, share).warmup for percent, share in shares.items()} == {
+        key: key for key in shares
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,7 +80,11 @@ def test_the_steps_of_an_epoch_visit_every_row_once(units: int, per_step: int, e
 
 def order(seed: int, epoch: int) -> list[int]:
     steps = plan_steps(40, 7, 3.0, None, 0.0)
-    return [unit for index in range(steps.per_epoch) for unit in units_of_step(epoch * steps.per_epoch + index, steps, seed)]
+    return [
+        unit
+        for index in range(steps.per_epoch)
+        for unit in units_of_step(epoch * steps.per_epoch + index, steps, seed)
+    ]
 
 
 def test_every_epoch_and_every_seed_has_an_order_of_its_own():
@@ -96,9 +106,12 @@ def test_the_rows_of_a_step_depend_on_nothing_but_seed_and_step():
     before = torch.get_rng_state()
     backwards = [units_of_step(step, steps, 3) for step in reversed(range(12))][::-1]
     assert first == backwards
-    assert torch.equal(before, torch.get_rng_state())  # and asking draws nothing from the generator that dropout uses
+    # and asking draws nothing from the generator that dropout uses
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_more_epochs_do_not_change_the_order_of_the_ones_before():
     short, long = plan_steps(40, 7, 1.0, None, 0.0), plan_steps(40, 7, 5.0, None, 0.1)
-    assert [units_of_step(step, short, 0) for step in range(6)] == [units_of_step(step, long, 0) for step in range(6)]
+    assert [units_of_step(step, short, 0) for step in range(6)] == [
+        units_of_step(step, long, 0) for step in range(6)
+    ]

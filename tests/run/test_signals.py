@@ -1,6 +1,8 @@
-"""SIGTERM and Ctrl-C in every phase of a run: heeded within two seconds; before training nothing is left behind, after it the state is.
+"""SIGTERM and Ctrl-C in every phase of a run: heeded within two seconds; before training nothing is left
+behind, after it the state is.
 
-Each phase is made to last half a minute, in steps as its own Python makes them, and the signal comes as it begins.
+Each phase is made to last half a minute, in steps as its own Python makes them, and the signal comes as it
+begins.
 """
 
 from __future__ import annotations
@@ -58,17 +60,24 @@ def long(what: str, number: int, monkeypatch: pytest.MonkeyPatch) -> list[float]
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(("phase", "number"), [*((phase, signal.SIGTERM) for phase in PREPARING), ("tokenizing", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("phase", "number"), [*((phase, signal.SIGTERM) for phase in PREPARING), ("tokenizing", signal.SIGINT)]
+)
 def test_a_signal_before_training_ends_the_run_at_once_and_leaves_nothing(
     phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     task = "chat" if phase == "rendering a template" else "causal"
     recipe = settings(tmp_path, task=task)
     recipe["data"] = {"path": recipe["data"]["path"]}
-    before, handlers = sorted(tmp_path.rglob("*")), [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    before, handlers = (
+        sorted(tmp_path.rglob("*")),
+        [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)],
+    )
     called = long(PREPARING[phase], number, monkeypatch)
     began = time.monotonic()
-    with pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name} before training began; nothing was written") as caught:
+    with pytest.raises(
+        Stopped, match=f"stopped by {signal.Signals(number).name} before training began; nothing was written"
+    ) as caught:
         run(recipe)
     assert time.monotonic() - (called or [began])[0] < 2
     assert caught.value.code == 75
@@ -76,7 +85,9 @@ def test_a_signal_before_training_ends_the_run_at_once_and_leaves_nothing(
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-def test_a_library_that_swallows_everything_does_not_swallow_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_library_that_swallows_everything_does_not_swallow_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def swallowing(*arguments: Any, **named: Any) -> Any:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -92,7 +103,8 @@ def test_a_library_that_swallows_everything_does_not_swallow_a_stop(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-TRAINING: dict[str, tuple[str, int]] = {  # what is called in each phase of training; at which step the run stops
+# what is called in each phase of training; at which step the run stops
+TRAINING: dict[str, tuple[str, int]] = {
     "the checksums": ("petune.run.step.Step.make_audit", 0),
     "the score of the base": ("petune.run.loop.Loop.evaluate", 0),
     "the first batch": ("petune.run.step.Step.micro_batches", 1),
@@ -127,12 +139,15 @@ def test_a_signal_in_training_is_heeded_at_the_next_safe_place_and_nothing_is_lo
 
 
 @pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
-def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(number: int, left: int, tmp_path: Path):
+def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(
+    number: int, left: int, tmp_path: Path
+):
     run(settings(tmp_path, max_steps=1, warmup=0))
 
     def merge(folder: Path) -> None:
         seal = petune.files.atomic.seal_folder
-        petune.files.atomic.seal_folder = lambda work: [os.kill(os.getpid(), number), seal(work)]  # all is written, nothing has its name
+        # all is written, nothing has its name
+        petune.files.atomic.seal_folder = lambda work: [os.kill(os.getpid(), number), seal(work)]
         load_run(folder).merge()
 
     folder = tmp_path / "run"
@@ -143,7 +158,9 @@ def test_a_signal_in_a_merge_ends_it_at_once_and_the_next_one_is_whole(number: i
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Long before their next beat: the bound is below the time of one."""
     monkeypatch.setattr(process_group, "BEAT_S", 12.0)
     monkeypatch.setattr(process_group, "LOOKS", 48)

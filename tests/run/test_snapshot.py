@@ -1,4 +1,5 @@
-"""Snapshots: each is the state of its step whatever happens meanwhile, and a killed run goes on from the newest as if it had not been."""
+"""Snapshots: each is the state of its step whatever happens meanwhile, and a killed run goes on from the
+newest as if it had not been."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ def test_what_is_written_is_the_state_of_its_step_and_the_newest_comes_next(tmp_
         assert free.wait(20)
         write_packed(folder, tensors, facts)
 
-    live = {"a": torch.zeros(3, 5), "step": torch.tensor(0.0), "b": torch.zeros(7, dtype=torch.bfloat16), "rng": torch.zeros(9).byte()}
+    live = {
+        "a": torch.zeros(3, 5),
+        "step": torch.tensor(0.0),
+        "b": torch.zeros(7, dtype=torch.bfloat16),
+        "rng": torch.zeros(9).byte(),
+    }
     now, places = {"step": 0}, set()
     with Snapshots(tmp_path, torch.device("cpu"), slow, lambda: now["step"]) as snapshots:
         for step in range(1, 6):
@@ -66,17 +72,24 @@ def test_what_is_written_is_the_state_of_its_step_and_the_newest_comes_next(tmp_
             snapshots.settle()
             snapshots.take(step, live, {"of": step}, run_id="run", facts={"x": 1})
             snapshots.begin()
-            places.add(frozenset(value.data_ptr() for turn in snapshots._turns for value in turn.tensors.values()))
+            places.add(
+                frozenset(value.data_ptr() for turn in snapshots._turns for value in turn.tensors.values())
+            )
             assert begun.wait(20)
         now["step"] = 7
         free.set()
-    assert len(places) <= 3 and (snapshots.taken, snapshots.written) == (5, 2)  # two rooms, seen when the first and when both were made
+    # two rooms, seen when the first and when both were made
+    assert len(places) <= 3 and (snapshots.taken, snapshots.written) == (5, 2)
     for step in (1, 5):
         manifest = checkpoint.verify(tmp_path / "snapshots" / f"step-{step}")
-        assert manifest.facts == {"x": 1, "snapshot": {"step": step, "run_step": 7}} and manifest.run_id == "run"
+        assert (
+            manifest.facts == {"x": 1, "snapshot": {"step": step, "run_step": 7}} and manifest.run_id == "run"
+        )
         tensors, facts = state_of(tmp_path / "snapshots" / f"step-{step}")
         assert facts == {"of": step} and tensors.keys() == live.keys()
-        assert all(value.dtype == live[name].dtype and value.eq(step).all() for name, value in tensors.items())
+        assert all(
+            value.dtype == live[name].dtype and value.eq(step).all() for name, value in tensors.items()
+        )
     assert sorted(os.listdir(tmp_path / "snapshots")) == ["latest", "step-1", "step-5"]
 
 
@@ -84,10 +97,15 @@ def test_a_run_with_snapshots_ends_as_one_without_and_they_displace_no_checkpoin
     shape = {"eval_every": 1, "save_every": 3, "keep": 2, "max_steps": 6}
     recipe = going_wrong(tmp_path, **shape, out="straight")
     straight = run(recipe)
-    listener = Listener(lambda step: wait_for(lambda: step < 3 or f"step-{step - 1}" in snapshots_of(tmp_path / "run") or step == 4))
+    listener = Listener(
+        lambda step: wait_for(
+            lambda: step < 3 or f"step-{step - 1}" in snapshots_of(tmp_path / "run") or step == 4
+        )
+    )
     run(recipe | {"out": str(tmp_path / "run"), "snapshot_every": 1}, listener)
     assert_same_run(tmp_path / "run", straight.folder)
-    left = ["latest", "snapshots", "step-1", "step-3", "step-6"]  # the best, which came first, and the two newest
+    # the best, which came first, and the two newest
+    left = ["latest", "snapshots", "step-1", "step-3", "step-6"]
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == left
     assert snapshots_of(tmp_path / "run") == ["latest", "step-4", "step-5"]
     assert "saves    a snapshot every step" in listener.lines
@@ -111,8 +129,12 @@ def killed_at(step: int, after: Callable[[Path], bool]) -> Callable[[dict[str, A
     return train
 
 
-@pytest.mark.parametrize(("family", "method", "every"), [("llama", "lora", 1), ("bert", "full", 1), ("t5", "adapter", 2)])
-def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(family: str, method: str, every: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "method", "every"), [("llama", "lora", 1), ("bert", "full", 1), ("t5", "adapter", 2)]
+)
+def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(
+    family: str, method: str, every: int, tmp_path: Path
+):
     shape = {"family": family, "method": method, "eval_every": 3, "save_every": 50, "schedule": "cosine"}
     straight = run(settings(tmp_path, **shape, out="straight"))
     recipe = settings(tmp_path, **shape, snapshot_every=every)
@@ -125,7 +147,10 @@ def test_a_killed_run_loses_one_step_and_goes_on_bit_by_bit(family: str, method:
     assert [record["step"] for record in listener.steps] == [5, 6]
     [note] = [note for note in listener.notes if note.startswith("resumed from ")]
     assert f"{os.path.join('snapshots', 'step-4')} at step 4, a snapshot that was committed at step " in note
-    assert any(line.startswith("resumed  at step 4, a snapshot that was committed at step ") for line in listener.lines)
+    assert any(
+        line.startswith("resumed  at step 4, a snapshot that was committed at step ")
+        for line in listener.lines
+    )
     assert_same_run(tmp_path / "run", straight.folder)
 
 
@@ -152,7 +177,14 @@ def test_a_kill_between_copy_and_commit_leaves_the_snapshot_before(at: str, tmp_
             os.rename = renamed  # type: ignore[assignment]
         else:
             petune.run.state.write_packed = written
-        run(recipe, Listener(lambda step: wait_for(lambda: step == 1 or f"step-{step - 1}" in snapshots_of(tmp_path / "run"))))
+        run(
+            recipe,
+            Listener(
+                lambda step: wait_for(
+                    lambda: step == 1 or f"step-{step - 1}" in snapshots_of(tmp_path / "run")
+                )
+            ),
+        )
 
     assert ends(1, train, recipe)[0].code == -signal.SIGKILL
     assert any(name.startswith("step-3.tmp-") for name in snapshots_of(tmp_path / "run"))
@@ -174,7 +206,9 @@ def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Pat
         audit = Step.make_audit
 
         def armed(self: Step) -> Any:
-            threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+            threading.Thread(
+                target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
+            ).start()
             return audit(self)
 
         Step.make_audit = armed  # type: ignore[method-assign]
@@ -191,7 +225,9 @@ def test_runs_killed_at_forty_random_moments_go_on_to_the_same_end(tmp_path: Pat
     assert taken_up > 15
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=() if plan in ("dp", "pp") else pytest.mark.long) for plan in PLANS])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in ("dp", "pp") else pytest.mark.long) for plan in PLANS]
+)
 def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path: Path, fast_beats: None):
     recipe = small(tmp_path, "llama", "lora", save_every=50, eval_every=50)
     straight = trained(recipe | {"out": str(tmp_path / "straight")})
@@ -202,7 +238,12 @@ def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path
 
         def watched(self: Step) -> dict[str, Any]:
             if process_group.started()[0] == 1 and self.progress.step == 3:
-                wait_for(lambda: "step-2" in snapshots_of(tmp_path / "run") or "step-3" in snapshots_of(tmp_path / "run"))
+                wait_for(
+                    lambda: (
+                        "step-2" in snapshots_of(tmp_path / "run")
+                        or "step-3" in snapshots_of(tmp_path / "run")
+                    )
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self)
 
@@ -230,7 +271,11 @@ def test_under_a_plan_a_killed_run_goes_on_from_its_snapshot(plan: str, tmp_path
     ],
 )
 def test_a_snapshot_that_cannot_be_written_ends_the_run_at_the_next_step(
-    error: Exception, kind: type[MachineError | TrainingFault], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    kind: type[MachineError | TrainingFault],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     straight = run(settings(tmp_path, save_every=2, out="straight"))
     recipe = settings(tmp_path, save_every=2, snapshot_every=1)
@@ -293,7 +338,9 @@ def test_a_damaged_snapshot_is_passed_over_aloud(tmp_path: Path):
     assert_same_run(tmp_path / "run", straight.folder)
 
 
-def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     straight = run(settings(tmp_path, save_every=2, out="straight"))
     recipe = settings(tmp_path, save_every=2, snapshot_every=1)
     step = Step.take
@@ -319,7 +366,10 @@ def test_snapshots_since_the_frozen_weights_were_last_seen_whole_are_set_aside(t
 
 
 def test_an_interrupt_ends_what_is_being_written_and_no_more(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt), Snapshots(tmp_path, torch.device("cpu"), write_packed, lambda: 0) as snapshots:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Snapshots(tmp_path, torch.device("cpu"), write_packed, lambda: 0) as snapshots,
+    ):
         snapshots.take(1, {"a": torch.zeros(3)}, {}, run_id="run", facts={})
         raise KeyboardInterrupt
     assert all(thread.name != "petune-snapshot" for thread in threading.enumerate())
@@ -328,7 +378,9 @@ def test_an_interrupt_ends_what_is_being_written_and_no_more(tmp_path: Path):
 
 def test_nothing_is_written_to_a_folder_that_is_no_longer_the_runs(tmp_path: Path):
     gone, place = threading.Event(), tmp_path / "run"
-    with Snapshots(place, torch.device("cpu"), write_packed, lambda: 0, lambda run: gone.is_set() and run == "run") as snapshots:
+    with Snapshots(
+        place, torch.device("cpu"), write_packed, lambda: 0, lambda run: gone.is_set() and run == "run"
+    ) as snapshots:
         snapshots.take(1, {"a": torch.zeros(3)}, {}, run_id="run", facts={})
         snapshots.drain()
         shutil.rmtree(place)
@@ -339,7 +391,17 @@ def test_nothing_is_written_to_a_folder_that_is_no_longer_the_runs(tmp_path: Pat
 
 
 def test_streamed_weights_and_snapshots_are_refused_together(tmp_path: Path):
-    recipe = settings(tmp_path, method="full", clip=None, accumulate=1, kernels="reference", memory={"stream": "fp32"}, snapshot_every=1)
-    with pytest.raises(RecipeError, match=r"snapshot_every: memory\.stream changes the whole model") as raised:
+    recipe = settings(
+        tmp_path,
+        method="full",
+        clip=None,
+        accumulate=1,
+        kernels="reference",
+        memory={"stream": "fp32"},
+        snapshot_every=1,
+    )
+    with pytest.raises(
+        RecipeError, match=r"snapshot_every: memory\.stream changes the whole model"
+    ) as raised:
         load_recipe(recipe)
     assert raised.value.code == 2

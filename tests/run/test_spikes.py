@@ -1,4 +1,5 @@
-"""Spikes: a step far outside its recent range is named with its rows and left out exactly, on every rank, also by a run taken up again."""
+"""Spikes: a step far outside its recent range is named with its rows and left out exactly, on every rank,
+also by a run taken up again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ AT = 20  # the step that spikes, and the number of steps before it
 def test_the_range_is_that_of_the_median_and_the_usual_distance_from_it():
     draw = random.Random(0)
     values = [5 + draw.gauss(0, 1) for _ in range(1000)]
-    assert limit(values, 10) == pytest.approx(15, rel=0.1), "1.4826 times the median absolute deviation is the standard deviation"
+    assert limit(values, 10) == pytest.approx(15, rel=0.1), (
+        "1.4826 times the median absolute deviation is the standard deviation"
+    )
     assert limit(values + [1e9] * 100, 10) < 20, "spikes do not widen it"
     assert limit([2.0] * 20, 10) == pytest.approx(4.0), "a tenth of the median is the least"
 
@@ -40,7 +43,10 @@ def test_the_range_is_that_of_the_median_and_the_usual_distance_from_it():
 def test_a_loss_or_a_norm_outside_is_named_and_nothing_is_judged_too_early():
     recent = [[2.0, 1.0]] * LEAST
     assert outside(2.5, 1.5, recent, 10) is None
-    assert outside(4.1, 1.0, recent, 10) == f"loss 4.1, where the last {LEAST} steps have a median of 2 and allow 4"
+    assert (
+        outside(4.1, 1.0, recent, 10)
+        == f"loss 4.1, where the last {LEAST} steps have a median of 2 and allow 4"
+    )
     both = outside(5.0, 3.0, recent, 10)
     assert both is not None and both.startswith("loss 5,") and "; gradient norm 3," in both
     assert outside(0.0, 0.0, recent, 10) is None, "less is no spike"
@@ -54,9 +60,14 @@ def test_a_spike_does_not_enter_the_range_unless_it_is_only_warned_of():
         assert (len(progress.recent), progress.spikes) == (kept, 1)
         assert SpikeRule(action, 16, 10.0).judge(2.0, 1.0, progress, list) is None
         assert (progress.recent[-1], len(progress.recent), progress.spikes) == ([2.0, 1.0], 16, 0)
-    said = SpikeRule("skip", 64, 10.0).judge(2.0, 1.0, Progress(recent=[[2.0, 1.0]] * 16), lambda flags: [True])
+    said = SpikeRule("skip", 64, 10.0).judge(
+        2.0, 1.0, Progress(recent=[[2.0, 1.0]] * 16), lambda flags: [True]
+    )
     assert said == "outside its range in another process", "all decide the same"
-    assert SpikeRule("off", 64, 10.0).judge(9.0, 1.0, progress := Progress(), list) is None and progress == Progress()
+    assert (
+        SpikeRule("off", 64, 10.0).judge(9.0, 1.0, progress := Progress(), list) is None
+        and progress == Progress()
+    )
 
 
 # ---------------------------------------------------------------- a run with a spike
@@ -69,7 +80,8 @@ def recipe_of(place: Path, **changes: Any) -> dict[str, Any]:
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int = 0) -> None:
-    """Let the gradients of these steps be a thousand times too large, on one rank; every step draws from torch's generator."""
+    """Let the gradients of these steps be a thousand times too large, on one rank; every step draws from
+    torch's generator."""
     complete, step = Runner._complete, Step.take
     now = {"step": 0}
 
@@ -90,14 +102,23 @@ def spiking(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], rank: int =
 
 
 def left_out(monkeypatch: pytest.MonkeyPatch, steps: Collection[int], passes: bool) -> None:
-    """Let a run have no rows in these steps: it goes forward and backward there or not, and changes nothing."""
+    """Let a run have no rows in these steps: it goes forward and backward there or not, and changes
+    nothing."""
     step, update = Step.take, Step._update
 
     def without(self: Step) -> dict[str, Any]:
         if self.progress.step + 1 not in steps or passes:
             return step(self)
         self.progress.step += 1
-        return {"step": self.progress.step, "epoch": 0, "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "tokens": 0, "tokens_per_s": 0}
+        return {
+            "step": self.progress.step,
+            "epoch": 0,
+            "loss": 0.0,
+            "lr": 0.0,
+            "grad_norm": 0.0,
+            "tokens": 0,
+            "tokens_per_s": 0,
+        }
 
     def updated(self: Step) -> None:
         torch.rand(1)
@@ -117,7 +138,9 @@ def same_end(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     recipe = recipe_of(tmp_path, family=family)
     with monkeypatch.context() as patched:
         left_out(patched, [AT], passes=True)
@@ -133,14 +156,22 @@ def test_skipping_leaves_out_the_update_of_the_step_and_nothing_else(family: str
     record = next(record for record in found.history if record["step"] == AT)
     assert record["spike"] == "skip" and "gradient norm" in str(record["outside"])
     assert len(record["rows"]) == 4 and all(":" in where and ".jsonl" in where for where in record["rows"])  # type: ignore[arg-type]
-    [note] = [note for note in listener.notes if note.startswith("SPIKE at step 20, the update was left out: gradient norm ")]
+    [note] = [
+        note
+        for note in listener.notes
+        if note.startswith("SPIKE at step 20, the update was left out: gradient norm ")
+    ]
     assert record["rows"][0] in note  # type: ignore[index]
-    assert record["tokens"] == next(record for record in found.history if record["step"] == AT - 1)["tokens"], "nothing was trained"
+    assert (
+        record["tokens"] == next(record for record in found.history if record["step"] == AT - 1)["tokens"]
+    ), "nothing was trained"
     assert_same_run(tmp_path / "stopped", found.folder)
 
 
 @pytest.mark.parametrize("saved", ["checkpoint", "snapshot", "start"])
-def test_rewinding_ends_as_a_run_that_never_saw_the_rows(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rewinding_ends_as_a_run_that_never_saw_the_rows(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     shape = {"checkpoint": {"save_every": 9}, "snapshot": {"snapshot_every": 19}, "start": {}}[saved]
     back = {"checkpoint": 18, "snapshot": 19, "start": 0}[saved]
     recipe = recipe_of(tmp_path, **shape)
@@ -156,12 +187,15 @@ def test_rewinding_ends_as_a_run_that_never_saw_the_rows(saved: str, tmp_path: P
     assert [record["step"] for record in numbers(found.folder) if "loss" in record] == list(range(1, 25))
 
 
-def test_stopping_saves_the_state_before_the_step_from_which_skipping_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stopping_saves_the_state_before_the_step_from_which_skipping_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     spiking(monkeypatch, [AT])
     skipped = run(recipe_of(tmp_path, on_spike="skip", out="skipped"))
     recipe = recipe_of(tmp_path, on_spike="stop")
     with pytest.raises(
-        TrainingFault, match=r"step 20  a spike: the update was not made.*\n.*gradient norm .*; rows .*\.jsonl:\d+"
+        TrainingFault,
+        match=r"step 20  a spike: the update was not made.*\n.*gradient norm .*; rows .*\.jsonl:\d+",
     ) as raised:
         run(recipe)
     assert raised.value.code == 7 and newest(tmp_path / "run").name == "step-19"
@@ -181,17 +215,24 @@ def test_warning_changes_nothing_but_the_record(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_run_that_has_left_its_range_for_good_ends(action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_has_left_its_range_for_good_ends(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     spiking(monkeypatch, range(AT - 3, 100))
     with pytest.raises(TrainingFault, match=f"the last of {IN_A_ROW} spikes in a row"):
         run(recipe_of(tmp_path, on_spike=action))
     assert newest(tmp_path / "run").name == f"step-{AT - 4 + IN_A_ROW - 1}"
-    assert checkpoint.verify(newest(tmp_path / "run")).facts["progress"]["spikes"] == 0  # a run that goes on may meet as many again
+    # a run that goes on may meet as many again
+    assert checkpoint.verify(newest(tmp_path / "run")).facts["progress"]["spikes"] == 0
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=() if plan in ("dp", "shard") else pytest.mark.long) for plan in PLANS])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in ("dp", "shard") else pytest.mark.long) for plan in PLANS]
+)
 @pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_spike_on_one_rank_is_left_out_by_all(plan: str, action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_spike_on_one_rank_is_left_out_by_all(
+    plan: str, action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     save_every = {"skip": 8, "rewind": 100}[action]  # back to the start, which has no moments
     recipe = recipe_of(tmp_path, on_spike=action, save_every=save_every, batch_size=4, accumulate=1)
     with monkeypatch.context() as patched:

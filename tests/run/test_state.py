@@ -13,9 +13,16 @@ from petune.run.state import fill, make_optimizer
 
 @pytest.mark.parametrize(
     ("dtype", "message"),
-    [(torch.int64, "holds int64, not weights"), (torch.bool, "bool"), (torch.float8_e5m2, "float8"), (None, "rounded")],
+    [
+        (torch.int64, "holds int64, not weights"),
+        (torch.bool, "bool"),
+        (torch.float8_e5m2, "float8"),
+        (None, "rounded"),
+    ],
 )
-def test_a_tensor_of_another_kind_is_refused_and_nothing_is_filled(dtype: torch.dtype | None, message: str) -> None:
+def test_a_tensor_of_another_kind_is_refused_and_nothing_is_filled(
+    dtype: torch.dtype | None, message: str
+) -> None:
     tuned = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
     saved = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=dtype or torch.float64)}
     with pytest.raises(FileError, match=message) as caught:

@@ -1,4 +1,5 @@
-"""Runs with fused blocks end as runs without: losses, scores and tuned weights, whatever is kept, accumulated, packed or resumed."""
+"""Runs with fused blocks end as runs without: losses, scores and tuned weights, whatever is kept,
+accumulated, packed or resumed."""
 
 from __future__ import annotations
 
@@ -29,8 +30,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, recomputed, with dropout": ("llama", {"gradient_checkpointing": True, "method": DROPPED}),
     "llama, projections": ("llama", {"memory": "projections"}),
     "llama, attention offloaded": ("llama", {"memory": {"keep": "attention", "offload": "attention"}}),
-    "llama, input offloaded, accumulated": ("llama", {"memory": {"keep": "input", "offload": "input"}, "accumulate": 4}),
-    "llama, tiled": ("llama", {"memory": {"keep": "input", "tile": 128}, "batch_size": 24, "accumulate": 1, "max_steps": 3}),
+    "llama, input offloaded, accumulated": (
+        "llama",
+        {"memory": {"keep": "input", "offload": "input"}, "accumulate": 4},
+    ),
+    "llama, tiled": (
+        "llama",
+        {"memory": {"keep": "input", "tile": 128}, "batch_size": 24, "accumulate": 1, "max_steps": 3},
+    ),
     "llama, packed": ("llama", {"packing": True}),
     "llama, packed, with dropout": ("llama", {"packing": True, "method": DROPPED}),
     "llama, chat": ("llama", {"task": "chat"}),
@@ -56,7 +63,8 @@ def both(place: Path, family: str, **changes: Any) -> tuple[Any, Any, Listener, 
     """The recipe run with fused blocks and without."""
     told, other = Listener(), Listener()
     fused = run(recipe(place, family, "fused", kernels="reference", **changes), told)
-    changes = {name: value for name, value in changes.items() if name != "memory"}  # which kernels: off has no use for
+    # which kernels: off has no use for
+    changes = {name: value for name, value in changes.items() if name != "memory"}
     plain = run(recipe(place, family, "plain", kernels="off", **changes), other)
     return fused, plain, told, other
 
@@ -72,7 +80,15 @@ def test_a_run_with_fused_blocks_ends_as_one_without(case: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["llama_lora", "llama_full"])
 def test_a_shipped_recipe_ends_alike_with_and_without_fused_blocks(name: str, tmp_path: Path) -> None:
     file = next(file for file in shipped_recipes() if file.stem == name)
-    small = ("max_steps=2", "warmup=0", "data.max_rows=16", "data.max_length=32", "head_only=false", "device=cpu", "batch_size=4")
+    small = (
+        "max_steps=2",
+        "warmup=0",
+        "data.max_rows=16",
+        "data.max_length=32",
+        "head_only=false",
+        "device=cpu",
+        "batch_size=4",
+    )
     told, other = Listener(), Listener()
     fused = run(file, told, overrides=[*small, "kernels=reference", f"out={tmp_path / 'fused'}"])
     plain = run(file, other, overrides=[*small, "kernels=off", f"out={tmp_path / 'plain'}"])
@@ -90,7 +106,9 @@ def test_a_shipped_recipe_ends_alike_with_and_without_fused_blocks(name: str, tm
     ids=["auto", "gradient_checkpointing", "memory"],
 )
 @pytest.mark.parametrize("family", ["llama", "bert", "bart", "t5"])
-def test_blocks_of_a_run_are_fused_and_keep_what_the_recipe_says(family: str, changes: dict[str, Any], rung: Rung, tmp_path: Path) -> None:
+def test_blocks_of_a_run_are_fused_and_keep_what_the_recipe_says(
+    family: str, changes: dict[str, Any], rung: Rung, tmp_path: Path
+) -> None:
     made = training(recipe(tmp_path, family, "run", kernels="reference", **changes))
     blocks = [module for module in made.model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == (4 if family in ("bart", "t5") else 2)
@@ -109,10 +127,14 @@ def test_auto_fuses_nothing_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"method": DROPPED}, {"memory": {"keep": "input", "offload": "input"}, "method": DROPPED}], ids=["all", "offloaded"]
+    "changes",
+    [{"method": DROPPED}, {"memory": {"keep": "input", "offload": "input"}, "method": DROPPED}],
+    ids=["all", "offloaded"],
 )
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_a_stopped_run_with_fused_blocks_goes_on_bit_by_bit(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stopped_run_with_fused_blocks_goes_on_bit_by_bit(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     straight = run(recipe(tmp_path, family, "straight", kernels="reference", **changes))
     stopped = recipe(tmp_path, family, "stopped", kernels="reference", **changes)
     with pytest.raises(Stopped):
@@ -136,7 +158,9 @@ def test_files_of_a_run_with_fused_blocks_are_read_and_merged_as_any(tmp_path: P
     with torch.no_grad():
         found, expected = (one.speaker.model(**ids).logits for one in (fused, plain))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    assert (fused.merge() / "model.safetensors").stat().st_size == (plain.merge() / "model.safetensors").stat().st_size
+    assert (fused.merge() / "model.safetensors").stat().st_size == (
+        plain.merge() / "model.safetensors"
+    ).stat().st_size
 
 
 # ------------------------------------------------------------------ what cannot be
@@ -150,13 +174,21 @@ def test_a_model_with_dropout_in_attention_trains_as_it_did(family: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [("llama", "adapter"), ("llama", "side"), ("t5", "lora"), ("bart", "lora"), ("bart", "full")]
+    ("family", "method"),
+    [("llama", "adapter"), ("llama", "side"), ("t5", "lora"), ("bart", "lora"), ("bart", "full")],
 )
-def test_what_has_no_fused_blocks_ends_the_same_bit_by_bit_under_auto_on_a_cpu(family: str, method: str, tmp_path: Path) -> None:
-    own = {"adapter": {"name": method, "reduction": 4}, "side": {"name": method, "reduction": 4}, "lora": LORA, "full": {"name": "full"}}[
-        method
-    ]
-    found, expected = (run(recipe(tmp_path, family, name, kernels=name, method=own)).folder for name in ("auto", "off"))
+def test_what_has_no_fused_blocks_ends_the_same_bit_by_bit_under_auto_on_a_cpu(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    own = {
+        "adapter": {"name": method, "reduction": 4},
+        "side": {"name": method, "reduction": 4},
+        "lora": LORA,
+        "full": {"name": "full"},
+    }[method]
+    found, expected = (
+        run(recipe(tmp_path, family, name, kernels=name, method=own)).folder for name in ("auto", "off")
+    )
     for name, value in tuned(expected).items():
         assert torch.equal(tuned(found)[name], value), name
 

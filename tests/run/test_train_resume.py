@@ -1,4 +1,5 @@
-"""A run that was stopped goes on as if it had not been, from any step and as often as one likes; or it says why it cannot."""
+"""A run that was stopped goes on as if it had not been, from any step and as often as one likes; or it says
+why it cannot."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def stopped_at(recipe: Any, *steps: int, **options: Any) -> Stopped:
 # ---------------------------------------------------------------- the same end
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=pytest.mark.long if name in ("side", "adapter") else ()) for name in METHODS])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=pytest.mark.long if name in ("side", "adapter") else ()) for name in METHODS],
+)
 def test_a_run_stopped_after_any_step_ends_bit_by_bit_as_one_that_was_not(method: str, tmp_path: Path):
     shape = {"family": "llama", "method": method, "eval_every": 4, "keep": 10}
     straight = run(settings(tmp_path, **shape, out="straight"))
@@ -68,9 +72,20 @@ def test_a_run_stopped_after_any_step_ends_bit_by_bit_as_one_that_was_not(method
         assert_same_run(tmp_path / f"stopped-{step}", straight.folder)
 
 
-@pytest.mark.parametrize(("family", "method"), [("bert", "lora"), ("bart", "side"), ("t5", "adapter"), ("llama", "full")])
-def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(family: str, method: str, tmp_path: Path):
-    shape = {"family": family, "method": method, "eval_every": 2, "save_every": 50, "schedule": "cosine", "weight_decay": 0.1}
+@pytest.mark.parametrize(
+    ("family", "method"), [("bert", "lora"), ("bart", "side"), ("t5", "adapter"), ("llama", "full")]
+)
+def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(
+    family: str, method: str, tmp_path: Path
+):
+    shape = {
+        "family": family,
+        "method": method,
+        "eval_every": 2,
+        "save_every": 50,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+    }
     straight = run(settings(tmp_path, **shape, out="straight"))
     recipe = settings(tmp_path, **shape)
     stopped_at(recipe, 1)
@@ -83,7 +98,11 @@ def test_a_run_stopped_after_every_step_ends_bit_by_bit_as_one_that_was_not(fami
 def test_dropout_and_order_make_the_steps_differ_so_that_resume_can_go_wrong(tmp_path: Path):
     """The straight run of the tests above, changed in one respect at a time, ends elsewhere."""
     ends = []
-    for out, changes in {"as it is": {}, "seed": {"seed": 1}, "no dropout": {"method": {"name": "lora", "r": 2}}}.items():
+    for out, changes in {
+        "as it is": {},
+        "seed": {"seed": 1},
+        "no dropout": {"method": {"name": "lora", "r": 2}},
+    }.items():
         finished = run(settings(tmp_path, **{"method": "lora", **changes}, out=out))
         ends.append([record["loss"] for record in numbers(finished.folder) if "loss" in record])
     assert ends[0] != ends[1] and ends[0] != ends[2]
@@ -110,7 +129,8 @@ def test_a_run_of_packed_sequences_goes_on_bit_by_bit(tmp_path: Path):
 
 @pytest.fixture
 def stop_in_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Call with a number: SIGTERM comes in that forward pass of an evaluation, counted from 1 over the whole run."""
+    """Call with a number: SIGTERM comes in that forward pass of an evaluation, counted from 1 over the whole
+    run."""
     wanted = {"at": 0, "seen": 0}
 
     def counted(model: Any, batch: Any) -> Any:
@@ -127,7 +147,9 @@ def stop_in_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("evaluation", range(4))
-def test_a_stop_in_an_evaluation_loses_neither_it_nor_the_best_checkpoint(evaluation: int, tmp_path: Path, stop_in_pass: Any):
+def test_a_stop_in_an_evaluation_loses_neither_it_nor_the_best_checkpoint(
+    evaluation: int, tmp_path: Path, stop_in_pass: Any
+):
     """Nine held-out rows in batches of two: five passes an evaluation, at steps 0, 2, 4 and 6."""
     straight = run(going_wrong(tmp_path, eval_every=2, save_every=50, out="straight"))
     assert straight.summary["best_step"] == 2
@@ -142,7 +164,9 @@ def test_a_stop_in_an_evaluation_loses_neither_it_nor_the_best_checkpoint(evalua
         assert finished.summary[key] == straight.summary[key], key
 
 
-def test_a_stop_before_the_first_step_still_knows_the_scores_of_base_and_control(tmp_path: Path, stop_in_pass: Any):
+def test_a_stop_before_the_first_step_still_knows_the_scores_of_base_and_control(
+    tmp_path: Path, stop_in_pass: Any
+):
     shape = {"family": "bert", "head_only": True, "max_steps": 2, "warmup": 0}
     straight = run(settings(tmp_path, **shape, out="straight"))
     stop_in_pass(7)  # after the base is scored, while the control's features are computed
@@ -190,7 +214,11 @@ def test_sigterm_to_a_process_saves_and_ends_with_75(tmp_path: Path):
 
 def test_ctrl_c_stops_like_sigterm_and_a_second_one_interrupts_at_once(tmp_path: Path):
     def interrupt(times: int) -> Listener:
-        return Listener(lambda step: [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)] and None if step == 2 else None)
+        return Listener(
+            lambda step: (
+                [os.kill(os.getpid(), signal.SIGINT) for _ in range(times)] and None if step == 2 else None
+            )
+        )
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(Stopped, match="SIGINT"):
@@ -256,7 +284,9 @@ def test_an_explicit_path_goes_back_and_sets_the_later_steps_aside(tmp_path: Pat
     assert_same_run(tmp_path / "run", straight.folder)
 
 
-@pytest.mark.parametrize(("place", "says"), [("nowhere", "nowhere"), ("run/tuned", "init_adapter=.*tuned"), ("llama", "llama")])
+@pytest.mark.parametrize(
+    ("place", "says"), [("nowhere", "nowhere"), ("run/tuned", "init_adapter=.*tuned"), ("llama", "llama")]
+)
 def test_an_explicit_path_that_is_no_checkpoint_is_refused(place: str, says: str, tmp_path: Path):
     stopped_at(settings(tmp_path), 2)
     (tmp_path / "run" / "tuned").mkdir()
@@ -329,7 +359,11 @@ def test_changed_settings_are_refused_with_both_values_and_the_way_to_allow_them
         run(changed, resume=True)
     assert caught.value.code == 2
     text = str(caught.value)
-    for key, old, new in (("lr", "0.001", "0.0005"), ("batch_size", "2", "4"), ("method.dropout", "0.1", "0.2")):
+    for key, old, new in (
+        ("lr", "0.001", "0.0005"),
+        ("batch_size", "2", "4"),
+        ("method.dropout", "0.1", "0.2"),
+    ):
         assert f"{key} has changed" in text
         assert f"expected {old}, found {new}" in text
         assert f"--allow-change {key}" in text
@@ -341,12 +375,16 @@ def test_changed_settings_are_refused_with_both_values_and_the_way_to_allow_them
     assert finished.recipe.lr == 5e-4
 
 
-@pytest.mark.parametrize("change", [{"keep": 5}, {"save_every": 2}, {"head_only": True}, {"eval_batch_size": 1}])
+@pytest.mark.parametrize(
+    "change", [{"keep": 5}, {"save_every": 2}, {"head_only": True}, {"eval_batch_size": 1}]
+)
 def test_settings_that_leave_the_numbers_alone_may_change(change: dict[str, Any], tmp_path: Path):
     run(settings(tmp_path, out="straight"))
     stopped_at(settings(tmp_path), 2)
     run(settings(tmp_path, **change), resume=True)
-    losses = [[record for record in numbers(tmp_path / out) if "loss" in record] for out in ("run", "straight")]
+    losses = [
+        [record for record in numbers(tmp_path / out) if "loss" in record] for out in ("run", "straight")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -362,7 +400,11 @@ def test_a_moved_folder_of_data_and_model_is_no_change(tmp_path: Path):
 def test_changed_sizes_are_refused_even_when_the_change_is_allowed(tmp_path: Path):
     stopped_at(settings(tmp_path), 2)
     with pytest.raises(FileError, match="is not the tensor this recipe trains"):
-        run(settings(tmp_path, method={"name": "lora", "r": 4, "dropout": 0.1}), resume=True, allow_change=["method"])
+        run(
+            settings(tmp_path, method={"name": "lora", "r": 4, "dropout": 0.1}),
+            resume=True,
+            allow_change=["method"],
+        )
 
 
 # ---------------------------------------------------------------- the folder
@@ -500,7 +542,11 @@ def test_a_checkpoint_holds_the_optimizer_and_every_generator(tmp_path: Path):
     tensors, facts = state_of(newest(finished.folder))
     tuned = {name.removeprefix("tuned/") for name in tensors if name.startswith("tuned/")}
     for part in ("exp_avg", "exp_avg_sq", "step"):
-        assert {name.removeprefix(f"optimizer/{part}/") for name in tensors if name.startswith(f"optimizer/{part}/")} == tuned
+        assert {
+            name.removeprefix(f"optimizer/{part}/")
+            for name in tensors
+            if name.startswith(f"optimizer/{part}/")
+        } == tuned
     assert {"rng/torch", "rng/python"} <= tensors.keys()
     manifest = json.loads((newest(finished.folder) / "manifest.json").read_text())
     assert manifest["step"] == STEPS and facts["optimizer"]["class"] == "AdamW"

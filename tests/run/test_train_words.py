@@ -1,4 +1,5 @@
-"""Runs of the tasks tokens and mlm: the loss is transformers', the end is the same however the rows are shared out, and both are asked."""
+"""Runs of the tasks tokens and mlm: the loss is transformers', the end is the same however the rows are
+shared out, and both are asked."""
 
 from __future__ import annotations
 
@@ -113,7 +114,9 @@ def test_a_finished_run_is_scored_asked_and_merged(alone: tuple[str, Path]) -> N
     merged = auto.from_pretrained(loaded.merge(), dtype=torch.float32).eval()
     ids = torch.tensor([[9, 12, 15]])
     with torch.no_grad():
-        assert torch.allclose(merged(input_ids=ids).logits, loaded.speaker.model(input_ids=ids).logits, atol=1e-5)
+        assert torch.allclose(
+            merged(input_ids=ids).logits, loaded.speaker.model(input_ids=ids).logits, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("family", "task"), [("t5", "tokens"), ("bart", "mlm"), ("llama", "mlm")])

@@ -1,4 +1,5 @@
-"""Checkpoints: whatever kills a save, the last committed one verifies; whatever is damaged is found; what resumes is bit-identical."""
+"""Checkpoints: whatever kills a save, the last committed one verifies; whatever is damaged is found; what
+resumes is bit-identical."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def filler(mark: int) -> Callable[[Path], None]:
     """A save whose every file carries `mark`."""
 
     def write(folder: Path) -> None:
-        write_tensors(folder / "state.safetensors", {"w": torch.full((64,), float(mark)), "step": torch.tensor(mark)})
+        write_tensors(
+            folder / "state.safetensors", {"w": torch.full((64,), float(mark)), "step": torch.tensor(mark)}
+        )
         (folder / "tuned").mkdir()
         write_json(folder / "tuned" / "config.json", {"mark": mark})
 
@@ -76,7 +79,8 @@ def names(root: Path) -> list[str]:
 
 @pytest.fixture
 def fast(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: a kill loses no more there than on a disk, and a flush takes no time."""
+    """A folder in memory where there is one: a kill loses no more there than on a disk, and a flush takes no
+    time."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -90,7 +94,11 @@ def fast(tmp_path: Path) -> Iterator[Path]:
 def test_a_committed_checkpoint_verifies_and_says_what_it_holds(tmp_path: Path) -> None:
     path = save(tmp_path / "new" / "checkpoints", 7)
     manifest = verify(path)
-    assert path.name == "step-7" and (manifest.run_id, manifest.step, manifest.facts) == ("run", 7, {"mark": 7})
+    assert path.name == "step-7" and (manifest.run_id, manifest.step, manifest.facts) == (
+        "run",
+        7,
+        {"mark": 7},
+    )
     assert set(manifest.files) == {"state.safetensors", "tuned/config.json"}
     assert names(path.parent) == ["latest", "step-7"] and (path.parent / "latest").read_text() == "step-7\n"
 
@@ -105,10 +113,15 @@ def test_files_are_readable_by_the_group_whatever_wrote_them(tmp_path: Path) -> 
         path = commit(tmp_path, 1, write, run_id="run", facts={})
     finally:
         os.umask(before)
-    assert {stat.S_IMODE(file.stat().st_mode) for file in (path / "sub" / "a", path / MANIFEST, tmp_path / "latest")} == {0o644}
+    assert {
+        stat.S_IMODE(file.stat().st_mode)
+        for file in (path / "sub" / "a", path / MANIFEST, tmp_path / "latest")
+    } == {0o644}
 
 
-def test_everything_is_flushed_before_the_rename_and_the_parent_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_flushed_before_the_rename_and_the_parent_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -125,9 +138,14 @@ def test_everything_is_flushed_before_the_rename_and_the_parent_after_it(tmp_pat
     path = save(tmp_path, 3)
     work = f"step-3.tmp-{os.getpid()}"
     at = done.index("rename step-3")
-    flushed = {f"fsync {name}" for name in ("state.safetensors", "config.json", "tuned", work, f".{MANIFEST}.tmp-{os.getpid()}")}
+    flushed = {
+        f"fsync {name}"
+        for name in ("state.safetensors", "config.json", "tuned", work, f".{MANIFEST}.tmp-{os.getpid()}")
+    }
     assert flushed <= set(done[:at])
-    assert done.index("rename " + MANIFEST) > max(done.index("fsync state.safetensors"), done.index("fsync config.json"))
+    assert done.index("rename " + MANIFEST) > max(
+        done.index("fsync state.safetensors"), done.index("fsync config.json")
+    )
     assert done[at - 1] == f"fsync {work}"
     assert done[at + 1] == f"fsync {path.parent.name}"
     assert done.index("rename latest") > at + 1
@@ -236,7 +254,9 @@ def test_a_kill_at_every_call_leaves_the_last_commit_whole(fast: Path) -> None:
         assert all(mark_of(path) in (1, 2, 3, 33) for path in candidates(root)) and len(candidates(root)) >= 2
         sweep(root)
         assert mark_of(newest_good(root)[0]) == mark
-        assert all(name in ("latest", "step-1", "step-2", "step-3") for name in names(root)), f"call {k}: {names(root)}"
+        assert all(name in ("latest", "step-1", "step-2", "step-3") for name in names(root)), (
+            f"call {k}: {names(root)}"
+        )
         save(root, 4)
         assert mark_of(newest_good(root)[0]) == 4
     assert k > 60 and seen == {2, 3, 33}
@@ -261,7 +281,9 @@ def test_a_refusal_at_every_call_is_told_and_leaves_no_torso(fast: Path, code: i
             told += 1
             assert errno.errorcode[code] in str(error) and str(root) in str(error)
             left = names(root)
-            assert left in (["latest", "step-1", "step-2"], ["latest", "step-1", "step-2", "step-3"]), f"call {k}: {left}"
+            assert left in (["latest", "step-1", "step-2"], ["latest", "step-1", "step-2", "step-3"]), (
+                f"call {k}: {left}"
+            )
         path, _, problems = newest_good(root)
         assert not problems and mark_of(path) == int(path.name[5:]) >= 2
     assert told > 15
@@ -314,7 +336,16 @@ def test_kills_at_random_moments_of_save_and_rotation_lose_nothing(kills: int, f
         if last:
             path, manifest, problems = newest_good(fast)
             assert not problems and manifest.step >= last and mark_of(path) == manifest.step
-            assert mark_of(next(path for path in candidates(fast) if path.name.startswith("step-1") and verify(path).step == 1)) == 1
+            assert (
+                mark_of(
+                    next(
+                        path
+                        for path in candidates(fast)
+                        if path.name.startswith("step-1") and verify(path).step == 1
+                    )
+                )
+                == 1
+            )
     assert last >= 10
 
 
@@ -329,7 +360,11 @@ def test_every_flipped_bit_is_found(count: int, fast: Path) -> None:
     for file in files:
         raw = file.read_bytes()
         places = [(at, bit) for at in range(len(raw)) for bit in range(8)]
-        for at, bit in places if file.name == MANIFEST and len(places) < 2000 else chance.sample(places, min(count, len(places))):
+        for at, bit in (
+            places
+            if file.name == MANIFEST and len(places) < 2000
+            else chance.sample(places, min(count, len(places)))
+        ):
             flipped = bytearray(raw)
             flipped[at] ^= 1 << bit
             file.write_bytes(flipped)
@@ -344,7 +379,9 @@ def test_a_file_cut_short_missing_added_or_exchanged_is_named(tmp_path: Path) ->
     state = path / "state.safetensors"
     raw = state.read_bytes()
     state.write_bytes(raw[:-1])
-    with pytest.raises(FileError, match=rf"state\.safetensors .*size\n.*{len(raw)} bytes, found {len(raw) - 1}"):
+    with pytest.raises(
+        FileError, match=rf"state\.safetensors .*size\n.*{len(raw)} bytes, found {len(raw) - 1}"
+    ):
         verify(path)
     state.write_bytes((other / "state.safetensors").read_bytes())
     with pytest.raises(FileError, match=r"state\.safetensors .*changed"):
@@ -353,7 +390,9 @@ def test_a_file_cut_short_missing_added_or_exchanged_is_named(tmp_path: Path) ->
     (path / "tuned" / "extra").write_bytes(b"")
     with pytest.raises(FileError) as raised:
         verify(path)
-    assert "state.safetensors  is missing" in str(raised.value) and "extra  is not in the manifest" in str(raised.value)
+    assert "state.safetensors  is missing" in str(raised.value) and "extra  is not in the manifest" in str(
+        raised.value
+    )
     shutil.rmtree(path)
     other.rename(path)
     with pytest.raises(FileError, match="another step"):
@@ -383,23 +422,35 @@ def test_another_version_says_found_and_supported(tmp_path: Path, version: objec
     path = save(tmp_path, 1)
     edit(path, lambda content: content.update(version=version))
     what = "a newer version" if version == 3 else "another version"
-    with pytest.raises(FileError, match=rf"{what} of manifest\n +expected 1 or 2, found {version!r}") as raised:
+    with pytest.raises(
+        FileError, match=rf"{what} of manifest\n +expected 1 or 2, found {version!r}"
+    ) as raised:
         verify(path)
     assert raised.value.code == 4
 
 
 def as_version_1(path: Path) -> Path:
-    """A checkpoint as petune wrote it before manifests had leaf hashes: the manifest of that code, spelled out."""
+    """A checkpoint as petune wrote it before manifests had leaf hashes: the manifest of that code, spelled
+    out."""
 
     def spell(value: dict[str, Any]) -> bytes:
         return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     known = json.loads((path / MANIFEST).read_bytes())
     files = {
-        name: {"size": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        name: {
+            "size": (path / name).stat().st_size,
+            "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
+        }
         for name in ("state.safetensors", "tuned/config.json")
     }
-    content = {"version": 1, "run_id": known["run_id"], "step": known["step"], "facts": known["facts"], "files": files}
+    content = {
+        "version": 1,
+        "run_id": known["run_id"],
+        "step": known["step"],
+        "facts": known["facts"],
+        "files": files,
+    }
     (path / MANIFEST).write_bytes(spell({**content, "seal": hashlib.sha256(spell(content)).hexdigest()}))
     return path
 
@@ -419,7 +470,9 @@ def test_a_checkpoint_of_version_1_is_read_and_its_damage_found(tmp_path: Path) 
         verify(path)
 
 
-def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("petune.files.hashes.BLOCK", 1000)
     monkeypatch.setattr("petune.files.hashes._PORTION", 300)
     raw = random.Random(0).randbytes(3500)
@@ -432,10 +485,16 @@ def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block
     for name, fields in verify(path).files.items():
         content = (path / name).read_bytes()
         blocks = [hashlib.sha256(content[at : at + 1000]).hexdigest() for at in range(0, len(content), 1000)]
-        assert fields == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "blocks": blocks}, name
+        assert fields == {
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "blocks": blocks,
+        }, name
     for at in (0, 999, 1000, 2999, 3000, 3499):
         (path / "large").write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])
-        with pytest.raises(FileError, match=rf"large  has been changed or damaged, in block {at // 1000 + 1} of 4"):
+        with pytest.raises(
+            FileError, match=rf"large  has been changed or damaged, in block {at // 1000 + 1} of 4"
+        ):
             verify(path)
     (path / "large").write_bytes(raw)
     verify(path)
@@ -444,7 +503,10 @@ def test_every_block_of_a_file_has_a_hash_of_its_own_and_damage_is_said_by_block
         verify(path)
 
 
-@pytest.mark.parametrize("name", ["../step-2/state.safetensors", "/etc/hostname", "a/../b", "a\0b", "a//b", "./a", "", "a\\b", MANIFEST])
+@pytest.mark.parametrize(
+    "name",
+    ["../step-2/state.safetensors", "/etc/hostname", "a/../b", "a\0b", "a//b", "./a", "", "a\\b", MANIFEST],
+)
 def test_a_name_in_the_manifest_may_not_escape(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1)
     save(tmp_path, 2)
@@ -476,7 +538,9 @@ def test_a_malformed_manifest_is_refused(tmp_path: Path, change: Callable[[dict[
         verify(path)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"[" * 100_000, b'{"version":1,"x":' + b"[" * 400 + b"]" * 400 + b"}", b"\xff"])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b"[" * 100_000, b'{"version":1,"x":' + b"[" * 400 + b"]" * 400 + b"}", b"\xff"]
+)
 def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
     path = save(tmp_path, 1)
     (path / MANIFEST).write_bytes(text)
@@ -532,7 +596,9 @@ def test_the_newest_good_one_is_found_with_the_reasons_for_skipping(tmp_path: Pa
     (tmp_path / "latest").write_text("step-11\n")
     path, manifest, problems = newest_good(tmp_path)
     assert path.name == "step-9" and manifest.step == 9
-    assert ["step-11" in str(problem) for problem in problems] == [True, False] and "step-10" in str(problems[1])
+    assert ["step-11" in str(problem) for problem in problems] == [True, False] and "step-10" in str(
+        problems[1]
+    )
 
 
 def test_no_good_checkpoint_is_a_file_error(tmp_path: Path) -> None:
@@ -564,8 +630,16 @@ def test_sweep_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "step-3.tmp-9").symlink_to(outside)
     (tmp_path / ".latest.tmp-4").write_text("x")
     (tmp_path / "step-4.tmp-x").mkdir()
-    assert sweep(tmp_path) == [".latest.tmp-4", "step-1.gone-6", "step-1.old-7", "step-2.tmp-5", "step-3.tmp-9"]
-    assert names(tmp_path) == ["latest", "outside", "step-1", "step-4.tmp-x"] and (outside / "precious").exists()
+    assert sweep(tmp_path) == [
+        ".latest.tmp-4",
+        "step-1.gone-6",
+        "step-1.old-7",
+        "step-2.tmp-5",
+        "step-3.tmp-9",
+    ]
+    assert (
+        names(tmp_path) == ["latest", "outside", "step-1", "step-4.tmp-x"] and (outside / "precious").exists()
+    )
     assert sweep(tmp_path / "absent") == []
 
 
@@ -623,7 +697,10 @@ class Net(nn.Module):
 def make(seed: int = 0, **options: Any) -> tuple[Net, torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     torch.manual_seed(seed)
     net = Net()
-    groups = [{"params": [*net.first.parameters()], "weight_decay": 0.1}, {"params": [net.last.weight], "lr": 0.0123}]
+    groups = [
+        {"params": [*net.first.parameters()], "weight_decay": 0.1},
+        {"params": [net.last.weight], "lr": 0.0123},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1 / 300, betas=(0.87, 0.997), **options)
     return net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 7))
 
@@ -639,12 +716,15 @@ def run(net: Net, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) 
 
 def everything(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.named_parameters()} | {
-        key: tensor.clone() for key, tensor in pack_optimizer(optimizer, dict(net.named_parameters()))[0].items()
+        key: tensor.clone()
+        for key, tensor in pack_optimizer(optimizer, dict(net.named_parameters()))[0].items()
     }
 
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left)
+    return left.keys() == right.keys() and all(
+        left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
+    )
 
 
 def save_run(root: Path, step: int, net: Net, optimizer: torch.optim.Optimizer, scheduler: Any) -> Path:
@@ -654,7 +734,9 @@ def save_run(root: Path, step: int, net: Net, optimizer: torch.optim.Optimizer, 
     def write(folder: Path) -> None:
         write_tensors(folder / "weights.safetensors", net.state_dict())
         write_tensors(folder / "state.safetensors", kept | words)
-        write_json(folder / "state.json", {"optimizer": facts, "rng": more, "scheduler": scheduler.last_epoch})
+        write_json(
+            folder / "state.json", {"optimizer": facts, "rng": more, "scheduler": scheduler.last_epoch}
+        )
 
     return commit(root, step, write, run_id="run", facts={})
 
@@ -709,14 +791,21 @@ def test_an_optimizer_comes_back_bit_identical_with_its_options(tmp_path: Path) 
     assert {key.split("/")[1] for key in tensors} == {"exp_avg", "exp_avg_sq", "step"}
     assert "optimizer/exp_avg/first.weight" in tensors
     fresh_net, fresh, _ = make(seed=3)
-    restore_optimizer(fresh, dict(fresh_net.named_parameters()), tensors, json.loads(json.dumps(facts)), "here")
+    restore_optimizer(
+        fresh, dict(fresh_net.named_parameters()), tensors, json.loads(json.dumps(facts)), "here"
+    )
     old, new = optimizer.state_dict(), fresh.state_dict()
     assert old["param_groups"] == new["param_groups"] and isinstance(new["param_groups"][0]["betas"], tuple)
     for index, state in old["state"].items():
         assert equal(state, new["state"][index])
-    kept = {key: tensor.clone() for key, tensor in pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0].items()}
+    kept = {
+        key: tensor.clone()
+        for key, tensor in pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0].items()
+    }
     run(net, optimizer, scheduler, 1)
-    assert equal(pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0], kept), "the copy is not its own"
+    assert equal(pack_optimizer(fresh, dict(fresh_net.named_parameters()))[0], kept), (
+        "the copy is not its own"
+    )
 
 
 def test_a_packer_gives_what_packing_anew_gives_whatever_has_changed() -> None:
@@ -751,11 +840,17 @@ def test_state_follows_names_and_not_positions() -> None:
     tensors, facts = pack_optimizer(optimizer, dict(net.named_parameters()))
     other = Net()
     swapped = torch.optim.AdamW(
-        [{"params": [*reversed([*other.first.parameters()])], "weight_decay": 0.1}, {"params": [other.last.weight]}], lr=1.0
+        [
+            {"params": [*reversed([*other.first.parameters()])], "weight_decay": 0.1},
+            {"params": [other.last.weight]},
+        ],
+        lr=1.0,
     )
     restore_optimizer(swapped, dict(other.named_parameters()), tensors, facts, "here")
     assert torch.equal(swapped.state[other.first.bias]["exp_avg"], tensors["optimizer/exp_avg/first.bias"])
-    assert torch.equal(swapped.state[other.last.weight]["exp_avg_sq"], tensors["optimizer/exp_avg_sq/last.weight"])
+    assert torch.equal(
+        swapped.state[other.last.weight]["exp_avg_sq"], tensors["optimizer/exp_avg_sq/last.weight"]
+    )
 
 
 def test_a_rate_that_is_a_tensor_and_a_rate_that_never_stepped_are_kept() -> None:
@@ -790,14 +885,26 @@ def test_state_that_does_not_fit_is_refused_whole() -> None:
         ("shape", optimizer, names_of, tensors | {key: torch.ones(3)}, facts),
         ("holds int64, not moments", optimizer, names_of, tensors | {key: tensors[key].long()}, facts),
         ("shape", torch.optim.AdamW(wide_groups), dict(wide.named_parameters()), tensors, facts),
-        ("first.wait", optimizer, {name.replace("weight", "wait"): value for name, value in names_of.items()}, tensors, facts),
+        (
+            "first.wait",
+            optimizer,
+            {name.replace("weight", "wait"): value for name, value in names_of.items()},
+            tensors,
+            facts,
+        ),
         ("groups differ", torch.optim.AdamW(net.parameters()), names_of, tensors, facts),
         ("another optimizer", torch.optim.SGD(net.parameters()), names_of, tensors, facts),
         ("not what", optimizer, names_of, tensors, {}),
         ("not what", optimizer, names_of, tensors, changed(lambda copy: copy.update(state=3))),
         ("not what", optimizer, names_of, tensors, changed(lambda copy: copy["groups"][0].pop("params"))),
         ("not what", optimizer, names_of, tensors, changed(lambda copy: copy["groups"][0].pop("options"))),
-        ("not what", optimizer, names_of, tensors, changed(lambda copy: copy["state"]["first.bias"].pop("values"))),
+        (
+            "not what",
+            optimizer,
+            names_of,
+            tensors,
+            changed(lambda copy: copy["state"]["first.bias"].pop("values")),
+        ),
     ]
     for match, into, named, given, said in cases:
         with pytest.raises(FileError, match=match):

@@ -1,4 +1,5 @@
-"""What petune.saving.export writes comes back bit by bit, is refused when it does not fit, and is read by transformers."""
+"""What petune.saving.export writes comes back bit by bit, is refused when it does not fit, and is read by
+transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_a_round_trip_is_bit_exact(name: str, method: str, tmp_path: Path) -> No
     assert trains == {key for key, value in model.named_parameters() if value.requires_grad}
     assert again.petune_tuning == model.petune_tuning
     export.save(again, tmp_path / "b")
-    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in os.listdir(tmp_path / "a"))
+    assert all(
+        (tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes()
+        for f in os.listdir(tmp_path / "a")
+    )
 
 
 def test_a_model_of_no_family_round_trips(tmp_path: Path) -> None:
@@ -60,7 +64,10 @@ def test_low_precision_bases_keep_wide_factors(tmp_path: Path) -> None:
     model = tuned(lambda: llama().bfloat16())
     export.save(model, tmp_path / "a")
     again = export.load(llama().bfloat16(), tmp_path / "a")
-    assert all(torch.equal(value, tuned_state(again)[key]) and value.dtype == torch.float32 for key, value in tuned_state(model).items())
+    assert all(
+        torch.equal(value, tuned_state(again)[key]) and value.dtype == torch.float32
+        for key, value in tuned_state(model).items()
+    )
 
 
 def test_a_base_in_another_dtype_is_the_same_base(tmp_path: Path) -> None:
@@ -75,7 +82,12 @@ def test_another_base_is_refused(method: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="another kind of model"):
         export.load(llama(), tmp_path / "a")
     if method != "full":  # which replaces every value
-        with pytest.raises(FileError, match=r"another base model[\s\S]*bert\.embeddings\.word_embeddings\.weight[\s\S]*holds other values"):
+        with pytest.raises(
+            FileError,
+            match=(
+                r"another base model[\s\S]*bert\.embeddings\.word_embeddings\.weight[\s\S]*holds other values"
+            ),
+        ):
             export.load(bert(seed=1), tmp_path / "a")
     other = bert()
     with torch.no_grad():
@@ -122,7 +134,12 @@ def test_label_names_come_back(tmp_path: Path) -> None:
     assert config.label2id["module"] == 2
 
 
-FILES = {"lora": "adapter_model.safetensors", "adapter": "tuned.safetensors", "side": "tuned.safetensors", "full": "model.safetensors"}
+FILES = {
+    "lora": "adapter_model.safetensors",
+    "adapter": "tuned.safetensors",
+    "side": "tuned.safetensors",
+    "full": "model.safetensors",
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -172,7 +189,8 @@ def test_folders_that_are_no_tuning_are_explained(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"give .*run/mine"):
         export.load(bert(), tmp_path / "run")
     (tmp_path / "run" / "mine").rename(tmp_path / "run" / "tuned")
-    assert is_wrapped(export.load(bert(), tmp_path / "run"))  # as a run and a checkpoint of the Trainer keep it
+    # as a run and a checkpoint of the Trainer keep it
+    assert is_wrapped(export.load(bert(), tmp_path / "run"))
 
 
 def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -204,7 +222,12 @@ def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
         export.save(model, tmp_path / "a")
     (tmp_path / "a" / "stale").touch()
     export.save(model, tmp_path / "a", overwrite=True)
-    assert sorted(os.listdir(tmp_path / "a")) == ["adapter_config.json", "adapter_model.safetensors", "petune.json", "petune.manifest.json"]
+    assert sorted(os.listdir(tmp_path / "a")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "petune.json",
+        "petune.manifest.json",
+    ]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UsageError, match="not overwritten"):
@@ -212,8 +235,12 @@ def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize("stage", ["export.write_tensors", "export.write_json", "folders._flush", "folders.sync_folder"])
-def test_a_save_that_fails_leaves_the_old_folder_whole(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "stage", ["export.write_tensors", "export.write_json", "folders._flush", "folders.sync_folder"]
+)
+def test_a_save_that_fails_leaves_the_old_folder_whole(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export.save(tuned(bert), tmp_path / "a")
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     replaced = stage == "folders.sync_folder"  # the new folder has its name by then, or none has changed
@@ -245,7 +272,9 @@ def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
         assert modes == {tmp_path.joinpath(method).stat().st_mode & 0o666}
 
 
-def test_an_adapter_that_changes_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_changes_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(export, "warn", said.append)
     export.save(wrap(llama(), r=2), tmp_path / "a")
@@ -262,9 +291,13 @@ def test_a_compiled_model_saves_plain_names(tmp_path: Path) -> None:
     export.save(torch.compile(model, backend="eager"), tmp_path / "compiled")
     model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
     export.save(model, tmp_path / "partly")
-    names = {tuple(sorted(load_file(tmp_path / name / FILES["lora"]))) for name in ("plain", "compiled", "partly")}
+    names = {
+        tuple(sorted(load_file(tmp_path / name / FILES["lora"]))) for name in ("plain", "compiled", "partly")
+    }
     assert len(names) == 1
-    assert torch.equal(logits(export.load(llama(), tmp_path / "partly")), logits(export.load(llama(), tmp_path / "plain")))
+    assert torch.equal(
+        logits(export.load(llama(), tmp_path / "partly")), logits(export.load(llama(), tmp_path / "plain"))
+    )
 
 
 # ---------------------------------------------------------------- merged folders
@@ -278,27 +311,42 @@ def test_a_merged_folder_is_plain_and_equal(name: str, method: str, tmp_path: Pa
     extra = {"decoder_input_ids": IDS} if name in ("bart", "t5") else {}
     report = export.save_merged(model, tmp_path / "m", batch={"input_ids": IDS} | extra)
     assert torch.equal(logits(model), before), "the model in memory stays as it was"
-    assert {**model.config.to_dict(), "architectures": None, "dtype": None} == {**config, "architectures": None, "dtype": None}
+    assert {**model.config.to_dict(), "architectures": None, "dtype": None} == {
+        **config,
+        "architectures": None,
+        "dtype": None,
+    }
     again = type(model).from_pretrained(tmp_path / "m")
     assert torch.allclose(logits(again), before, atol=1e-5)
     assert report.logits is not None
     assert report.logits < 1e-5
     assert (report.update > 0) == (method == "lora")
-    text = "".join(file.read_text() for file in (tmp_path / "m").glob("*.json"))  # of the manifest too, but for its name
+    # of the manifest too, but for its name
+    text = "".join(file.read_text() for file in (tmp_path / "m").glob("*.json"))
     assert "petune" not in text
     assert "lora" not in text
-    assert not any("lora" in key or "petune" in key for key in load_file(tmp_path / "m" / "model.safetensors"))
+    assert not any(
+        "lora" in key or "petune" in key for key in load_file(tmp_path / "m" / "model.safetensors")
+    )
     assert {key for key, value in again.state_dict().items()} == set(MODELS[name]().state_dict())
 
 
 def test_auto_classes_load_a_merged_folder(tmp_path: Path) -> None:
     model = tuned(bert)
     export.save_merged(model, tmp_path / "bert")
-    assert torch.allclose(logits(AutoModelForSequenceClassification.from_pretrained(tmp_path / "bert")), logits(model), atol=1e-5)
+    assert torch.allclose(
+        logits(AutoModelForSequenceClassification.from_pretrained(tmp_path / "bert")),
+        logits(model),
+        atol=1e-5,
+    )
 
 
-@pytest.mark.parametrize(("name", "target"), [("llama", "embed_tokens"), ("llama", "lm_head"), ("bart", "lm_head")])
-def test_merging_one_end_of_a_tied_pair_unties_the_saved_model(name: str, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "target"), [("llama", "embed_tokens"), ("llama", "lm_head"), ("bart", "lm_head")]
+)
+def test_merging_one_end_of_a_tied_pair_unties_the_saved_model(
+    name: str, target: str, tmp_path: Path
+) -> None:
     model = tuned(lambda: llama(tie=True) if name == "llama" else bart(), targets=[target])
     export.save_merged(model, tmp_path / "m")
     assert model.config.tie_word_embeddings is True

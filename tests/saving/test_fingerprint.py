@@ -21,7 +21,9 @@ def test_wrapping_and_training_leave_it_as_it_was(name: str, method: str) -> Non
     plain, heads = MODELS[name](), tuning(model).also_train
     saved = json.loads(json.dumps(fingerprint(model)))
     assert set(saved["tensors"]) == set(base_tensors(plain, heads)) <= set(plain.state_dict())
-    assert {key: row for key, row in fingerprint(plain)["tensors"].items() if key in saved["tensors"]} == saved["tensors"]
+    assert {
+        key: row for key, row in fingerprint(plain)["tensors"].items() if key in saved["tensors"]
+    } == saved["tensors"]
     compare(saved, plain, "petune.json", heads)
     assert full_hash(model) == full_hash(plain, heads)
     with pytest.raises(FileError, match="another base model"):
@@ -46,7 +48,9 @@ def test_rounding_is_no_difference_but_a_changed_value_is() -> None:
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight *= 1.0001
-    with pytest.raises(FileError, match=r"1 of \d+ tensors differ[\s\S]*layers\.1\.mlp\.up_proj\.weight  holds other values"):
+    with pytest.raises(
+        FileError, match=r"1 of \d+ tensors differ[\s\S]*layers\.1\.mlp\.up_proj\.weight  holds other values"
+    ):
         compare(saved, model, "petune.json")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight *= 1.02

@@ -1,4 +1,5 @@
-"""peft 0.21 is the oracle: it loads what petune writes without a missing or surplus key, and petune computes what its folders say."""
+"""peft 0.21 is the oracle: it loads what petune writes without a missing or surplus key, and petune computes
+what its folders say."""
 
 from __future__ import annotations
 
@@ -21,7 +22,19 @@ from petune.errors import FileError, UsageError
 from petune.methods import tuned_state, wrap
 from petune.saving import export
 from tests.methods.zoo import tiny
-from tests.tiny_models import IDS, bart, bart_classifier, bert, edit, llama, llama_classifier, logits, stir, t5, tuned
+from tests.tiny_models import (
+    IDS,
+    bart,
+    bart_classifier,
+    bert,
+    edit,
+    llama,
+    llama_classifier,
+    logits,
+    stir,
+    t5,
+    tuned,
+)
 
 FILE = "adapter_model.safetensors"
 
@@ -35,7 +48,9 @@ def quiet() -> Iterator[None]:
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2)
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
     return GPT2LMHeadModel(config).eval()
 
 
@@ -68,7 +83,9 @@ def read_by_peft(base: nn.Module, folder: Path) -> nn.Module:
     assert not ours, f"missing: {ours}"
     assert not result.unexpected_keys
     written = set(load_file(folder / FILE))
-    assert written == set(peft.get_peft_model_state_dict(model, save_embedding_layers=False)), "peft has other keys than the file"
+    assert written == set(peft.get_peft_model_state_dict(model, save_embedding_layers=False)), (
+        "peft has other keys than the file"
+    )
     return model.eval()
 
 
@@ -116,9 +133,15 @@ def _logits(model: Any) -> torch.Tensor:
 def test_the_config_has_exactly_pefts_fields(tmp_path: Path) -> None:
     by_peft(bert, tmp_path / "peft", task_type="SEQ_CLS", target_modules=["query"])
     export.save(tuned(bert, targets=["query"]), tmp_path / "ours", base_name="org/model")
-    theirs, ours = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("peft", "ours"))
+    theirs, ours = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("peft", "ours")
+    )
     assert ours.keys() == theirs.keys()
-    assert {key for key in ours if ours[key] != theirs[key]} == {"base_model_name_or_path", "lora_alpha", "modules_to_save"}
+    assert {key for key in ours if ours[key] != theirs[key]} == {
+        "base_model_name_or_path",
+        "lora_alpha",
+        "modules_to_save",
+    }
     assert ours["base_model_name_or_path"] == "org/model"
     assert ours["modules_to_save"] == ["classifier"]
     assert peft.__version__ == ours["peft_version"]
@@ -130,8 +153,11 @@ def test_targets_are_leaf_names_only_where_those_are_unambiguous(tmp_path: Path)
         return json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"]
 
     assert targets(tuned(llama, targets=["v", "q"])) == ["q_proj", "v_proj"]
-    assert "bert.encoder.layer.0.output.dense" in targets(tuned(bert))  # a bare `dense` would also be the pooler's
-    assert targets(tuned(llama, targets=r"model\.layers\.0\.self_attn\.q_proj")) == ["model.layers.0.self_attn.q_proj"]
+    # a bare `dense` would also be the pooler's
+    assert "bert.encoder.layer.0.output.dense" in targets(tuned(bert))
+    assert targets(tuned(llama, targets=r"model\.layers\.0\.self_attn\.q_proj")) == [
+        "model.layers.0.self_attn.q_proj"
+    ]
 
 
 def test_task_types(tmp_path: Path) -> None:
@@ -151,7 +177,11 @@ def test_task_types(tmp_path: Path) -> None:
 def test_write_peft_leaves_nothing_of_petunes(tmp_path: Path) -> None:
     model = tuned(bert)
     export.write_peft(model, tmp_path / "a")
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["adapter_config.json", FILE, "petune.manifest.json"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "adapter_config.json",
+        FILE,
+        "petune.manifest.json",
+    ]
     assert torch.equal(logits(export.load(bert(), tmp_path / "a").eval()), logits(model))
     with pytest.raises(UsageError, match="peft has no file for side"):
         export.write_peft(tuned(bert, "side"), tmp_path / "b")
@@ -168,16 +198,26 @@ READ: dict[str, tuple[Any, dict[str, Any]]] = {
     "a regex": (t5, {"target_modules": r".*\.(q|v)"}),
     "bert's head": (bert, {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
     "all-linear with a head": (bert, {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),
-    "bart's head by name": (bart_classifier, {"target_modules": ["q_proj"], "modules_to_save": ["classification_head"]}),
+    "bart's head by name": (
+        bart_classifier,
+        {"target_modules": ["q_proj"], "modules_to_save": ["classification_head"]},
+    ),
     "llama's score": (llama_classifier, {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}),
     "exclude": (llama, {"target_modules": ["q_proj", "down_proj"], "exclude_modules": r".*\.0\.mlp\..*"}),
     "layers": (llama, {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
     "layers without a pattern": (llama, {"target_modules": ["q_proj"], "layers_to_transform": 0}),
     "rank and alpha patterns": (
         llama,
-        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"model.layers.1.*q_proj": 3}},
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "rank_pattern": {"v_proj": 2},
+            "alpha_pattern": {r"model.layers.1.*q_proj": 3},
+        },
     ),
-    "rslora": (llama, {"target_modules": ["q_proj"], "use_rslora": True, "rank_pattern": {"layers.1.self_attn.q_proj": 3}}),
+    "rslora": (
+        llama,
+        {"target_modules": ["q_proj"], "use_rslora": True, "rank_pattern": {"layers.1.self_attn.q_proj": 3}},
+    ),
     "conv1d": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "an embedding": (llama, {"target_modules": ["embed_tokens", "q_proj"]}),
     "a tied embedding": (tied_llama, {"target_modules": ["embed_tokens"]}),
@@ -203,7 +243,9 @@ def test_what_was_loaded_trains_on(tmp_path: Path) -> None:
     model = export.load(bert(), tmp_path / "a").train()
     model(input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
     assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
-    assert {name for name, value in model.named_parameters() if value.requires_grad} == set(tuned_state(model))
+    assert {name for name, value in model.named_parameters() if value.requires_grad} == set(
+        tuned_state(model)
+    )
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
@@ -232,11 +274,23 @@ def test_every_other_unsupported_field_is_refused_too(tmp_path: Path) -> None:
     by_peft(llama, tmp_path / "a", target_modules=["q_proj"])
     original = (tmp_path / "a" / "adapter_config.json").read_text()
     fields: dict[str, Any] = {
-        name: {"x": 1} for name in ("loftq_config", "corda_config", "lora_ga_config", "megatron_config", "arrow_config")
+        name: {"x": 1}
+        for name in ("loftq_config", "corda_config", "lora_ga_config", "megatron_config", "arrow_config")
     }
     fields |= {name: {"x": 1} for name in ("kasa_config", "velora_config", "monteclora_config", "use_bdlora")}
-    fields |= {"alora_invocation_tokens": [1], "target_parameters": ["x"], "use_qalora": True, "ensure_weight_tying": True}
-    fields |= {"use_something_new": True, "r": 0, "lora_alpha": "8", "target_modules": None, "rank_pattern": {"(": 1}}
+    fields |= {
+        "alora_invocation_tokens": [1],
+        "target_parameters": ["x"],
+        "use_qalora": True,
+        "ensure_weight_tying": True,
+    }
+    fields |= {
+        "use_something_new": True,
+        "r": 0,
+        "lora_alpha": "8",
+        "target_modules": None,
+        "rank_pattern": {"(": 1},
+    }
     fields |= {"init_lora_weights": "pissa_niter_4", "peft_type": "IA3"}
     for name, value in fields.items():
         (tmp_path / "a" / "adapter_config.json").write_text(original)
@@ -246,8 +300,12 @@ def test_every_other_unsupported_field_is_refused_too(tmp_path: Path) -> None:
 
 def test_a_missing_layer_is_noticed_although_nothing_lists_tensors(tmp_path: Path) -> None:
     by_peft(llama, tmp_path / "a", target_modules=["q_proj"])
-    edit(tmp_path / "a", lambda tensors: [tensors.pop(key) for key in list(tensors) if "layers.1" in key], FILE)
-    with pytest.raises(FileError, match=r"2 missing, 0 unexpected[\s\S]*layers\.1\.self_attn\.q_proj\.lora_A\.weight"):
+    edit(
+        tmp_path / "a", lambda tensors: [tensors.pop(key) for key in list(tensors) if "layers.1" in key], FILE
+    )
+    with pytest.raises(
+        FileError, match=r"2 missing, 0 unexpected[\s\S]*layers\.1\.self_attn\.q_proj\.lora_A\.weight"
+    ):
         export.load(llama(), tmp_path / "a")
 
 
@@ -260,7 +318,10 @@ def test_a_rank_the_config_does_not_state_is_misshaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", ""])
 def test_wrappers_prefixes_are_known(prefix: str, tmp_path: Path) -> None:
     theirs = by_peft(llama, tmp_path / "a", target_modules=["q_proj"])
-    tensors = {key.removeprefix("base_model.model."): value for key, value in load_file(tmp_path / "a" / FILE).items()}
+    tensors = {
+        key.removeprefix("base_model.model."): value
+        for key, value in load_file(tmp_path / "a" / FILE).items()
+    }
     for style in (f"{prefix}base_model.model.", f"base_model.model.{prefix}", prefix):
         save_file({style + key: value for key, value in tensors.items()}, tmp_path / "a" / FILE)
         assert torch.allclose(logits(export.load(llama(), tmp_path / "a")), _logits(theirs), atol=1e-5)
@@ -308,7 +369,13 @@ def test_a_target_petune_cannot_tune_is_named(tmp_path: Path) -> None:
 
 
 def test_rslora_scales_by_the_root_of_each_layers_own_rank(tmp_path: Path) -> None:
-    by_peft(llama, tmp_path / "a", target_modules=["q_proj"], use_rslora=True, rank_pattern={"layers.1.self_attn.q_proj": 2})
+    by_peft(
+        llama,
+        tmp_path / "a",
+        target_modules=["q_proj"],
+        use_rslora=True,
+        rank_pattern={"layers.1.self_attn.q_proj": 2},
+    )
     model = export.load(llama(), tmp_path / "a")
     scales = [model.model.layers[index].self_attn.q_proj.scale for index in (0, 1)]
     assert scales == pytest.approx([12 / 2, 12 / math.sqrt(2)])

@@ -28,9 +28,13 @@ def byte_tokenizer(*, eos: bool = True, pad: bool = True, bos: bool = True) -> P
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(special)
     if bos:
-        core.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B:1", special_tokens=[("<s>", 0)])
+        core.post_processor = TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B:1", special_tokens=[("<s>", 0)]
+        )
     names = {"bos_token": "<s>", "eos_token": "</s>" if eos else None, "pad_token": "<pad>" if pad else None}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **{name: token for name, token in names.items() if token})
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, **{name: token for name, token in names.items() if token}
+    )
 
 
 @pytest.fixture

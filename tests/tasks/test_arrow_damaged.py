@@ -1,4 +1,5 @@
-"""Parquet files and saved data sets, damaged or made to fill the memory: a DataError (exit code 3), soon, within a stated memory."""
+"""Parquet files and saved data sets, damaged or made to fill the memory: a DataError (exit code 3), soon,
+within a stated memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from petune.tasks.sources import find_source
 def written(path: Path, rows: int = 300, compression: str = "snappy") -> Path:
     """A good file of several row groups: texts, labels, numbers, lists."""
     texts = [f"a text of some words, number {number}" * (1 + number % 3) for number in range(rows)]
-    table = pyarrow.table({"text": texts, "label": ["ab"[number % 2] for number in range(rows)], "list": [[1, 2], None, [3]] * (rows // 3)})
+    table = pyarrow.table(
+        {
+            "text": texts,
+            "label": ["ab"[number % 2] for number in range(rows)],
+            "list": [[1, 2], None, [3]] * (rows // 3),
+        }
+    )
     pyarrow.parquet.write_table(table, path, row_group_size=64, compression=compression)
     return path
 
@@ -45,7 +52,8 @@ def damages(whole: bytes, number: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
 def test_a_damaged_parquet_file_is_always_a_fault_of_the_data(compression: str, tmp_path: Path):
-    """Sixty damages of each kind of file. A flip in a text itself may pass unseen, for Parquet has no checksum of it."""
+    """Sixty damages of each kind of file. A flip in a text itself may pass unseen, for Parquet has no
+    checksum of it."""
     whole, found = written(tmp_path / "whole.parquet", compression=compression).read_bytes(), 0
     path = tmp_path / "damaged.parquet"
     for damaged in damages(whole, 60):
@@ -59,7 +67,9 @@ def test_a_damaged_parquet_file_is_always_a_fault_of_the_data(compression: str, 
 
 
 def test_a_damaged_data_set_of_datasets_is_always_a_fault_of_the_data(tmp_path: Path):
-    datasets.Dataset.from_dict({"text": [f"hello {number}" for number in range(300)]}).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_dict({"text": [f"hello {number}" for number in range(300)]}).save_to_disk(
+        str(tmp_path / "saved")
+    )
     file, found = next((tmp_path / "saved").glob("*.arrow")), 0
     for damaged in damages(file.read_bytes(), 40):
         file.unlink()  # it is mapped by the reader of the one before
@@ -99,14 +109,19 @@ def test_a_saved_data_set_with_a_compressed_table_is_refused(tmp_path: Path) -> 
     file = next(saved.glob("*.arrow"))
     with pyarrow.ipc.open_stream(file) as reader:
         table = reader.read_all()
-    with pyarrow.ipc.new_stream(str(file), table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    with pyarrow.ipc.new_stream(
+        str(file), table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    ) as writer:
         writer.write_table(table)
     with pytest.raises(DataError, match="the table is compressed"):
         list(find_source(str(saved), tmp_path).records("train", Faults(skip=False)))
 
 
-def test_a_small_file_that_holds_gigabytes_is_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One text of 1 MiB, told 4,000 times over by a dictionary: 1.3 MB of memory at most for each of the rows that are read."""
+def test_a_small_file_that_holds_gigabytes_is_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One text of 1 MiB, told 4,000 times over by a dictionary: 1.3 MB of memory at most for each of the rows
+    that are read."""
     monkeypatch.setattr("petune.tasks.read.MOST_DECODED", 2**26)
     text = pyarrow.array(["x" * 2**20])
     repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4000, pyarrow.int32()), text)
@@ -125,8 +140,12 @@ def test_a_row_group_that_says_it_is_too_large_is_not_read(tmp_path: Path, monke
     monkeypatch.setattr("petune.tasks.read.MOST_DECODED", 0)
     monkeypatch.setattr("petune.tasks.read.MOST_GROWTH", 5)
     path = tmp_path / "zeros.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["0" * 2**24]}), path, compression="zstd", use_dictionary=False)
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", lambda *a, **k: pytest.fail("it was read"))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["0" * 2**24]}), path, compression="zstd", use_dictionary=False
+    )
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile, "iter_batches", lambda *a, **k: pytest.fail("it was read")
+    )
     with pytest.raises(DataError, match=r"16 MiB|take more than"):
         list(read_file(path, Faults(skip=False)))
 

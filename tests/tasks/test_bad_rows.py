@@ -1,4 +1,5 @@
-"""Wrong data files: each gives a DataError (exit code 3) that names file and line, never a traceback of something else."""
+"""Wrong data files: each gives a DataError (exit code 3) that names file and line, never a traceback of
+something else."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ from petune.tasks.configs import MAX_LINE_BYTES
 from tests.tasks.wrong_data import GOOD, WRONG
 
 
-@pytest.mark.parametrize(("name", "raw", "task", "says"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_a_wrong_file_is_refused_with_its_place(name: str, raw: bytes, task: str, says: list[str], tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "raw", "task", "says"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG]
+)
+def test_a_wrong_file_is_refused_with_its_place(
+    name: str, raw: bytes, task: str, says: list[str], tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(raw)
     before = sorted(tmp_path.iterdir())
@@ -27,7 +32,9 @@ def test_a_wrong_file_is_refused_with_its_place(name: str, raw: bytes, task: str
 
 
 def test_a_label_held_out_but_never_trained_is_named_with_the_nearest(jsonl, tmp_path: Path) -> None:
-    train = jsonl({"text": "x", "label": "good"}, {"text": "y", "label": "bad"}, {"text": "z", "label": "bad"})
+    train = jsonl(
+        {"text": "x", "label": "good"}, {"text": "y", "label": "bad"}, {"text": "z", "label": "bad"}
+    )
     held_out = jsonl({"text": "w", "label": "goood"}, name="held.jsonl")
     with pytest.raises(DataError, match=r"held.jsonl:1 .*'goood'[\s\S]*did you mean: good"):
         load_rows(DataConfig(train, eval=held_out), "classify", tmp_path)
@@ -38,7 +45,9 @@ def test_the_first_ten_bad_rows_are_told_and_all_are_counted(tmp_path: Path) -> 
     with pytest.raises(DataError) as caught:
         load_rows(DataConfig("d.jsonl"), "classify", tmp_path)
     assert len(caught.value.problems) == 11
-    assert [problem.where.rsplit(":", 2)[1] for problem in caught.value.problems[:10]] == [str(line) for line in range(5, 15)]
+    assert [problem.where.rsplit(":", 2)[1] for problem in caught.value.problems[:10]] == [
+        str(line) for line in range(5, 15)
+    ]
     assert "27 more" in caught.value.problems[-1].what
 
 
@@ -69,7 +78,9 @@ def test_what_follows_an_unreadable_place_is_never_skipped(tmp_path: Path) -> No
 
 def test_a_line_of_the_greatest_length_is_read(tmp_path: Path) -> None:
     start, end = b'{"text": "', b'"}\n'
-    (tmp_path / "d.jsonl").write_bytes(start + b"x" * (MAX_LINE_BYTES - len(start) - len(end)) + end + b'{"text": "short"}\n')
+    (tmp_path / "d.jsonl").write_bytes(
+        start + b"x" * (MAX_LINE_BYTES - len(start) - len(end)) + end + b'{"text": "short"}\n'
+    )
     assert len(load_rows(DataConfig("d.jsonl"), "causal", tmp_path).train) == 1
 
 

@@ -39,7 +39,10 @@ def test_classes_are_a_vector_and_segments_come_along() -> None:
 
 
 def test_the_padding_of_a_packed_batch_is_a_sample_of_its_own() -> None:
-    rows = [Example([5, 6], [MASKED, 6], "d:1", 2, positions=[0, 1]), Example([5, 6, 7, 8], [MASKED] * 4, "d:2", 4, positions=[0, 1, 2, 0])]
+    rows = [
+        Example([5, 6], [MASKED, 6], "d:1", 2, positions=[0, 1]),
+        Example([5, 6, 7, 8], [MASKED] * 4, "d:2", 4, positions=[0, 1, 2, 0]),
+    ]
     batch = collate(rows, "causal", 0, packed=True)
     assert "attention_mask" not in batch
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]

@@ -1,4 +1,5 @@
-"""Templates that never end, ask for all memory or end the process: FileError with the template's name, within its limits."""
+"""Templates that never end, ask for all memory or end the process: FileError with the template's name, within
+its limits."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from petune.tasks.rows import Conversation, Message
 from tests.tasks.conftest import CHATML
 
 TALK = Conversation("d.jsonl:1", (Message("user", "hello"), Message("assistant", "good day")))
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor"
+    " %}{% endfor %}"
+)
 BOMBS = {
     "an endless loop": (LOOP, "takes too much time"),
     "a power": ("{{ 7 ** (10 ** 9) }}", "takes too much (time|memory)"),
@@ -36,7 +40,9 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_that_takes_too_much_is_refused_with_its_name(name: str, chat_tokenizer: Any, no_room: None):
+def test_a_template_that_takes_too_much_is_refused_with_its_name(
+    name: str, chat_tokenizer: Any, no_room: None
+):
     bomb, says = BOMBS[name]
     chat_tokenizer.chat_template = bomb + CHATML
     chat_tokenizer.name_or_path = "folder/of/mine"
@@ -57,7 +63,9 @@ def test_what_a_good_template_renders_is_transformers_own_text(chat_tokenizer: A
     rows = [TALK] * 50
     assert [chat_tokenizer.decode(one.input_ids) for one in encode_chat(rows, coder)] == [text] * 50
     asked = chat_tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    assert chat_tokenizer.decode(encode_prompt("hello", "chat", chat_tokenizer, DataConfig("d.jsonl"))) == asked
+    assert (
+        chat_tokenizer.decode(encode_prompt("hello", "chat", chat_tokenizer, DataConfig("d.jsonl"))) == asked
+    )
     assert chat_tokenizer.chat_template == CHATML
 
 
@@ -79,7 +87,10 @@ def test_errors_come_out_as_they_are_and_no_process_is_left():
         os.waitpid(-1, os.WNOHANG)
 
 
-@pytest.mark.parametrize(("end", "says"), [(lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"), (lambda: os._exit(9), "exit code 9")])
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [(lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"), (lambda: os._exit(9), "exit code 9")],
+)
 def test_a_process_that_dies_is_told(end: Callable[[], None], says: str):
     with pytest.raises(FileError, match=says):
         list(bounded(lambda item: end(), [1], "the template"))

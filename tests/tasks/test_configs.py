@@ -20,7 +20,11 @@ def test_every_key_and_format_is_documented() -> None:
 
 def test_the_tables_speak_of_the_same_formats_roles_and_tasks() -> None:
     assert set(NEEDS) == set(FORMATS)
-    assert set(USUAL) == set(ROLES) == {role for table in (NEEDS, MAY) for roles in table.values() for role in roles}
+    assert (
+        set(USUAL)
+        == set(ROLES)
+        == {role for table in (NEEDS, MAY) for roles in table.values() for role in roles}
+    )
     assert set(TASK_FORMATS) == set(TASKS)
 
 

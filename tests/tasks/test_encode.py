@@ -7,7 +7,20 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from petune.errors import DataError, FileError, UsageError
-from petune.tasks import Conversation, DataConfig, Labelled, Message, Pair, Rows, Text, encode, encode_prompt, pad_token_id, render, spans
+from petune.tasks import (
+    Conversation,
+    DataConfig,
+    Labelled,
+    Message,
+    Pair,
+    Rows,
+    Text,
+    encode,
+    encode_prompt,
+    pad_token_id,
+    render,
+    spans,
+)
 from petune.tasks.examples import MASKED, Example
 
 CONFIG = DataConfig("unused", separator=" ")
@@ -15,7 +28,13 @@ DIALOGUE = Conversation(
     "d:1",
     tuple(
         Message(role, content)
-        for role, content in [("system", "Be brief."), ("user", "1+1"), ("assistant", "two"), ("user", "2+2"), ("assistant", "four")]
+        for role, content in [
+            ("system", "Be brief."),
+            ("user", "1+1"),
+            ("assistant", "two"),
+            ("user", "2+2"),
+            ("assistant", "four"),
+        ]
     ),
 )
 
@@ -24,7 +43,13 @@ def rows(*train: object, labels: tuple[str, ...] | None = None) -> Rows:
     return Rows(list(train), [], labels, "text", (), "")
 
 
-def coded(tokenizer: PreTrainedTokenizerFast, task: str, *train: object, config: DataConfig = CONFIG, **given: object) -> list[Example]:
+def coded(
+    tokenizer: PreTrainedTokenizerFast,
+    task: str,
+    *train: object,
+    config: DataConfig = CONFIG,
+    **given: object,
+) -> list[Example]:
     kind = {"classify": "encoder", "seq2seq": "encoder-decoder"}.get(task, "decoder")
     labels = ("a", "b") if task == "classify" else None
     return encode(rows(*train, labels=labels), task, tokenizer, config, model_kind=kind, **given).train
@@ -65,7 +90,9 @@ def test_a_tokenizer_that_adds_the_end_itself_has_it_once(make_tokenizer) -> Non
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = make_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     pair, text = coded(tokenizer, "causal", Pair("d:1", "ask", "reply"), Text("d:2", "words"))
     assert tokenizer.decode(pair.input_ids) == "<s>ask reply</s>"
     assert tokenizer.decode(text.input_ids) == "<s>words</s>"
@@ -89,7 +116,10 @@ def test_a_tokenizer_without_pad_token_gets_its_end_token_and_says_so(make_token
 @pytest.mark.forks
 def test_only_the_assistant_is_trained_with_its_end_of_turn(chat_tokenizer) -> None:
     (example,) = coded(chat_tokenizer, "chat", DIALOGUE)
-    assert [text for text, marked in spans(example, chat_tokenizer) if marked] == ["two<|im_end|>\n", "four<|im_end|>\n"]
+    assert [text for text, marked in spans(example, chat_tokenizer) if marked] == [
+        "two<|im_end|>\n",
+        "four<|im_end|>\n",
+    ]
 
 
 @pytest.mark.forks
@@ -108,7 +138,9 @@ def test_a_template_that_ends_no_turn_gets_an_end_token(chat_tokenizer) -> None:
 
 @pytest.mark.forks
 def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer) -> None:
-    chat_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}<|im_end|>{% endfor %}"
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] if loop.last else 'x' }}<|im_end|>{% endfor %}"
+    )
     with pytest.raises(DataError, match=r"d:1 .*turn 3 differently"):
         coded(chat_tokenizer, "chat", DIALOGUE)
 
@@ -130,7 +162,9 @@ def test_no_template_is_an_error_with_a_remedy(tokenizer) -> None:
 
 def test_a_class_is_its_place_among_the_labels(tokenizer) -> None:
     tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]  # as BERT's has it
-    first, second = coded(tokenizer, "classify", Labelled("d:1", "x", None, "b"), Labelled("d:2", "x", "y", "a"))
+    first, second = coded(
+        tokenizer, "classify", Labelled("d:1", "x", None, "b"), Labelled("d:2", "x", "y", "a")
+    )
     assert (first.labels, second.labels) == (1, 0)
     assert tokenizer.decode(second.input_ids) == "<s>x<s>y"
     assert second.token_types == [0, 0, 0, 1]
@@ -138,7 +172,9 @@ def test_a_class_is_its_place_among_the_labels(tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("side", "kept"), [("right", "<s>abcdefg"), ("left", "<s>defghij")])
-def test_a_text_is_cut_on_the_side_named_and_keeps_its_special_tokens(side: str, kept: str, tokenizer) -> None:
+def test_a_text_is_cut_on_the_side_named_and_keeps_its_special_tokens(
+    side: str, kept: str, tokenizer
+) -> None:
     config = replace(CONFIG, max_length=8, truncation=side)
     (example,) = coded(tokenizer, "classify", Labelled("d:1", "abcdefghij", None, "a"), config=config)
     assert tokenizer.decode(example.input_ids) == kept
@@ -146,7 +182,9 @@ def test_a_text_is_cut_on_the_side_named_and_keeps_its_special_tokens(side: str,
 
 
 def test_the_whole_target_is_trained_with_its_end(tokenizer) -> None:
-    (example,) = coded(tokenizer, "seq2seq", Pair("d:1", "long", "short"), config=replace(CONFIG, prefix="sum: "))
+    (example,) = coded(
+        tokenizer, "seq2seq", Pair("d:1", "long", "short"), config=replace(CONFIG, prefix="sum: ")
+    )
     assert tokenizer.decode(example.input_ids) == "<s>sum: long"
     assert tokenizer.decode(example.labels) == "<s>short</s>"
     assert render(example, tokenizer) == "<s>sum: long -> [[<s>short</s>]]"
@@ -156,11 +194,18 @@ def test_the_whole_target_is_trained_with_its_end(tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "seen"), [("right", "<s>abcdef [[ghi]]"), ("left", "<s>bcdef [[ghijk</s>]]")], ids=["right loses the end", "left keeps it"]
+    ("side", "seen"),
+    [("right", "<s>abcdef [[ghi]]"), ("left", "<s>bcdef [[ghijk</s>]]")],
+    ids=["right loses the end", "left keeps it"],
 )
 def test_an_over_long_pair_is_cut_on_the_side_named(side: str, seen: str, tokenizer) -> None:
     limit = 11 if side == "right" else 13
-    (example,) = coded(tokenizer, "causal", Pair("d:1", "abcdef", "ghijk"), config=replace(CONFIG, max_length=limit, truncation=side))
+    (example,) = coded(
+        tokenizer,
+        "causal",
+        Pair("d:1", "abcdef", "ghijk"),
+        config=replace(CONFIG, max_length=limit, truncation=side),
+    )
     assert render(example, tokenizer) == seen
 
 
@@ -214,7 +259,9 @@ def test_the_report_has_the_figures(tokenizer) -> None:
         ("seq2seq", "encoder-decoder", True),
     ],
 )
-def test_a_task_or_packing_that_does_not_fit_the_model_is_a_usage_error(task: str, kind: str, packing: bool, tokenizer) -> None:
+def test_a_task_or_packing_that_does_not_fit_the_model_is_a_usage_error(
+    task: str, kind: str, packing: bool, tokenizer
+) -> None:
     with pytest.raises(UsageError) as caught:
         encode(rows(Text("d:1", "x")), task, tokenizer, replace(CONFIG, packing=packing), model_kind=kind)
     assert caught.value.code == 2

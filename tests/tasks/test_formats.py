@@ -39,12 +39,19 @@ def test_two_possible_readings_are_an_error_not_a_guess() -> None:
 
 
 def test_a_column_may_be_named() -> None:
-    layout = detect(Record("d:1", {"review": "x", "text": "no", "stars": 5}), "auto", {"text": "review", "label": "stars"}, "classify")
+    layout = detect(
+        Record("d:1", {"review": "x", "text": "no", "stars": 5}),
+        "auto",
+        {"text": "review", "label": "stars"},
+        "classify",
+    )
     assert layout.columns == {"text": "review", "label": "stars"}
 
 
 def test_a_named_column_that_is_missing_is_an_error_with_the_nearest() -> None:
-    with pytest.raises(DataError, match=r"no column 'reveiw'[\s\S]*columns review, stars[\s\S]*did you mean: review"):
+    with pytest.raises(
+        DataError, match=r"no column 'reveiw'[\s\S]*columns review, stars[\s\S]*did you mean: review"
+    ):
         detect(Record("d:1", {"review": "x", "stars": 5}), "auto", {"text": "reveiw"}, "classify")
 
 
@@ -77,7 +84,13 @@ def test_the_task_follows_from_format_and_model(format_: str, kind: str, task: s
 
 
 @pytest.mark.parametrize(
-    ("format_", "kind"), [("messages", "encoder"), ("pairs", "encoder"), ("text", "encoder-decoder"), ("tokens", "encoder-decoder")]
+    ("format_", "kind"),
+    [
+        ("messages", "encoder"),
+        ("pairs", "encoder"),
+        ("text", "encoder-decoder"),
+        ("tokens", "encoder-decoder"),
+    ],
 )
 def test_rows_that_a_model_cannot_learn_from_are_a_usage_error(format_: str, kind: str) -> None:
     with pytest.raises(UsageError, match=format_):
@@ -89,10 +102,15 @@ def test_the_demo_corpus_has_a_format_of_its_own(tmp_path: Path) -> None:
 
 
 def test_alpaca_becomes_its_prompt_a_plain_source_or_a_conversation(jsonl, tmp_path: Path) -> None:
-    path = jsonl({"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Greet.", "input": "", "output": "Hi"})
+    path = jsonl(
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Greet.", "input": "", "output": "Hi"},
+    )
     config = DataConfig(path, eval=path.replace("data", "other"))
     jsonl({"instruction": "Z", "output": "z"}, name="other.jsonl")
-    causal, seq2seq, chat = (load_rows(config, task, tmp_path).train for task in ("causal", "seq2seq", "chat"))
+    causal, seq2seq, chat = (
+        load_rows(config, task, tmp_path).train for task in ("causal", "seq2seq", "chat")
+    )
     assert isinstance(causal[0], Pair)
     assert causal[0].source.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:")
     assert "### Input" not in causal[1].source
@@ -102,8 +120,14 @@ def test_alpaca_becomes_its_prompt_a_plain_source_or_a_conversation(jsonl, tmp_p
 
 
 def test_sharegpt_and_messages_give_the_same_conversation(jsonl, tmp_path: Path) -> None:
-    one = load_rows(DataConfig(jsonl({"messages": CHAT}, {"messages": [CHAT[0], {"role": "assistant", "content": "2"}]})), "chat", tmp_path)
-    path = jsonl({"conversations": GPT}, {"conversations": [GPT[0], {"from": "gpt", "value": "2"}]}, name="b.jsonl")
+    one = load_rows(
+        DataConfig(jsonl({"messages": CHAT}, {"messages": [CHAT[0], {"role": "assistant", "content": "2"}]})),
+        "chat",
+        tmp_path,
+    )
+    path = jsonl(
+        {"conversations": GPT}, {"conversations": [GPT[0], {"from": "gpt", "value": "2"}]}, name="b.jsonl"
+    )
     assert load_rows(DataConfig(path), "chat", tmp_path).sha256 == one.sha256
 
 
@@ -131,7 +155,10 @@ def test_preferences_are_refused_as_such(columns: dict, remedy: str) -> None:
 
 
 def test_the_preferred_answers_alone_may_be_asked_for() -> None:
-    assert detect(Record("d:1", PAIR), "auto", {"target": "chosen"}, None).columns == {"source": "prompt", "target": "chosen"}
+    assert detect(Record("d:1", PAIR), "auto", {"target": "chosen"}, None).columns == {
+        "source": "prompt",
+        "target": "chosen",
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,7 +170,9 @@ def test_the_preferred_answers_alone_may_be_asked_for() -> None:
         ({"a": "x", "b": "y"}, None, r"data\.columns\.ROLE=COLUMN"),
     ],
 )
-def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(columns: dict, task: str | None, remedy: str) -> None:
+def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(
+    columns: dict, task: str | None, remedy: str
+) -> None:
     with pytest.raises(DataError, match=remedy):
         detect(Record("d:1", columns), "auto", {}, task)
 
@@ -152,14 +181,25 @@ def test_a_column_is_offered_for_a_role_only_if_its_values_could_play_it(columns
 
 
 def table(path: Path, header: str, rows: int = 20) -> DataConfig:
-    cells = {"text": "seen {at} times", "few": "{few}", "own": "row {at}", "long": "a note of more than forty characters, as nobody labels"}
+    cells = {
+        "text": "seen {at} times",
+        "few": "{few}",
+        "own": "row {at}",
+        "long": "a note of more than forty characters, as nobody labels",
+    }
     roles = dict(part.split("=") for part in header.split(","))
-    lines = [",".join(f'"{cells[role]}"'.format(at=at, few=at % 5) for role in roles.values()) for at in range(rows)]
+    lines = [
+        ",".join(f'"{cells[role]}"'.format(at=at, few=at % 5) for role in roles.values())
+        for at in range(rows)
+    ]
     path.write_text("\n".join([",".join(roles), *lines]) + "\n")
     return DataConfig(str(path))
 
 
-@pytest.mark.parametrize("names", [{"Text": "x", "Label": "a"}, {"TEXT": "x", "Class": 1}, {"Review": "x", "Sentiment": "a", "text_": "y"}])
+@pytest.mark.parametrize(
+    "names",
+    [{"Text": "x", "Label": "a"}, {"TEXT": "x", "Class": 1}, {"Review": "x", "Sentiment": "a", "text_": "y"}],
+)
 def test_column_names_are_found_in_any_case(names: dict) -> None:
     text, label, *_ = names
     layout = detect(Record("d:1", names), "auto", {}, None)
@@ -167,7 +207,10 @@ def test_column_names_are_found_in_any_case(names: dict) -> None:
 
 
 def test_the_usual_case_wins_over_another() -> None:
-    assert detect(Record("d:1", {"Text": "x", "text": "y", "Label": 1}), "auto", {}, None).columns["text"] == "text"
+    assert (
+        detect(Record("d:1", {"Text": "x", "text": "y", "Label": 1}), "auto", {}, None).columns["text"]
+        == "text"
+    )
 
 
 def test_preferences_are_refused_in_any_case() -> None:
@@ -186,7 +229,9 @@ def test_preferences_are_refused_in_any_case() -> None:
         ("text=text,rating=few,lables=few", {}, "data.columns.text=text data.columns.label=lables"),
     ],
 )
-def test_text_beside_what_looks_like_a_label_is_a_question_not_a_guess(header: str, columns: dict, named: str, tmp_path: Path) -> None:
+def test_text_beside_what_looks_like_a_label_is_a_question_not_a_guess(
+    header: str, columns: dict, named: str, tmp_path: Path
+) -> None:
     config = replace(table(tmp_path / "d.csv", header), columns=columns)
     with pytest.raises(DataError) as caught:
         detect_format(config, tmp_path)
@@ -197,14 +242,20 @@ def test_text_beside_what_looks_like_a_label_is_a_question_not_a_guess(header: s
     assert load_rows(config, "mlm", tmp_path).format == "text"  # which a recipe asks for by its task
 
 
-@pytest.mark.parametrize("header", ["text=text", "text=text,id=own", "text=text,note=long", "id=own,text=text,note=long"])
+@pytest.mark.parametrize(
+    "header", ["text=text", "text=text,id=own", "text=text,note=long", "id=own,text=text,note=long"]
+)
 def test_text_beside_what_is_no_label_is_text(header: str, tmp_path: Path) -> None:
     assert detect_format(table(tmp_path / "d.csv", header), tmp_path) == "text"
 
 
 def test_text_that_is_asked_for_is_text_whatever_is_beside_it(tmp_path: Path) -> None:
     config = table(tmp_path / "d.csv", "text=text,stars=few")
-    assert detect_format(replace(config, format="text"), tmp_path) == detect_format(replace(config, chunk=True), tmp_path) == "text"
+    assert (
+        detect_format(replace(config, format="text"), tmp_path)
+        == detect_format(replace(config, chunk=True), tmp_path)
+        == "text"
+    )
 
 
 def test_classes_alike_but_for_case_or_never_held_out_are_warned_of(tmp_path: Path) -> None:

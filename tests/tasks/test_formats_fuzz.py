@@ -20,13 +20,17 @@ VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "user", "assistant"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "user", "assistant"]), inner, max_size=3
+        )
     ),
     max_leaves=6,
 )
 ROWS = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4) | VALUES, max_size=6)
 TASKS = st.sampled_from(["classify", "seq2seq", "causal", "chat"])
-COUNTS = pytest.mark.parametrize("count", [60, pytest.param(800, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+COUNTS = pytest.mark.parametrize(
+    "count", [60, pytest.param(800, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
 
 
 def fuzz(count: int, check: Callable[..., None], **drawn: st.SearchStrategy[Any]) -> None:

@@ -13,7 +13,11 @@ from petune.demo import model_path
 from petune.errors import MachineError
 from petune.tasks import DataConfig, collate, encode, infer_task, load_rows, loss_sum, pad_token_id, spans
 
-FIT = [("minilm", "encoder", "classify"), ("tiny-t5", "encoder-decoder", "seq2seq"), ("tiny-bart", "encoder-decoder", "seq2seq")]
+FIT = [
+    ("minilm", "encoder", "classify"),
+    ("tiny-t5", "encoder-decoder", "seq2seq"),
+    ("tiny-bart", "encoder-decoder", "seq2seq"),
+]
 FIT += [("tiny-llama", "decoder", "causal")]
 
 
@@ -40,7 +44,10 @@ def test_the_demo_llama_chats_by_its_own_template(jsonl, tmp_path: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny-llama"))
     turns = [{"role": "user", "content": "What is a tuple?"}, {"role": "assistant", "content": "A sequence."}]
     path = jsonl({"messages": turns}, {"messages": [*turns, *turns]})
-    config = DataConfig(path, eval=jsonl({"messages": [turns[0], {"role": "assistant", "content": "Else."}]}, name="held.jsonl"))
+    config = DataConfig(
+        path,
+        eval=jsonl({"messages": [turns[0], {"role": "assistant", "content": "Else."}]}, name="held.jsonl"),
+    )
     encoded = encode(load_rows(config, "chat", tmp_path), "chat", tokenizer, config, model_kind="decoder")
     marked = [[text for text, trained in spans(example, tokenizer) if trained] for example in encoded.train]
     assert marked == [["A sequence.</s>"], ["A sequence.</s>"] * 2]
@@ -50,7 +57,9 @@ def test_a_seq2seq_loss_is_that_of_transformers() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny-bart"))
     model = AutoModelForSeq2SeqLM.from_pretrained(model_path("tiny-bart")).float().eval()
     config = DataConfig("demo:docstrings", max_rows=4)
-    encoded = encode(load_rows(config, "seq2seq", Path()), "seq2seq", tokenizer, config, model_kind="encoder-decoder")
+    encoded = encode(
+        load_rows(config, "seq2seq", Path()), "seq2seq", tokenizer, config, model_kind="encoder-decoder"
+    )
     batch = collate(encoded.train, "seq2seq", pad_token_id(tokenizer))
     out = model(**batch)
     total, trained = loss_sum(out.logits, batch, "seq2seq")

@@ -29,7 +29,9 @@ def gradients(batches: list[list[Example]], make_llama) -> list[torch.Tensor]:
 
 def test_one_batch_of_sixteen_and_sixteen_of_one_have_the_same_gradient(make_llama) -> None:
     rows = [example(4 + 3 * (n % 5), 1 + n % 3, n) for n in range(16)]
-    for whole, piecewise in zip(gradients([rows], make_llama), gradients([[row] for row in rows], make_llama), strict=True):
+    for whole, piecewise in zip(
+        gradients([rows], make_llama), gradients([[row] for row in rows], make_llama), strict=True
+    ):
         torch.testing.assert_close(whole, piecewise, atol=1e-12, rtol=0)
 
 
@@ -54,7 +56,9 @@ def test_targets_are_not_shifted() -> None:
     logits, labels = torch.randn(2, 3, 7), torch.tensor([[1, 2, MASKED], [3, MASKED, MASKED]])
     total, trained = loss_sum(logits, {"labels": labels}, "seq2seq")
     assert trained == 3
-    assert total.item() == pytest.approx(cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item(), rel=1e-6)
+    assert total.item() == pytest.approx(
+        cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item(), rel=1e-6
+    )
 
 
 def test_low_precision_logits_are_summed_in_fp32() -> None:
@@ -69,7 +73,9 @@ def test_class_weights_weigh_the_sum_and_the_count() -> None:
     weights = torch.tensor([0.5, 3.0])
     total, weight = loss_sum(logits, batch, "classify", weights)
     assert weight == count(batch, weights) == 4.5
-    assert (total / weight).item() == pytest.approx(cross_entropy(logits, batch["labels"], weight=weights).item(), rel=1e-6)
+    assert (total / weight).item() == pytest.approx(
+        cross_entropy(logits, batch["labels"], weight=weights).item(), rel=1e-6
+    )
 
 
 def test_balanced_weights_give_each_class_the_same_say() -> None:

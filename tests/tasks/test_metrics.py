@@ -22,7 +22,9 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
 
 def test_two_class_matthews_is_the_usual_one() -> None:
     # tp 1, tn 2, fp 1, fn 1
-    assert matthews([1, 0, 1, 0, 0], [1, 1, 0, 0, 0]) == pytest.approx((1 * 2 - 1 * 1) / math.sqrt(2 * 2 * 3 * 3))
+    assert matthews([1, 0, 1, 0, 0], [1, 1, 0, 0, 0]) == pytest.approx(
+        (1 * 2 - 1 * 1) / math.sqrt(2 * 2 * 3 * 3)
+    )
 
 
 def test_a_constant_guess_has_no_correlation() -> None:
@@ -39,7 +41,12 @@ def test_a_classifier_is_scored_over_batches() -> None:
     scorer = Scorer("classify")
     scorer.add(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]), 3.0, 2)
     scorer.add(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), 0.0, 1)
-    assert scorer.result() == {"loss": 1.0, "accuracy": 2 / 3, "f1_macro": pytest.approx(0.4), "matthews": 0.0}
+    assert scorer.result() == {
+        "loss": 1.0,
+        "accuracy": 2 / 3,
+        "f1_macro": pytest.approx(0.4),
+        "matthews": 0.0,
+    }
 
 
 def test_a_decoder_is_scored_on_the_next_token() -> None:

@@ -26,7 +26,13 @@ def bert() -> Any:
 def coded(tokenizer: Any, task: str, *texts: str, **settings: Any) -> Any:
     rows = [Text(f"d:{line}", text) for line, text in enumerate(texts, start=1)]
     kind = "encoder" if task == "mlm" else "decoder"
-    return encode(Rows(rows, rows[:1], None, "text", (), ""), task, tokenizer, replace(CONFIG, **settings), model_kind=kind)
+    return encode(
+        Rows(rows, rows[:1], None, "text", (), ""),
+        task,
+        tokenizer,
+        replace(CONFIG, **settings),
+        model_kind=kind,
+    )
 
 
 # --- masks ---
@@ -42,7 +48,11 @@ def test_three_in_twenty_tokens_are_trained_in_the_shares_of_the_paper(bert) -> 
         assert len(places) == round(0.15 * (len(whole.input_ids) - 2))
         assert [drawn.labels[place] for place in places] == [whole.input_ids[place] for place in places]
         assert not {drawn.labels[place] for place in places} & set(bert.all_special_ids)
-        assert all(drawn.input_ids[place] == whole.input_ids[place] for place in range(len(whole.input_ids)) if place not in places)
+        assert all(
+            drawn.input_ids[place] == whole.input_ids[place]
+            for place in range(len(whole.input_ids))
+            if place not in places
+        )
         chosen += len(places)
         hidden += sum(drawn.input_ids[place] == bert.mask_token_id for place in places)
         kept += sum(drawn.input_ids[place] == whole.input_ids[place] for place in places)
@@ -54,8 +64,14 @@ def test_masks_follow_from_seed_step_and_row_alone(bert) -> None:
     encoded = coded(bert, "mlm", TEXT, TEXT + "again")
     first, second = encoded.drawn(encoded.train, "seed 0 step 3")
     assert encoded.drawn([encoded.train[0]], "seed 0 step 3") == [first]
-    assert [one.labels for one in encoded.drawn(encoded.train, "seed 0 step 4")] != [first.labels, second.labels]
-    assert [one.labels for one in encoded.drawn(encoded.train, "seed 1 step 3")] != [first.labels, second.labels]
+    assert [one.labels for one in encoded.drawn(encoded.train, "seed 0 step 4")] != [
+        first.labels,
+        second.labels,
+    ]
+    assert [one.labels for one in encoded.drawn(encoded.train, "seed 1 step 3")] != [
+        first.labels,
+        second.labels,
+    ]
 
 
 def test_held_out_rows_have_one_choice_of_masks(bert) -> None:
@@ -79,23 +95,45 @@ def test_a_tokenizer_without_mask_token_is_refused(tokenizer) -> None:
 
 def test_windows_of_a_decoder_hold_every_token_once_with_an_end_after_each_document(tokenizer) -> None:
     encoded = coded(tokenizer, "causal", "abcdefghij", "klmno", chunk=True, max_length=8)
-    assert [tokenizer.decode(example.input_ids) for example in encoded.train] == ["<s>abcdefg", "hij</s><s>klm", "no</s>"]
-    assert [render(example, tokenizer) for example in encoded.train] == ["<s>[[abcdefg]]", "h[[ij</s>]]<s>[[klm]]", "n[[o</s>]]"]
+    assert [tokenizer.decode(example.input_ids) for example in encoded.train] == [
+        "<s>abcdefg",
+        "hij</s><s>klm",
+        "no</s>",
+    ]
+    assert [render(example, tokenizer) for example in encoded.train] == [
+        "<s>[[abcdefg]]",
+        "h[[ij</s>]]<s>[[klm]]",
+        "n[[o</s>]]",
+    ]
     assert [example.where for example in encoded.train] == ["d:1", "d:1", "d:2"]
     assert encoded.report.truncated == 0
-    assert any("documents joined and cut into windows: 2 into 3, held out 1 into 2" in line for line in encoded.report.lines())
+    assert any(
+        "documents joined and cut into windows: 2 into 3, held out 1 into 2" in line
+        for line in encoded.report.lines()
+    )
 
 
 def test_windows_of_an_encoder_are_framed_by_its_special_tokens(bert) -> None:
     encoded = coded(bert, "mlm", "a b c d e f g", "h i", chunk=True, max_length=8)
-    assert [bert.decode(example.input_ids) for example in encoded.train] == ["[CLS] a b c d e f [SEP]", "[CLS] g [SEP] h i [SEP]"]
-    assert all(label == MASKED for one in encoded.train for token, label in zip(one.input_ids, one.labels, strict=True) if token == 102)
+    assert [bert.decode(example.input_ids) for example in encoded.train] == [
+        "[CLS] a b c d e f [SEP]",
+        "[CLS] g [SEP] h i [SEP]",
+    ]
+    assert all(
+        label == MASKED
+        for one in encoded.train
+        for token, label in zip(one.input_ids, one.labels, strict=True)
+        if token == 102
+    )
 
 
 def test_a_text_file_is_one_document_and_its_end_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("one two\n\nthree four five six seven eight nine ten\n")
     rows = load_rows(DataConfig("book.txt", chunk=True, split=0.25), "causal", tmp_path)
-    assert (rows.train[0].text, rows.eval[0].text) == ("one two\n\nthree four five six seven eight", "nine ten\n")
+    assert (rows.train[0].text, rows.eval[0].text) == (
+        "one two\n\nthree four five six seven eight",
+        "nine ten\n",
+    )
     assert "held out the last 25% of the document" in rows.notes
 
 

@@ -15,7 +15,12 @@ import pytest
 from petune.errors import DataError, PetuneError, UsageError
 from petune.tasks import DataConfig, Rows, load_rows, take_rows
 
-ROWS = [{"text": "good", "label": "a"}, {"text": "bad", "label": "b"}, {"text": "fine, too", "label": "a"}, {"text": "poor", "label": "b"}]
+ROWS = [
+    {"text": "good", "label": "a"},
+    {"text": "bad", "label": "b"},
+    {"text": "fine, too", "label": "a"},
+    {"text": "poor", "label": "b"},
+]
 HELD = [{"text": "new", "label": "a"}, {"text": "old", "label": "b"}]
 
 
@@ -32,7 +37,9 @@ def from_file(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     folder = tmp_path_factory.mktemp("rows")
     for name, rows in (("train", ROWS), ("held", HELD)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_rows(DataConfig(str(folder / "train.jsonl"), eval=str(folder / "held.jsonl")), "classify", folder)
+    return load_rows(
+        DataConfig(str(folder / "train.jsonl"), eval=str(folder / "held.jsonl")), "classify", folder
+    )
 
 
 KINDS = {
@@ -43,7 +50,9 @@ KINDS = {
     "numpy's words": lambda rows: [{key: numpy.str_(value) for key, value in row.items()} for row in rows],
     "class labels": lambda rows: datasets.Dataset.from_list(
         [{**row, "label": "ab".index(row["label"])} for row in rows],
-        features=datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}),
+        features=datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
+        ),
     ),
 }
 
@@ -54,7 +63,13 @@ def test_every_kind_of_object_gives_the_rows_of_a_file(kind: str, from_file: Row
 
 
 @pytest.mark.parametrize("held_out", ["eval", "validation", "valid", "dev"])
-@pytest.mark.parametrize("make", [dict, lambda splits: datasets.DatasetDict({key: KINDS["dataset"](rows) for key, rows in splits.items()})])
+@pytest.mark.parametrize(
+    "make",
+    [
+        dict,
+        lambda splits: datasets.DatasetDict({key: KINDS["dataset"](rows) for key, rows in splits.items()}),
+    ],
+)
 def test_splits_bring_their_own_held_out_rows(make: Any, held_out: str, from_file: Rows):
     rows = read(make({"train": ROWS, held_out: HELD, "test": ROWS}))
     assert rows.sha256 == from_file.sha256
@@ -128,5 +143,8 @@ def test_words_in_numpy_arrays_as_pandas_reads_them_from_parquet_are_lists_of_wo
 
 
 def test_rows_that_differ_deep_in_an_array_have_another_fingerprint() -> None:
-    first, second = ([{"text": "x", "label": "a", "more": numpy.arange(2000) + (numpy.arange(2000) == at)}] for at in (900, 1000))
+    first, second = (
+        [{"text": "x", "label": "a", "more": numpy.arange(2000) + (numpy.arange(2000) == at)}]
+        for at in (900, 1000)
+    )
     assert take_rows(first, "data").spec != take_rows(second, "data").spec

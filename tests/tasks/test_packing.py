@@ -21,7 +21,9 @@ def test_every_sample_is_in_one_bin_and_no_bin_is_over_full(sizes: list[int]) ->
     samples = [example(size, seed) for seed, size in enumerate(sizes)]
     bins = pack(samples, 20)
     assert all(len(one.input_ids) == len(one.labels) == len(one.positions) <= 20 for one in bins)
-    assert sorted(token for one in bins for token in one.input_ids) == sorted(token for one in samples for token in one.input_ids)
+    assert sorted(token for one in bins for token in one.input_ids) == sorted(
+        token for one in samples for token in one.input_ids
+    )
     assert sum(one.trained for one in bins) == sum(one.trained for one in samples)
     assert len(bins) < 2 * sum(sizes) / 20 + 1, "no two bins could be one"
 
@@ -38,7 +40,10 @@ def test_packed_samples_train_as_if_each_were_alone(attention: str, make_llama) 
     bins = pack(samples, 16)
     assert len(bins) > 1 and {len(one.input_ids) for one in bins} != {16}, "several bins, some padded"
     losses, gradients = [], []
-    for batches in ([collate(bins, "causal", 2, packed=True)], [collate([one], "causal", 2) for one in samples]):
+    for batches in (
+        [collate(bins, "causal", 2, packed=True)],
+        [collate([one], "causal", 2) for one in samples],
+    ):
         model = make_llama(attention)
         total = 0.0
         for batch in batches:

@@ -49,7 +49,9 @@ def test_a_text_file_is_a_row_per_line(tmp_path: Path) -> None:
     assert len(rows.train) + len(rows.eval) == 4
 
 
-@pytest.mark.parametrize(("suffix", "line"), [("jsonl", 3), ("json", 10), ("csv", 4), ("tsv", 4), ("parquet", 3)])
+@pytest.mark.parametrize(
+    ("suffix", "line"), [("jsonl", 3), ("json", 10), ("csv", 4), ("tsv", 4), ("parquet", 3)]
+)
 def test_each_reader_knows_the_line_of_a_row(suffix: str, line: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = find_source(str(write(tmp_path / f"d.{suffix}")), tmp_path)
@@ -57,7 +59,9 @@ def test_each_reader_knows_the_line_of_a_row(suffix: str, line: int, tmp_path: P
     assert records[2].where == f"d.{suffix}:{line}"
 
 
-def test_a_quoted_csv_cell_may_span_lines_and_the_next_row_keeps_its_line(tmp_path: Path, monkeypatch) -> None:
+def test_a_quoted_csv_cell_may_span_lines_and_the_next_row_keeps_its_line(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("d.csv").write_text('text,label\n"two\nlines",a\nnext,b\n')
     records = list(find_source("d.csv", tmp_path).records("train", Faults(skip=False)))
@@ -75,10 +79,15 @@ def test_paths_start_at_the_recipe_then_at_the_working_directory(tmp_path: Path,
     assert find_source("d.jsonl", recipe).train == (recipe / "d.jsonl",)
 
 
-def test_a_missing_path_is_an_error_that_lists_where_it_looked_and_the_nearest_name(tmp_path: Path, monkeypatch) -> None:
+def test_a_missing_path_is_an_error_that_lists_where_it_looked_and_the_nearest_name(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "reviews.jsonl")
-    with pytest.raises(DataError, match=r"revews\.jsonl'\n   found no such file or folder in /[\s\S]*did you mean: reviews\.jsonl"):
+    with pytest.raises(
+        DataError,
+        match=r"revews\.jsonl'\n   found no such file or folder in /[\s\S]*did you mean: reviews\.jsonl",
+    ):
         find_source("revews.jsonl", tmp_path)
 
 
@@ -130,14 +139,20 @@ def test_the_demo_corpus_has_rows_for_every_task(tmp_path: Path) -> None:
         sizes[task] = len(rows.train)
         assert rows.eval
         assert (rows.labels == ("class", "function", "module")) == (task == "classify")
-    assert sizes["classify"] == sizes["causal"] > sizes["seq2seq"], "rows without a body are dropped from seq2seq alone"
+    assert sizes["classify"] == sizes["causal"] > sizes["seq2seq"], (
+        "rows without a body are dropped from seq2seq alone"
+    )
     assert any(
-        "rows without body or summary dropped" in note for note in load_rows(DataConfig("demo:docstrings"), "seq2seq", tmp_path).notes
+        "rows without body or summary dropped" in note
+        for note in load_rows(DataConfig("demo:docstrings"), "seq2seq", tmp_path).notes
     )
 
 
 def test_the_domain_corpus_is_other_text(tmp_path: Path) -> None:
-    general, domain = (load_rows(DataConfig(f"demo:{name}"), "causal", tmp_path) for name in ("docstrings", "docstrings-domain"))
+    general, domain = (
+        load_rows(DataConfig(f"demo:{name}"), "causal", tmp_path)
+        for name in ("docstrings", "docstrings-domain")
+    )
     assert not {row.text for row in general.train} & {row.text for row in domain.eval}
 
 
@@ -158,10 +173,13 @@ def test_eval_may_name_a_source_with_held_out_rows_of_its_own(tmp_path: Path) ->
 
 @pytest.fixture
 def hub(monkeypatch) -> list[tuple]:
-    """A hub whose one data set has a train and a validation split; calls are recorded, and `refuse` makes it fail."""
+    """A hub whose one data set has a train and a validation split; calls are recorded, and `refuse` makes it
+    fail."""
     calls: list = []
 
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
+    )
 
     def load_dataset(name: str, config: str | None, split: str | None) -> object:
         calls.append((name, config, split))
@@ -169,8 +187,13 @@ def hub(monkeypatch) -> list[tuple]:
             raise ConnectionError("offline")
         if name == "no/such":
             raise datasets.exceptions.DatasetNotFoundError
-        sides = {one: [{"text": f"{one} {n}", "label": n % 2} for n in range(6)] for one in ("train", "validation", "test")}
-        splits = datasets.DatasetDict({one: datasets.Dataset.from_list(rows, features=features) for one, rows in sides.items()})
+        sides = {
+            one: [{"text": f"{one} {n}", "label": n % 2} for n in range(6)]
+            for one in ("train", "validation", "test")
+        }
+        splits = datasets.DatasetDict(
+            {one: datasets.Dataset.from_list(rows, features=features) for one, rows in sides.items()}
+        )
         return splits[split] if split else splits
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -205,15 +228,22 @@ def test_an_unknown_hub_data_set_is_a_data_error(hub, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with what save_to_disk writes of several splits and of one, and a Parquet file, all with class names."""
+    """A folder with what save_to_disk writes of several splits and of one, and a Parquet file, all with class
+    names."""
 
     folder = tmp_path_factory.mktemp("saved")
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])}
+    )
 
     def split(name: str) -> datasets.Dataset:
-        return datasets.Dataset.from_list([{"text": f"{name} {n}", "label": n % 2} for n in range(6)], features=features)
+        return datasets.Dataset.from_list(
+            [{"text": f"{name} {n}", "label": n % 2} for n in range(6)], features=features
+        )
 
-    datasets.DatasetDict({name: split(name) for name in ("train", "validation", "test")}).save_to_disk(folder / "several")
+    datasets.DatasetDict({name: split(name) for name in ("train", "validation", "test")}).save_to_disk(
+        folder / "several"
+    )
     split("only").save_to_disk(folder / "one")
     datasets.DatasetDict({"test": split("test")}).save_to_disk(folder / "no_train")
     split("file").to_parquet(folder / "d.parquet")

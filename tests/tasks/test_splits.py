@@ -79,7 +79,10 @@ def test_the_fingerprint_knows_the_rows_but_not_where_they_lie(jsonl, tmp_path: 
 def test_only_split_by_seed_heeds_the_seed(jsonl, tmp_path: Path) -> None:
     path = jsonl(*({"text": f"t{n}"} for n in range(100)))
     for split_by, equal in (("content", True), ("seed", False)):
-        one, two = (load_rows(DataConfig(path, split_by=split_by), "causal", tmp_path, seed=seed).sha256 for seed in (1, 2))
+        one, two = (
+            load_rows(DataConfig(path, split_by=split_by), "causal", tmp_path, seed=seed).sha256
+            for seed in (1, 2)
+        )
         assert (one == two) is equal
 
 

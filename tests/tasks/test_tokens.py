@@ -1,4 +1,5 @@
-"""Token classification: tags at the first token of each word, entities counted as conlleval does, files of words with tags."""
+"""Token classification: tags at the first token of each word, entities counted as conlleval does, files of
+words with tags."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from petune.tasks.examples import MASKED
 from petune.tasks.metrics import entities
 from petune.tasks.tokens import encode_words
 
-WORDS, TAGS = ("Überraschung", "in", "readfile", "x", "New", "York"), ("O", "O", "B-NAME", "O", "B-LOC", "I-LOC")
+WORDS, TAGS = (
+    ("Überraschung", "in", "readfile", "x", "New", "York"),
+    ("O", "O", "B-NAME", "O", "B-LOC", "I-LOC"),
+)
 CONFIG = DataConfig("unused")
 CONLL = "-DOCSTART- -X- O\n\nNew NNP B-LOC\nYork NNP I-LOC\nis VB O\n\nAnn NNP B-PER\n"
 
@@ -32,7 +36,9 @@ def real(request) -> Any:
 
 def coded(tokenizer: Any, *rows: Tagged, config: DataConfig = CONFIG) -> Any:
     labels = tuple(sorted({tag for row in rows for tag in row.tags}))
-    return encode(Rows(list(rows), [], labels, "tokens", (), ""), "tokens", tokenizer, config, model_kind="encoder")
+    return encode(
+        Rows(list(rows), [], labels, "tokens", (), ""), "tokens", tokenizer, config, model_kind="encoder"
+    )
 
 
 def test_tokens_and_labels_are_those_of_transformers_word_numbers(real) -> None:
@@ -40,14 +46,25 @@ def test_tokens_and_labels_are_those_of_transformers_word_numbers(real) -> None:
     theirs = real([WORDS[0], *(f" {word}" for word in WORDS[1:])], is_split_into_words=True)
     blank = {real.convert_tokens_to_ids("Ġ")}  # a token of its own before a rare word: not the word's first
     names = sorted(set(TAGS))
-    numbers = [None if token in blank else word for token, word in zip(theirs["input_ids"], theirs.word_ids(), strict=True)]
-    firsts = [number if number is not None and number not in numbers[:place] else None for place, number in enumerate(numbers)]
+    numbers = [
+        None if token in blank else word
+        for token, word in zip(theirs["input_ids"], theirs.word_ids(), strict=True)
+    ]
+    firsts = [
+        number if number is not None and number not in numbers[:place] else None
+        for place, number in enumerate(numbers)
+    ]
     assert example.input_ids == theirs["input_ids"]
     assert example.labels == [MASKED if word is None else names.index(TAGS[word]) for word in firsts]
 
 
-@pytest.mark.parametrize(("side", "kept", "firsts"), [("right", "<s>abcdef g", [1, 8, None]), ("left", "<s>f ghi jk", [None, 3, 7])])
-def test_of_a_word_whose_beginning_is_cut_off_nothing_is_trained(side: str, kept: str, firsts: list, tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("side", "kept", "firsts"),
+    [("right", "<s>abcdef g", [1, 8, None]), ("left", "<s>f ghi jk", [None, 3, 7])],
+)
+def test_of_a_word_whose_beginning_is_cut_off_nothing_is_trained(
+    side: str, kept: str, firsts: list, tokenizer
+) -> None:
     coder = make_coder(tokenizer, replace(CONFIG, max_length=9, truncation=side))
     found = encode_words(("abcdef", "ghi", "jk"), coder)
     assert (tokenizer.decode(found.input_ids), found.firsts, found.length) == (kept, firsts, 14)
@@ -59,7 +76,9 @@ def test_a_row_is_shown_with_its_tags(tokenizer) -> None:
 
 
 def test_the_tags_of_a_run_are_those_of_both_sides_and_are_counted(jsonl, tmp_path: Path) -> None:
-    rows = [{"tokens": ["a", f"{n}"], "ner_tags": ["O", "B-X" if n else "B-RARE"], "id": n} for n in range(20)]
+    rows = [
+        {"tokens": ["a", f"{n}"], "ner_tags": ["O", "B-X" if n else "B-RARE"], "id": n} for n in range(20)
+    ]
     found = load_rows(DataConfig(jsonl(*rows)), "tokens", tmp_path)
     assert found.labels == ("B-RARE", "B-X", "O")
     assert "columns not used: id" in found.notes
@@ -71,35 +90,57 @@ def test_numbers_of_a_class_label_in_parquet_are_named(tmp_path: Path) -> None:
     import datasets
 
     features = datasets.Features(
-        tokens=datasets.List(datasets.Value("string")), ner_tags=datasets.List(datasets.ClassLabel(names=["O", "B-X"]))
+        tokens=datasets.List(datasets.Value("string")),
+        ner_tags=datasets.List(datasets.ClassLabel(names=["O", "B-X"])),
     )
     rows = [{"tokens": ["a", str(n)], "ner_tags": [0, 1]} for n in range(10)]
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "d.parquet")
     assert load_rows(DataConfig("d.parquet"), "tokens", tmp_path).labels == ("B-X", "O")
 
 
-@pytest.mark.parametrize(("name", "text"), [("d.conll", CONLL), ("d.txt", CONLL), ("d.bio", CONLL.replace(" ", "\t"))])
-def test_a_file_of_words_with_tags_gives_its_sentences_with_their_lines(name: str, text: str, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("d.conll", CONLL), ("d.txt", CONLL), ("d.bio", CONLL.replace(" ", "\t"))]
+)
+def test_a_file_of_words_with_tags_gives_its_sentences_with_their_lines(
+    name: str, text: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(text)
     rows = load_rows(DataConfig(name, split=0.5), "tokens", tmp_path)
     found = sorted((*rows.train, *rows.eval), key=lambda row: row.where)
-    assert found == [Tagged(f"{name}:3", ("New", "York", "is"), ("B-LOC", "I-LOC", "O")), Tagged(f"{name}:7", ("Ann",), ("B-PER",))]
+    assert found == [
+        Tagged(f"{name}:3", ("New", "York", "is"), ("B-LOC", "I-LOC", "O")),
+        Tagged(f"{name}:7", ("Ann",), ("B-PER",)),
+    ]
     assert "columns not used: column 2" in rows.notes
 
 
 BAD = [
     ("d.conll", "a O\nb B-X\nc\n\nd O\n", r"d.conll:3 .*another width[\s\S]*2 cells"),
     ("d.jsonl", '{"tokens": ["a", "b"], "tags": ["O"]}\n', "d.jsonl:1  not as many tags as words"),
-    ("d.jsonl", '{"tokens": ["a", 3], "tags": ["O", "O"]}\n', r"d.jsonl:1 .*'tokens' is not a list of strings"),
-    ("d.jsonl", '{"tokens": ["a", "b"], "tags": ["O", null]}\n', r"d.jsonl:1 .*'tags' is not a list of the names"),
+    (
+        "d.jsonl",
+        '{"tokens": ["a", 3], "tags": ["O", "O"]}\n',
+        r"d.jsonl:1 .*'tokens' is not a list of strings",
+    ),
+    (
+        "d.jsonl",
+        '{"tokens": ["a", "b"], "tags": ["O", null]}\n',
+        r"d.jsonl:1 .*'tags' is not a list of the names",
+    ),
     ("d.jsonl", '{"tokens": [], "tags": []}\n', r"d.jsonl:1 .*no words"),
-    ("d.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n{"tokens": ["b"], "tags": ["O"]}\n', "every word has the same tag"),
+    (
+        "d.jsonl",
+        '{"tokens": ["a"], "tags": ["O"]}\n{"tokens": ["b"], "tags": ["O"]}\n',
+        "every word has the same tag",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "says"), BAD)
-def test_wrong_rows_are_named_with_their_line(name: str, text: str, says: str, tmp_path: Path, monkeypatch) -> None:
+def test_wrong_rows_are_named_with_their_line(
+    name: str, text: str, says: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(text)
     with pytest.raises(DataError, match=says):
@@ -131,7 +172,8 @@ def test_entities_are_those_of_conlleval(tags: str, found: set) -> None:
 def test_entities_are_scored_over_rows_and_over_processes() -> None:
     labels = ("B-A", "I-A", "O")
     gold = torch.tensor([[MASKED, 0, 1, 2, MASKED], [MASKED, 0, MASKED, 2, 0]])
-    said = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 2, 2]])  # row 1: one right, one too many; row 2: one right, one missed
+    # row 1: one right, one too many; row 2: one right, one missed
+    said = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 2, 2]])
     logits = torch.nn.functional.one_hot(said, 3).float()
     parts = []
     for row in (0, 1):
@@ -144,11 +186,17 @@ def test_entities_are_scored_over_rows_and_over_processes() -> None:
 
 def test_the_demo_task_takes_punctuation_away_and_asks_for_it() -> None:
     words, tags = punctuated("Call os.read_file('a path'), or None (e.g. in Python). Returns: a value; why?")
-    assert " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True)) == (
-        "call/O a/O path/S-COMMA or/O none/O e.g/S-STOP in/O python/S-STOP returns/S-COLON a/O value/S-COLON why/S-STOP"
+    assert (
+        " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True))
+        == "call/O a/O path/S-COMMA or/O none/O e.g/S-STOP in/O python/S-STOP returns/S-COLON a/O"
+        " value/S-COLON why/S-STOP"
     )
 
 
 def test_the_baseline_of_tags_knows_two_words_else_the_second_of_them() -> None:
     trained = [(("a", "b", "c"), ("X", "O", "Y")), (("a", "b"), ("X", "O")), (("d", "b"), ("Z", "O"))]
-    assert tag_by_neighbours(trained, [["a", "b", "c"], ["new", "b", "new"]]) == [["X", "O", "Y"], ["X", "O", "O"]]  # before b: X, X, Z
+    # before b: X, X, Z
+    assert tag_by_neighbours(trained, [["a", "b", "c"], ["new", "b", "new"]]) == [
+        ["X", "O", "Y"],
+        ["X", "O", "O"],
+    ]

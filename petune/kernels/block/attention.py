@@ -1,19 +1,22 @@
-"""Attention forward and backward as plain functions without autograd, in the fastest form that the device has.
+"""Attention forward and backward as plain functions without autograd, in the fastest form that the device
+has.
 
-        out = softmax(cap(scale q k^T) + bias) v        q [m, heads, d], k and v [n, kv_heads, d] -> out [m, heads, d]
+        out = softmax(cap(scale q k^T) + bias) v        q [m, heads, d], k and v [n, kv_heads, d] -> out [m,
+                                                        heads, d]
 
-m queries are `batch` rows of equal length, or segments one after the other (petune.kernels.block.varlen); keys are
-the same tokens, or those of another sequence (cross-attention), a row or segment for each of the queries'. Rows
-and heads may be strided, as views of one q | k | v matrix are; the last dim is dense. Where kv_heads < heads,
-each serves heads / kv_heads of them in a row. Five forms, chosen once per device and kind of call by `choose`:
+m queries are `batch` rows of equal length, or segments one after the other (petune.kernels.block.varlen);
+keys are the same tokens, or those of another sequence (cross-attention), a row or segment for each of the
+queries'. Rows and heads may be strided, as views of one q | k | v matrix are; the last dim is dense. Where
+kv_heads < heads, each serves heads / kv_heads of them in a row. Five forms, chosen once per device and kind
+of call by `choose`:
 
-    cudnn    rows of equal length; about twice as fast as flash on Hopper. cuDNN plans each new (batch, length)
-             for tens of ms
+    cudnn    rows of equal length; about twice as fast as flash on Hopper. cuDNN plans each new (batch,
+             length) for tens of ms
     flash    rows of equal length (Dao 2023, arXiv:2307.08691), sliding windows too
     varlen   segments, the same kernels
     triton   kernels of our own: segments of narrow heads on Hopper, in 0.50 to 0.94 of flash's time there
-             (benchmarks/RESULTS.md), and what no library does: dropout of the probabilities by index, a bias by
-             distance and its gradient, a soft cap
+             (benchmarks/RESULTS.md), and what no library does: dropout of the probabilities by index, a bias
+             by distance and its gradient, a soft cap
     sdpa     whatever else, and what the others mean: torch's scaled_dot_product_attention or its formula, its
              backward by computing the forward again; dense masks and biases are its alone
 """
@@ -38,10 +41,13 @@ from petune.models.attention import probabilities
 from petune.rng.dropout import Drop, dropped_attention
 
 Backend = Literal["cudnn", "flash", "varlen", "triton", "sdpa"]
-Kept = tuple[Any, ...]  # what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
+# what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
+Kept = tuple[Any, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
-NARROW, SHORT = 64, 1024  # columns of a head and tokens of a segment up to which our kernels were measured to be ahead of flash
-WIDEST = ((8, 0), (9, 0), (10, 0))  # compute capabilities on which flash has a backward of heads of up to 256 columns
+# columns of a head and tokens of a segment up to which our kernels were measured to be ahead of flash
+NARROW, SHORT = 64, 1024
+# compute capabilities on which flash has a backward of heads of up to 256 columns
+WIDEST = ((8, 0), (9, 0), (10, 0))
 
 aten: Any = torch.ops.aten
 
@@ -50,18 +56,18 @@ aten: Any = torch.ops.aten
 class How:
     """One call's attention.
 
-    causal: no query sees a later key of its row or segment; self-attention only. scale: of q k^T. batch: rows of
-    equal length, of queries and of keys; not read for a side that has segments. segments: of the queries, and of
-    the keys too where there is no memory. memory: segments of the keys of cross-attention, the i-th seen by the
-    queries of the i-th segment or row; None where both sides are rows, those of keys of any length.
-    mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scores, rows of equal length only; it
-    says who attends to whom, and `causal` and `window` are not read. It gets no gradient.
-    drop: what of the probabilities drops out, by the places [m] of the queries in the whole batch.
-    window: a query sees the keys with query - key < window alone; causal attention only.
-    bias: added to the scores, float: [heads, 2 L - 1] by distance, `bias[h, key - query + L - 1]` with L at least
-    the longest row or segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows only. A head is
-    one of q. `backward` has its gradient on demand.
-    softcap: the scores before bias and mask are softcap * tanh(scale q k^T / softcap); None or 0 for none.
+    causal: no query sees a later key of its row or segment; self-attention only. scale: of q k^T. batch: rows
+    of equal length, of queries and of keys; not read for a side that has segments. segments: of the queries,
+    and of the keys too where there is no memory. memory: segments of the keys of cross-attention, the i-th
+    seen by the queries of the i-th segment or row; None where both sides are rows, those of keys of any
+    length. mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scores, rows of equal
+    length only; it says who attends to whom, and `causal` and `window` are not read. It gets no gradient.
+    drop: what of the probabilities drops out, by the places [m] of the queries in the whole batch. window: a
+    query sees the keys with query - key < window alone; causal attention only. bias: added to the scores,
+    float: [heads, 2 L - 1] by distance, `bias[h, key - query + L - 1]` with L at least the longest row or
+    segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows only. A head is one of q.
+    `backward` has its gradient on demand. softcap: the scores before bias and mask are softcap * tanh(scale q
+    k^T / softcap); None or 0 for none.
     """
 
     causal: bool
@@ -77,8 +83,12 @@ class How:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        assert self.window is None or (self.causal and self.window > 0), "a sliding window is one of causal attention"
-        assert self.memory is None or not (self.causal or self.distant), "distances within cross-attention mean nothing"
+        assert self.window is None or (self.causal and self.window > 0), (
+            "a sliding window is one of causal attention"
+        )
+        assert self.memory is None or not (self.causal or self.distant), (
+            "distances within cross-attention mean nothing"
+        )
 
     @property
     def ragged(self) -> bool:
@@ -91,11 +101,14 @@ class How:
         return self.bias is not None and self.bias.dim() == 2
 
     def sides(self, q: Tensor, k: Tensor) -> tuple[Segments, Segments]:
-        """(segments of the queries, of the keys), rows of equal length as such; one object for self-attention."""
+        """(segments of the queries, of the keys), rows of equal length as such; one object for
+        self-attention."""
         queries = self.segments or of_rows(self.batch, len(q), q.device)
         if self.memory is not None:
             return queries, self.memory
-        return queries, queries if self.segments or len(k) == len(q) else of_rows(self.batch, len(k), k.device)
+        return queries, queries if self.segments or len(k) == len(q) else of_rows(
+            self.batch, len(k), k.device
+        )
 
 
 # ------------------------------------------------------------------ which form
@@ -124,18 +137,22 @@ def choose(
     distant: bool = False,
     capped: bool = False,
 ) -> Choice:
-    """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; again it costs a look-up.
+    """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; again it costs a
+    look-up.
 
-    segmented: of queries or of keys. masked: a dense mask or bias. drops: probabilities drop out. plain: no kernel of
-    our own. keys: of cross-attention, the most tokens that a row or segment of keys has. window, distant (a bias by
-    distance), capped (a soft cap): see `How`. On a CUDA device each form is told of when it is first chosen.
+    segmented: of queries or of keys. masked: a dense mask or bias. drops: probabilities drop out. plain: no
+    kernel of our own. keys: of cross-attention, the most tokens that a row or segment of keys has. window,
+    distant (a bias by distance), capped (a soft cap): see `How`. On a CUDA device each form is told of when
+    it is first chosen.
     """
     if drops or distant or capped:
         ours = "dropout of attention" if drops else "a bias by distance" if distant else "a soft cap"
         refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked)
         found = Choice("triton", ours) if refused is None else Choice("sdpa", refused)
     else:
-        kind = _Kind(segmented, masked, keys is not None, window is not None and window < tokens, 1 in (tokens, keys))
+        kind = _Kind(
+            segmented, masked, keys is not None, window is not None and window < tokens, 1 in (tokens, keys)
+        )
         deterministic = torch.are_deterministic_algorithms_enabled()
         found = _chosen(device, dtype, head_dim, kind, tokens <= SHORT, plain, deterministic)
     if device.type == "cuda":
@@ -160,7 +177,15 @@ class _Kind(NamedTuple):
 
 
 @cache
-def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, kind: _Kind, short: bool, plain: bool, deterministic: bool) -> Choice:
+def _chosen(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    kind: _Kind,
+    short: bool,
+    plain: bool,
+    deterministic: bool,
+) -> Choice:
     refused = _no_flash(device, dtype, head_dim, kind.masked)
     ours = kind.segmented and not plain and _no_triton(device, dtype, head_dim, kind.masked) is None
     if refused is not None:
@@ -191,7 +216,11 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
     widest = 256 if capability in WIDEST else 192
     if head_dim % 8 or head_dim > widest:
         return f"head dim {head_dim} is no multiple of 8 up to {widest}"
-    return None if torch.backends.cuda.is_flash_attention_available() else "torch was built without flash attention"
+    return (
+        None
+        if torch.backends.cuda.is_flash_attention_available()
+        else "torch was built without flash attention"
+    )
 
 
 @cache
@@ -226,10 +255,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
     """(out [m, heads, d], dense; what `backward` needs beside it). A query without keys gets zeros."""
     if not len(q) or not len(k):
         return torch.zeros_like(q, memory_format=torch.contiguous_format), ()
-    assert len(q) == len(k) or not (how.causal or how.distant), "queries and keys have to be the same tokens here"
+    assert len(q) == len(k) or not (how.causal or how.distant), (
+        "queries and keys have to be the same tokens here"
+    )
     if how.bias is not None and how.distant:
         longest = len(q) // how.batch if how.segments is None else how.segments.longest
-        assert longest <= longest_of(how.bias), f"a bias up to {longest_of(how.bias)} tokens, but {longest} attend"
+        assert longest <= longest_of(how.bias), (
+            f"a bias up to {longest_of(how.bias)} tokens, but {longest} attend"
+        )
     return _FORMS[how.backend][0](q, k, v, how)
 
 
@@ -243,7 +276,8 @@ def backward(
     how: How,
     dbias: Tensor | None = None,
 ) -> Gradients:
-    """(dq [m, heads, d], dk, dv [n, kv_heads, d]) for dout [m, heads, d]; `out` and `kept` as `forward` gave them.
+    """(dq [m, heads, d], dk, dv [n, kv_heads, d]) for dout [m, heads, d]; `out` and `kept` as `forward` gave
+    them.
 
     dbias: shaped like `how.bias`, float32 or wider, dense; the gradient of the bias is added to it.
     """
@@ -263,9 +297,13 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
     return _by_token(out), (lse, seed, offset)
 
 
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How) -> Gradients:
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How
+) -> Gradients:
     rest = (None, None, None, len(q) // how.batch, len(k) // how.batch, 0.0, how.causal)
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*_by_head(how.batch, dout, q, k, v, out), *kept, *rest, scale=how.scale)
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        *_by_head(how.batch, dout, q, k, v, out), *kept, *rest, scale=how.scale
+    )
     return _by_token(dq), _by_token(dk), _by_token(dv)
 
 
@@ -289,15 +327,20 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
     return out.view_as(q), (lse, state, unused)
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How) -> Gradients:
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How
+) -> Gradients:
     lse, state, unused = kept
     rest = (*_starts(how, q, k), 0.0, how.causal, state, unused)
-    dq, dk, dv = aten._flash_attention_backward(*_laid_out(how, dout, q, k, v, out), lse, *rest, scale=how.scale, **_window(how))
+    dq, dk, dv = aten._flash_attention_backward(
+        *_laid_out(how, dout, q, k, v, out), lse, *rest, scale=how.scale, **_window(how)
+    )
     return dq.view_as(q), dk.view_as(k), dv.view_as(v)
 
 
 def _laid_out(how: How, *tensors: Tensor) -> Sequence[Tensor]:
-    """[m, heads, d] as the kernels take them: as they are where there are segments, else [batch, length, heads, d]."""
+    """[m, heads, d] as the kernels take them: as they are where there are segments, else [batch, length,
+    heads, d]."""
     return tensors if how.ragged else [x.view(how.batch, -1, *x.shape[1:]) for x in tensors]
 
 
@@ -330,7 +373,14 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
 
 
 def _triton_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How, dbias: Tensor | None = None
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Kept,
+    how: How,
+    dbias: Tensor | None = None,
 ) -> Gradients:
     sides, more = _more(how, q, k)
     given = (dout, q, k, v, out, kept[0], *sides, how.causal, how.scale, how.drop, more, dbias)
@@ -357,7 +407,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
 
 
 def _sdpa_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Kept, how: How, dbias: Tensor | None = None
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Kept,
+    how: How,
+    dbias: Tensor | None = None,
 ) -> Gradients:
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     if dbias is not None and how.bias is not None:
@@ -372,7 +429,8 @@ def _sdpa_backward(
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
-    """out [m, heads, d] of differentiable operations: all rows at once, or all segments of the same lengths."""
+    """out [m, heads, d] of differentiable operations: all rows at once, or all segments of the same
+    lengths."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     tokens = _key_tokens(how, q, k)
@@ -384,13 +442,16 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         own, other = rows.flatten(), others.flatten()
         drop = None if how.drop is None else how.drop._replace(numbers=how.drop.numbers[own])
         one = replace(how, batch=len(rows), segments=None, memory=None, drop=drop)
-        outs.append(_rows_attended(q[own], k[other], v[other], one, None if tokens is None else tokens[other]))
+        outs.append(
+            _rows_attended(q[own], k[other], v[other], one, None if tokens is None else tokens[other])
+        )
         places.append(own)
     return torch.cat(outs)[torch.cat(places).argsort()]
 
 
 def _key_tokens(how: How, q: Tensor, k: Tensor) -> Tensor | None:
-    """The tokens of the keys in their rows [n] int64, which dropout numbers them by; None where the draw itself has them."""
+    """The tokens of the keys in their rows [n] int64, which dropout numbers them by; None where the draw
+    itself has them."""
     queries, keys = (None, None) if how.drop is None else how.sides(q, k)
     return None if keys is None or keys is queries else keys.tokens
 
@@ -405,7 +466,9 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
         causal = how.causal and mask is None
         if bias is not None:
             mask = _added(bias.to(q.dtype), mask)
-        return _by_token(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=how.scale))
+        return _by_token(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=how.scale)
+        )
     scores = q @ k.transpose(-1, -2) * how.scale
     if how.softcap:
         scores = how.softcap * torch.tanh(scores / how.softcap)
@@ -418,7 +481,8 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
 
 
 def _seen(how: How, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """The mask of rows of equal length; None where all keys are seen, or where torch is told `is_causal` alone."""
+    """The mask of rows of equal length; None where all keys are seen, or where torch is told `is_causal`
+    alone."""
     if how.mask is not None or not how.causal:
         return how.mask
     windowed = how.window is not None and how.window < queries

@@ -12,7 +12,14 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
 from petune.kernels.block.steps import Charge, Run, Step, Values
-from petune.kernels.memory.op_cost import attention, attention_backward, norm_rope, norm_rope_backward, rope_, rope_backward
+from petune.kernels.memory.op_cost import (
+    attention,
+    attention_backward,
+    norm_rope,
+    norm_rope_backward,
+    rope_,
+    rope_backward,
+)
 from petune.kernels.memory.shape import BlockShape
 
 
@@ -73,12 +80,21 @@ class NormHeads(Step):
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        v[self.qkv] = run.ops.norm_rope(v[self.raw], self._weights(run), self.eps, *_of(run.angles), self.heads, self.kv_heads)
+        v[self.qkv] = run.ops.norm_rope(
+            v[self.raw], self._weights(run), self.eps, *_of(run.angles), self.heads, self.kv_heads
+        )
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step. The gradients come one by one from attention."""
         trains = any(run.sink.needs[place] for place in self.trained)
-        given = (*run.grads.pop(self.qkv), v[self.raw], self._weights(run), self.eps, *_of(run.angles), trains)
+        given = (
+            *run.grads.pop(self.qkv),
+            v[self.raw],
+            self._weights(run),
+            self.eps,
+            *_of(run.angles),
+            trains,
+        )
         run.grads[self.raw], *own = run.ops.norm_rope_backward(*given)
         for place, grad in zip(self.trained, own, strict=True):
             run.sink.add(place, grad)
@@ -162,7 +178,9 @@ class Attend(Step):
         da = run.grads.pop(self.a).reshape(out.shape)
         dbias = None
         if self.bias is not None and self.bias in run.wants:
-            dbias = torch.zeros_like(v[self.bias], dtype=torch.promote_types(v[self.bias].dtype, torch.float32))
+            dbias = torch.zeros_like(
+                v[self.bias], dtype=torch.promote_types(v[self.bias].dtype, torch.float32)
+            )
             run.give(self.bias, dbias)
         given = (da, *self.split(v), out, v[self.lse], self._how(run, v))
         grads = attending.backward(*given) if dbias is None else attending.backward(*given, dbias)
@@ -185,7 +203,10 @@ class Attend(Step):
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
-        return {name: columns * shape.itemsize for name, columns in zip(self.sources, self._columns(shape), strict=True)}
+        return {
+            name: columns * shape.itemsize
+            for name, columns in zip(self.sources, self._columns(shape), strict=True)
+        }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. dq in float32 and a sum for each head; or, once those are gone, the gradients that are
@@ -201,6 +222,9 @@ class Attend(Step):
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
         heads = shape.heads, shape.kv_heads, shape.head_dim
-        yield "attention_backward", attention_backward(rows, sequence, *heads, self.causal, shape.itemsize, window=self.window)
+        yield (
+            "attention_backward",
+            attention_backward(rows, sequence, *heads, self.causal, shape.itemsize, window=self.window),
+        )
         if not self.turned:
             yield "memory", rope_backward(rows, sum(self._columns(shape)), shape.itemsize)

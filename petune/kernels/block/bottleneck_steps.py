@@ -34,7 +34,8 @@ class Bottleneck(Step):
     keep: Level | None
 
     def __post_init__(self) -> None:
-        self.rounded, self.z = self.reads = f"{self.n}.y", f"{self.n}.z"  # what enters `down` and the activation
+        # what enters `down` and the activation
+        self.rounded, self.z = self.reads = f"{self.n}.y", f"{self.n}.z"
         self.takes, self.gives = (self.y,), (self.n, *self.reads)
         self.trained = tuple(range(self.first, self.first + 4))
         kept = self.reads if self.keep is None else (self.n, *self.reads)

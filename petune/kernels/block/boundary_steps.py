@@ -18,7 +18,8 @@ from petune.models.boundary import Connection
 
 @dataclass(eq=False)
 class Enter(Step):
-    """y = x as every rank needs it, which is x itself where the connection is whole. at: of which sub-layer."""
+    """y = x as every rank needs it, which is x itself where the connection is whole. at: of which
+    sub-layer."""
 
     x: str
     y: str
@@ -40,7 +41,11 @@ class Enter(Step):
         """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
-        dx = boundary.enter_backward(dy, own=True) if whole else _rows(boundary.enter_backward(_batch(run, dy), own=True))
+        dx = (
+            boundary.enter_backward(dy, own=True)
+            if whole
+            else _rows(boundary.enter_backward(_batch(run, dy), own=True))
+        )
         run.give_own(self.x, dx)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
@@ -78,7 +83,9 @@ class Leave(Step):
         """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
-        run.grads[self.x] = boundary.leave_backward(dy) if whole else _rows(boundary.leave_backward(_batch(run, dy)))
+        run.grads[self.x] = (
+            boundary.leave_backward(dy) if whole else _rows(boundary.leave_backward(_batch(run, dy)))
+        )
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""

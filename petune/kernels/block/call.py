@@ -38,8 +38,8 @@ class Spec:
     """What a block is made of, and what it is to keep.
 
     layers: of each group of the program; behind: with its bottlenecks. norms: (module, name) of each norm
-    tensor. dropouts: where each probability is, which counts while training. boundaries: of the sub-layers that
-    are cut across ranks, by number. rung and tile may be changed between steps.
+    tensor. dropouts: where each probability is, which counts while training. boundaries: of the sub-layers
+    that are cut across ranks, by number. rung and tile may be changed between steps.
     """
 
     program: Program
@@ -53,13 +53,17 @@ class Spec:
     tile: int | None = None
     store: Store | None = None
     banks: list[Bank | None] = field(default_factory=list)
-    attentions: Sequence[nn.Module] = ()  # the modules of the block that may be told to exchange tokens with other ranks
+    # the modules of the block that may be told to exchange tokens with other ranks
+    attentions: Sequence[nn.Module] = ()
     inside: list[tuple[str, nn.Module]] = field(default_factory=list)  # the modules of the block, by name
-    homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)  # where each layer is: its parent, and the name there
-    hooked: tuple[int, str | None] = (-1, None)  # hooks there had been in this process, and the module that had one
+    # where each layer is: its parent, and the name there
+    homes: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
+    # hooks there had been in this process, and the module that had one
+    hooked: tuple[int, str | None] = (-1, None)
     arguments: tuple[str, ...] = ()  # of the block's forward after hidden states, by position
     carry: tuple[str, ...] = ("hidden_states",)  # what the block's forward returns, by name
-    distances: tuple[nn.Module, str] | None = None  # an attention, and in it the table of relative positions, which block 0 has
+    # an attention, and in it the table of relative positions, which block 0 has
+    distances: tuple[nn.Module, str] | None = None
     clamps: bool = False  # the block's own forward clamps what overflows in float16
     said: set[str] = field(default_factory=set)  # reasons to run unfused, of all blocks of a stack
 
@@ -90,11 +94,19 @@ class Spec:
     def overflows(self, dtype: torch.dtype) -> str | None:
         """Why it cannot be fused in this dtype, or None."""
         clamped = self.clamps and dtype == torch.float16
-        return "in float16 its own forward clamps what overflows, which a fused one does not" if clamped else None
+        return (
+            "in float16 its own forward clamps what overflows, which a fused one does not"
+            if clamped
+            else None
+        )
 
     def computes_in(self, kind: str) -> torch.dtype:
         """What it computes in at this moment on a kind of device."""
-        rounds = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16
+        rounds = (
+            kind != "meta"
+            and torch.is_autocast_enabled(kind)
+            and torch.get_autocast_dtype(kind) is torch.bfloat16
+        )
         return torch.bfloat16 if rounds and self.casts else self.dtype
 
     @property
@@ -137,7 +149,12 @@ class Draws(NamedTuple):
 
     def sides(self, across: Sequence[bool]) -> list[bool]:
         """For each of `all`, whether it is drawn for the tokens of the memory; across: of each group."""
-        groups = [side for group, side in zip(self.groups, across, strict=True) for draw in group if draw is not None]
+        groups = [
+            side
+            for group, side in zip(self.groups, across, strict=True)
+            for draw in group
+            if draw is not None
+        ]
         return groups + [False] * (len(self.all) - len(groups))
 
     def replaced(self, by: Iterator[Drop]) -> Draws:
@@ -167,21 +184,41 @@ class Call:
         """The groups with `tensors` in them; `factors` are what an earlier call of this has made of A and
         B."""
         found = []
-        for at, (place, parts, draws) in enumerate(zip(self.spec.program.groups, self.parts.groups, self.draws.groups, strict=True)):
+        for at, (place, parts, draws) in enumerate(
+            zip(self.spec.program.groups, self.parts.groups, self.draws.groups, strict=True)
+        ):
             first = place.first
-            own = [part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype) for k, part in enumerate(parts)]
+            own = [
+                part.with_tensors(tensors[first + 4 * k : first + 4 * k + 4]).to(self.dtype)
+                for k, part in enumerate(parts)
+            ]
             bank = self.spec.banks[at]
             base = None if bank is None else bank.at_hand(own)
             a, b = factors[2 * at : 2 * at + 2] or (None, None)
             made = None if a is None or b is None else (a, b)
-            found.append(Group(own, self.dtype, first, self.spec.ops, base, draws, made, self.spec.defers and place.kind == "up"))
+            found.append(
+                Group(
+                    own,
+                    self.dtype,
+                    first,
+                    self.spec.ops,
+                    base,
+                    draws,
+                    made,
+                    self.spec.defers and place.kind == "up",
+                )
+            )
         return found
 
-    def forward(self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> tuple[Tensor, Values, list[Tensor | None]]:
+    def forward(
+        self, inputs: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Values, list[Tensor | None]]:
         """(the block's output for inputs [m, width], what its rung keeps, its stacked factors); autocast must
         be off."""
         groups = self.groups(tensors)
-        y, kept = fold.forward(self.spec.program, self.run(groups, tensors), inputs, self.rung.keep, self.tile)
+        y, kept = fold.forward(
+            self.spec.program, self.run(groups, tensors), inputs, self.rung.keep, self.tile
+        )
         return y, kept, [value for group in groups for value in group.factors]
 
     def backward(
@@ -221,22 +258,29 @@ class Call:
             return None
 
         def drop(x: Tensor, rows: slice | None) -> Tensor:
-            dropped: Tensor = self.spec.ops.drop(x, draw if rows is None else draw._replace(numbers=draw.numbers[rows]))
+            dropped: Tensor = self.spec.ops.drop(
+                x, draw if rows is None else draw._replace(numbers=draw.numbers[rows])
+            )
             return dropped
 
         return drop
 
-    def gradients(self, groups: Sequence[Group], tensors: Sequence[Tensor | None], sink: Sink) -> list[Tensor | None]:
+    def gradients(
+        self, groups: Sequence[Group], tensors: Sequence[Tensor | None], sink: Sink
+    ) -> list[Tensor | None]:
         """Those of `tensors` that a backward pass has left in `sink`, in their dtypes; None for what does not
         train."""
         grads = [grad for group in groups for grad in group.gradients(sink)]
         grads += [sink.found.get(at) if sink.needs[at] else None for at in range(len(grads), len(tensors))]
-        return [None if value is None or tensor is None else value.to(tensor.dtype) for value, tensor in zip(grads, tensors, strict=True)]
+        return [
+            None if value is None or tensor is None else value.to(tensor.dtype)
+            for value, tensor in zip(grads, tensors, strict=True)
+        ]
 
 
 def _shifted(norms: list[tuple[Tensor, ...]], offsets: Sequence[float]) -> list[tuple[Tensor, ...]]:
-    """What norms multiply by: a weight, or weight + offset, in float32 or wider, which are the digits that Gemma's own
-    norms multiply by. All of them are made by three kernels."""
+    """What norms multiply by: a weight, or weight + offset, in float32 or wider, which are the digits that
+    Gemma's own norms multiply by. All of them are made by three kernels."""
     at = [place for place, offset in enumerate(offsets) if offset]
     if not at:
         return norms

@@ -1,8 +1,10 @@
-"""A bias of attention scores by distance alone, as T5 has: [heads, 2 L - 1] numbers stand for [heads, queries, keys].
+"""A bias of attention scores by distance alone, as T5 has: [heads, 2 L - 1] numbers stand for [heads,
+queries, keys].
 
         b[h, i, j] = bias[h, j - i + L - 1]        i, j < L
 
-Made of the embedding table once for all blocks (`from_table`), it is added inside the kernels, which keep no scores.
+Made of the embedding table once for all blocks (`from_table`), it is added inside the kernels, which keep no
+scores.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ from torch import Tensor
 def from_table(table: Tensor, longest: int, bidirectional: bool, max_distance: int) -> Tensor:
     """The bias by distance [heads, 2 longest - 1] of T5's embedding `table` [buckets, heads]; differentiable.
 
-    bidirectional: an encoder; in a decoder all later keys, which it does not see, share a bucket (Raffel et al. 2020).
+    bidirectional: an encoder; in a decoder all later keys, which it does not see, share a bucket (Raffel et
+    al. 2020).
     """
     distance = torch.arange(1 - longest, longest, device=table.device)
     return F.embedding(_bucket(distance, len(table), bidirectional, max_distance), table).T.contiguous()
 
 
 def made_by(attention: Any, path: str, longest: int, causal: bool) -> Tensor:
-    """The bias by distance [heads, 2 longest - 1] of T5's attention with a table at `path`; differentiable."""
+    """The bias by distance [heads, 2 longest - 1] of T5's attention with a table at `path`;
+    differentiable."""
     table = attention.get_submodule(path).weight
     return from_table(table, longest, not causal, attention.relative_attention_max_distance)
 
 
 def _bucket(distance: Tensor, buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """The bucket of each distance key - query: one each up to half of them, then one for each of equal ratios."""
+    """The bucket of each distance key - query: one each up to half of them, then one for each of equal
+    ratios."""
     if bidirectional:
         buckets //= 2
         first, distance = torch.where(distance > 0, buckets, 0), distance.abs()
@@ -49,6 +54,7 @@ def longest_of(bias: Tensor) -> int:
 
 
 def by_distance(bias: Tensor, tokens: int) -> Tensor:
-    """The dense bias [heads, tokens, tokens] of one by distance [heads, 2 L - 1], L >= tokens; differentiable."""
+    """The dense bias [heads, tokens, tokens] of one by distance [heads, 2 L - 1], L >= tokens;
+    differentiable."""
     longest = longest_of(bias)
     return bias.unfold(1, tokens, 1)[:, longest - tokens : longest].flip(1)

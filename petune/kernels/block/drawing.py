@@ -1,4 +1,5 @@
-"""What drops out in one call of a fused block: where its values lie in the batch, and the draws of each dropout."""
+"""What drops out in one call of a fused block: where its values lie in the batch, and the draws of each
+dropout."""
 
 from __future__ import annotations
 

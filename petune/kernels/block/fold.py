@@ -15,7 +15,9 @@ from petune.kernels.block.steps import Run, Values
 from petune.kernels.configs import Level
 
 
-def forward(program: Program, run: Run, inputs: Sequence[Tensor | None], keep: Level, tile: int | None) -> tuple[Tensor, Values]:
+def forward(
+    program: Program, run: Run, inputs: Sequence[Tensor | None], keep: Level, tile: int | None
+) -> tuple[Tensor, Values]:
     """(the block's output, what the rung keeps, the inputs among it)."""
     schedule = program.schedules.forward(keep)
     v: Values = dict(zip(program.inputs, inputs, strict=True))
@@ -26,7 +28,14 @@ def forward(program: Program, run: Run, inputs: Sequence[Tensor | None], keep: L
 
 
 def backward(
-    program: Program, run: Run, dy: Tensor, kept: Values, needs: Sequence[bool], given: Sequence[bool], keep: Level, tile: int | None
+    program: Program,
+    run: Run,
+    dy: Tensor,
+    kept: Values,
+    needs: Sequence[bool],
+    given: Sequence[bool],
+    keep: Level,
+    tile: int | None,
 ) -> list[Tensor | None]:
     """The gradients of the inputs, None for those not `given` as in need of one; those of what trains, as
     `needs` says, go into run.sink.

@@ -1,8 +1,8 @@
-"""Products with frozen weights in eight-bit floats (petune.models.fp8) in fused blocks: about twice the rate of bf16 on Hopper, and not
-exact.
+"""Products with frozen weights in eight-bit floats (petune.models.fp8) in fused blocks: about twice the rate
+of bf16 on Hopper, and not exact.
 
-The weights are the layers' own and there is no other copy. Low-rank updates meet the product in float32 and are rounded with it once;
-LoRA's own factors, norms, attention and the head stay as they are.
+The weights are the layers' own and there is no other copy. Low-rank updates meet the product in float32 and
+are rounded with it once; LoRA's own factors, norms, attention and the head stay as they are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from petune.models.fp8 import Fp8
 
 
 class PackedFp8:
-    """A weight in eight bits and its bias [n] or None; see petune.kernels.block.linear.PackedWeight. Activations and gradients are
-    quantised by `ops`."""
+    """A weight in eight bits and its bias [n] or None; see petune.kernels.block.linear.PackedWeight.
+    Activations and gradients are quantised by `ops`."""
 
     rate: ClassVar[Literal["matmul_fp8"]] = "matmul_fp8"
     recordable: ClassVar[bool] = False
@@ -58,7 +58,8 @@ class PackedFp8:
 
 
 def refuse_fp8(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
-    """Raise UsageError where fp8 products cannot be had: they need compute capability 8.9, bf16 models and sizes divisible by 16."""
+    """Raise UsageError where fp8 products cannot be had: they need compute capability 8.9, bf16 models and
+    sizes divisible by 16."""
     found = None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         found = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
@@ -68,4 +69,10 @@ def refuse_fp8(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int])
         found = f"a weight of {sizes[0]} x {sizes[1]}"
     if found is not None:
         expected = "a CUDA device of compute capability 8.9, bf16 weights, sizes divisible by 16"
-        raise UsageError("base_dtype: fp8 cannot be had here", where="base_dtype", expected=expected, found=found, remedy="leave it out")
+        raise UsageError(
+            "base_dtype: fp8 cannot be had here",
+            where="base_dtype",
+            expected=expected,
+            found=found,
+            remedy="leave it out",
+        )

@@ -1,4 +1,5 @@
-"""Hooks around a fused stack: no cache while training, hidden states in the blocks' dtype, dense tensors in files."""
+"""Hooks around a fused stack: no cache while training, hidden states in the blocks' dtype, dense tensors in
+files."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from petune.models.stack import Stack
 
 @dataclass(frozen=True)
 class Ready:
-    """Whether all blocks of the stack at `path` below an owner compute by themselves at this moment, and so attend within segments.
+    """Whether all blocks of the stack at `path` below an owner compute by themselves at this moment, and so
+    attend within segments.
 
     Those of a ladder beside them attend by masks.
     """
@@ -29,19 +31,26 @@ class Ready:
         blocks = stack.blocks
         embeddings = cast("Any", owner).get_input_embeddings().weight
         alike = embeddings.dtype == cast("FusedBlock", blocks[0]).spec.dtype
-        return alike and stack.ladder is None and all(cast("FusedBlock", block).unready(embeddings.device) is None for block in blocks)
+        return (
+            alike
+            and stack.ladder is None
+            and all(cast("FusedBlock", block).unready(embeddings.device) is None for block in blocks)
+        )
 
 
 def dense(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook on a block's state: a weight whose rows have room behind them is copied, as files hold dense tensors only."""
+    """Hook on a block's state: a weight whose rows have room behind them is copied, as files hold dense
+    tensors only."""
     for name, value in state.items():
-        shown = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)  # else the tensors themselves are asked for
+        # else the tensors themselves are asked for
+        shown = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         if shown and name.startswith(prefix) and not value.is_contiguous():
             state[name] = value.contiguous()
 
 
 class NoCache:
-    """Hook before a model: no cache of keys and values where gradients are made, unless the caller asks for one by name."""
+    """Hook before a model: no cache of keys and values where gradients are made, unless the caller asks for
+    one by name."""
 
     def register(self, model: nn.Module) -> RemovableHandle:
         """Act before every other hook of `model`, which must see the call as it will be."""
@@ -51,21 +60,33 @@ class NoCache:
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The call, with use_cache=False where it says nothing."""
         silent = kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None
-        return args, kwargs | {"use_cache": False} if silent and self.takes and model.training and torch.is_grad_enabled() else kwargs
+        return args, kwargs | {
+            "use_cache": False
+        } if silent and self.takes and model.training and torch.is_grad_enabled() else kwargs
 
 
 class InDtype:
-    """Hook before a stack: under autocast a norm of the embeddings gives float32, and blocks compute in a narrower dtype."""
+    """Hook before a stack: under autocast a norm of the embeddings gives float32, and blocks compute in a
+    narrower dtype."""
 
     def register(self, stack: Stack) -> RemovableHandle:
         """Act before every other hook of `stack`."""
         return stack.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, stack: Stack, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The call, its hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
+        """The call, its hidden states in the dtype that autocast and the blocks compute in, where that is the
+        same."""
         hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         device = hidden.device.type
         dtype = cast("FusedBlock", stack.blocks[0]).spec.computes_in(device)
-        if hidden.dtype == dtype or not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
+        if (
+            hidden.dtype == dtype
+            or not torch.is_autocast_enabled(device)
+            or torch.get_autocast_dtype(device) != dtype
+        ):
             return args, kwargs
-        return ((hidden.to(dtype), *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden.to(dtype)})
+        return (
+            ((hidden.to(dtype), *args[1:]), kwargs)
+            if args
+            else (args, kwargs | {"hidden_states": hidden.to(dtype)})
+        )

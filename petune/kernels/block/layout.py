@@ -1,5 +1,5 @@
-"""What a block is handed: hidden states, an encoder's states (the memory), and where the tokens of both lie, in rows of equal length or in
-segments."""
+"""What a block is handed: hidden states, an encoder's states (the memory), and where the tokens of both lie,
+in rows of equal length or in segments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Layout(NamedTuple):
         """That of hidden states [b, t, w], or [1, total, w] in `running().segments`; of a memory [b, s, w],
         or [1, kept, w] in `running().memory`. cut: t are one rank's tokens of `running().sizes`."""
         segments: Segments | None = running().segments
-        longest = segments.longest if segments is not None else sum(running().sizes) if cut else hidden.shape[1]
+        longest = (
+            segments.longest if segments is not None else sum(running().sizes) if cut else hidden.shape[1]
+        )
         if memory is None:
             return cls(len(hidden), longest, segments)
         kept: Segments | None = running().memory
@@ -44,8 +46,8 @@ class Layout(NamedTuple):
 
 
 def places_of(hidden: Tensor, segments: Segments | None, length: int) -> Tensor:
-    """Where each row of hidden states of `length` tokens a row, as a matrix [m, width], lies in the batch, for
-    dropout by index."""
+    """Where each row of hidden states of `length` tokens a row, as a matrix [m, width], lies in the batch,
+    for dropout by index."""
     if segments is None:
         return places(hidden.shape[0], length, hidden.device)
     numbers = places(*segments.shape, hidden.device)

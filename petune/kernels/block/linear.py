@@ -1,7 +1,8 @@
-"""Frozen linears that share an input, moved into one tensor: a base weight of fused blocks, and products with it.
+"""Frozen linears that share an input, moved into one tensor: a base weight of fused blocks, and products with
+it.
 
-A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T + s b^T of [x | s], summed in
-float32 and rounded once, and one product gives dy W and dy b.
+A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T
++ s b^T of [x | s], summed in float32 and rounded once, and one product gives dy W and dy b.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ WIDE = 2  # times as many outputs as inputs, from which on one product gives dy 
 
 
 class PackedWeight(Protocol):
-    """The frozen weights of linears that share an input, [sum of outputs, k] with their biases, and the products a fused block makes."""
+    """The frozen weights of linears that share an input, [sum of outputs, k] with their biases, and the
+    products a fused block makes."""
 
     @property
     def rate(self) -> Literal["matmul", "matmul_fp8"]:
@@ -61,7 +63,8 @@ class PackedWeight(Protocol):
         ...
 
     def inlet(self, m: int, rank: int) -> Tensor | None:
-        """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no use for it."""
+        """A matrix [m, k + rank] for x and s side by side, not initialised; None where `linear_low` has no
+        use for it."""
         ...
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
@@ -103,7 +106,8 @@ class Dense:
         columns = self.weight.shape[1] + rank
         whole = self.weight.new_empty(m, _whole_lines(columns))
         if whole.device.type == "cpu":
-            whole[:, columns:] = 0  # oneDNN reads behind rows of bf16 and multiplies by zero, which leaves NaN what is NaN
+            # oneDNN reads behind rows of bf16 and multiplies by zero, which leaves NaN what is NaN
+            whole[:, columns:] = 0
         return whole[:, :columns]
 
     def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
@@ -142,14 +146,16 @@ class Dense:
 
 
 def _whole_lines(columns: int) -> int:
-    """Columns so that rows of 16-bit numbers begin where lines of the cache do; in a narrow matrix, where loads of 16 bytes do."""
+    """Columns so that rows of 16-bit numbers begin where lines of the cache do; in a narrow matrix, where
+    loads of 16 bytes do."""
     unit = 64 if columns > 1024 else 8
     return -(-columns // unit) * unit
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Quantised weights that lie in places of their own, one product each: after a copy, a move or a merge of one of them."""
+    """Quantised weights that lie in places of their own, one product each: after a copy, a move or a merge of
+    one of them."""
 
     weights: Sequence[PackedWeight]
     widths: Sequence[int]
@@ -176,7 +182,10 @@ class Apart:
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """See PackedWeight."""
-        first, *rest = (weight.dlinear(own) for weight, own in zip(self.weights, dy.split(list(self.widths), 1), strict=True))
+        first, *rest = (
+            weight.dlinear(own)
+            for weight, own in zip(self.weights, dy.split(list(self.widths), 1), strict=True)
+        )
         return sum(rest, first)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,14 +195,20 @@ class Apart:
 
 def packed(weight: Tensor, bias: Tensor | None, ops: Ops) -> PackedWeight:
     """The frozen weight of one linear, dense or quantised."""
-    return PackedFp8(cast("Fp8", weight.form), bias, ops) if isinstance(weight, QuantisedWeight) else Dense(weight, bias)
+    return (
+        PackedFp8(cast("Fp8", weight.form), bias, ops)
+        if isinstance(weight, QuantisedWeight)
+        else Dense(weight, bias)
+    )
 
 
 class Bank:
-    """Weights that do not train, moved into one tensor so that linears of one input are one product; the layers keep views of it.
+    """Weights that do not train, moved into one tensor so that linears of one input are one product; the
+    layers keep views of it.
 
-    A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact` says so. With `room`, rows
-    have so many columns more, for the factors b. Quantised weights are moved together as what they are held in.
+    A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact`
+    says so. With `room`, rows have so many columns more, for the factors b. Quantised weights are moved
+    together as what they are held in.
     """
 
     base: PackedWeight
@@ -219,29 +234,41 @@ class Bank:
         if not self.quantised:
             return _lie_in(self.tensors[0], [part.weight for part in parts])
         held = [bytes_in(part.weight) for part in parts]
-        return all(len(own) == len(self.tensors) for own in held) and all(map(_lie_in, self.tensors, zip(*held, strict=True)))
+        return all(len(own) == len(self.tensors) for own in held) and all(
+            map(_lie_in, self.tensors, zip(*held, strict=True))
+        )
 
     def again(self, layers: Sequence[nn.Module]) -> Bank | None:
-        """A bank of the weights as they are now; None where there can be none, but for quantised ones, which this finds one by one."""
+        """A bank of the weights as they are now; None where there can be none, but for quantised ones, which
+        this finds one by one."""
         if bankable(layers):
             return Bank(layers, self.ops, self.room)
         return self if self.quantised else None
 
     def at_hand(self, parts: Sequence[LowRank]) -> PackedWeight | None:
-        """The weights of `parts` as one product: those of the bank, or where they have left it, quantised ones one by one; else None."""
+        """The weights of `parts` as one product: those of the bank, or where they have left it, quantised
+        ones one by one; else None."""
         if self.intact(parts):
             return self.base
         if not self.quantised:
             return None
-        return Apart([packed(part.weight, part.bias, self.ops) for part in parts], [len(part.weight) for part in parts])
+        return Apart(
+            [packed(part.weight, part.bias, self.ops) for part in parts], [len(part.weight) for part in parts]
+        )
 
 
 def bankable(layers: Sequence[nn.Module]) -> bool:
-    """Whether the weights and biases of `layers` are plain tensors of one dtype, or quantised in one form, none of which trains."""
+    """Whether the weights and biases of `layers` are plain tensors of one dtype, or quantised in one form,
+    none of which trains."""
     weights = [cast("Tensor", layer.weight) for layer in layers]
     biases = [cast("Tensor | None", layer.bias) for layer in layers]
-    plain = all(type(weight.data) in (Tensor, QuantisedWeight) and not weight.requires_grad for weight in weights)
-    kinds = {(weight.dtype, type(weight.form) if isinstance(weight, QuantisedWeight) else None) for weight in weights}
+    plain = all(
+        type(weight.data) in (Tensor, QuantisedWeight) and not weight.requires_grad for weight in weights
+    )
+    kinds = {
+        (weight.dtype, type(weight.form) if isinstance(weight, QuantisedWeight) else None)
+        for weight in weights
+    }
     alike = len(kinds) == 1 and len({bias is None for bias in biases}) == 1
     return plain and alike and all(bias is None or not bias.requires_grad for bias in biases)
 
@@ -269,11 +296,14 @@ def _forms_together(weights: Sequence[QuantisedWeight]) -> Fp8:
 
 @torch.no_grad()
 def _moved_together(values: Sequence[nn.Parameter], room: int) -> tuple[Tensor, Tensor]:
-    """`values` [n, ...] as views of one tensor, one below the other, which is the first result; the second has `room` more columns."""
+    """`values` [n, ...] as views of one tensor, one below the other, which is the first result; the second
+    has `room` more columns."""
     if len(values) == 1 and not room:
         return values[0].detach(), values[0].detach()
     rest = list(values[0].shape[1:])
-    whole = values[0].new_zeros(sum(map(len, values)), *(rest if not room else [_whole_lines(rest[0] + room)]))
+    whole = values[0].new_zeros(
+        sum(map(len, values)), *(rest if not room else [_whole_lines(rest[0] + room)])
+    )
     together = whole[:, : rest[0]] if room else whole
     for value, piece in zip(values, together.split([len(value) for value in values]), strict=True):
         value.data = piece.copy_(value.detach())

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from petune.kernels.block.packed_linear import FOLDED, SUMMED, Rows
-from petune.kernels.block.product_cost import added_back, bytes_within, dropping, low_input, result_bytes, returned, updated
+from petune.kernels.block.product_cost import (
+    added_back,
+    bytes_within,
+    dropping,
+    low_input,
+    result_bytes,
+    returned,
+    updated,
+)
 from petune.kernels.block.steps import Charge, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add, low_rank
@@ -158,7 +166,9 @@ class Activated(Step):
         drop = None if self.drop is None else run.drops[self.drop]
         m, inlet = down.inlet(u)
         a = down.a if down.folds_input and drop is None else None
-        s = run.ops.activate(u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn())[1]
+        s = run.ops.activate(
+            u, self.act, self.gated, up.deferred(v[self.low]), a, up.paired, m, down.drawn()
+        )[1]
         if drop is not None:
             m, inlet = drop(m, run.rows), None
         v[self.s] = s = down.low(m) if s is None else s
@@ -180,7 +190,9 @@ class Activated(Step):
             down.dupdated(dm, ds)
         if drop is not None:
             dm = drop(dm, run.rows)
-        du, db, da = run.ops.activate_backward(dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn())
+        du, db, da = run.ops.activate_backward(
+            dm, u, self.act, self.gated, up.read(low), below, up.paired, down.drawn()
+        )
         down.learn(run.sink, dd, Rows.again(again), v[self.s], ds, da=da)
         if self.u in run.wants:
             run.grads[self.u] = du
@@ -219,12 +231,21 @@ class Activated(Step):
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step. Gradients of more than SUMMED ranks are products of their own."""
-        ranks, columns, hashes = shape.ranks, shape.columns, dropping(shape, self.place) * rows * shape.columns
+        ranks, columns, hashes = (
+            shape.ranks,
+            shape.columns,
+            dropping(shape, self.place) * rows * shape.columns,
+        )
         yield from returned(shape, self.place, rows)
         folds, gates = 0 < ranks.down <= FOLDED, ranks.gu // (1 + shape.gated)
         above = ranks.gu if gates <= SUMMED else 0
-        made = activate_backward(rows, columns, shape.gated, shape.itemsize, above, ranks.down if folds else 0)
-        yield "memory", made + Cost(0, rows * columns * shape.itemsize * (folds and shape.writes_m), hashes * folds)
+        made = activate_backward(
+            rows, columns, shape.gated, shape.itemsize, above, ranks.down if folds else 0
+        )
+        yield (
+            "memory",
+            made + Cost(0, rows * columns * shape.itemsize * (folds and shape.writes_m), hashes * folds),
+        )
         if SUMMED < ranks.down <= FOLDED:
             yield "narrow", low_rank(rows, columns, ranks.down, shape.itemsize)
         if ranks.down > FOLDED:
@@ -239,7 +260,9 @@ class Activated(Step):
             yield self._activated(shape, rows)
 
 
-def _product(run: Run, at: int, behind: int | None, x: Tensor, s: Tensor | None, inlet: Tensor | None) -> Tensor:
+def _product(
+    run: Run, at: int, behind: int | None, x: Tensor, s: Tensor | None, inlet: Tensor | None
+) -> Tensor:
     """What a group makes of x: rounded, or as it was summed for a bottleneck that is not passed by."""
     if behind is None or run.bottlenecks[behind][0].tensors is None:
         return run.groups[at].product(x, s, inlet)

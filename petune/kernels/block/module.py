@@ -75,7 +75,10 @@ class FusedBlock(nn.Module):
         if any(vars(module).get("exchange") is not None for module in self.spec.attentions):
             return "its attention exchanges tokens with other ranks"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
-            return f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are {_short(dtype)}"
+            return (
+                f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are"
+                f" {_short(dtype)}"
+            )
         if (reason := self.spec.overflows(dtype)) is not None:
             return reason
         hooked = self._hooked()
@@ -99,10 +102,17 @@ class FusedBlock(nn.Module):
             return "attention probabilities are asked for"
         for mask in (given.get(name) for name in MASKS):
             if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-                return f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries, keys]"
+                return (
+                    f"it is handed a {type(mask).__name__} as its mask, no tensor [batch, heads, queries,"
+                    " keys]"
+                )
         memory, inputs = given.get(MEMORY), self.spec.program.inputs
         if (memory is None) == ("memory" in inputs):
-            return "it attends to an encoder" if memory is not None else "it is handed no hidden states of an encoder"
+            return (
+                "it attends to an encoder"
+                if memory is not None
+                else "it is handed no hidden states of an encoder"
+            )
         if "bias" in inputs and (reason := self._declines_bias(given.get(BIAS))) is not None:
             return reason
         for states in (hidden, memory):
@@ -114,11 +124,18 @@ class FusedBlock(nn.Module):
         if bias is None and self.spec.distances is None:
             return "it is handed no bias of relative positions"
         dense = bias is not None and bias.dim() == 4
-        return "padding is left out, and its bias is one of padded rows" if dense and running().segments is not None else None
+        return (
+            "padding is left out, and its bias is one of padded rows"
+            if dense and running().segments is not None
+            else None
+        )
 
     def _fused(self, hidden: Tensor, given: dict[str, Any]) -> Any:
         parts, memory = self.parts(), given.get(MEMORY)
-        layout, masks = Layout.of(hidden, memory, self.spec.by_sequence), tuple(given.get(name) for name in MASKS)
+        layout, masks = (
+            Layout.of(hidden, memory, self.spec.by_sequence),
+            tuple(given.get(name) for name in MASKS),
+        )
         bias = self.bias(given.get(BIAS), layout.longest)
         draws = self.draws(parts, Places(layout, hidden, memory))
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
@@ -132,15 +149,16 @@ class FusedBlock(nn.Module):
 
     @property
     def distances(self) -> Tensor | None:
-        """The table of relative positions [buckets, heads] that its bias is made of, None where it has none."""
+        """The table of relative positions [buckets, heads] that its bias is made of, None where it has
+        none."""
         if self.spec.distances is None:
             return None
         attention, path = self.spec.distances
         return cast("Tensor", attention.get_submodule(path).weight)
 
     def bias(self, given: Tensor | None, longest: int) -> Tensor | None:
-        """The bias of relative positions: as the block before has handed it on, or made of this one's table for
-        rows or segments of at most `longest` tokens; None where there is none."""
+        """The bias of relative positions: as the block before has handed it on, or made of this one's table
+        for rows or segments of at most `longest` tokens; None where there is none."""
         if given is not None or self.spec.distances is None:
             return given
         return made_by(*self.spec.distances, longest, self.spec.program.attends[0].causal)
@@ -153,7 +171,9 @@ class FusedBlock(nn.Module):
     def result(self, out: Tensor, bias: Tensor | None) -> Any:
         """What the block's own forward returns; of several values one that is not known is None."""
         carry = self.spec.carry
-        return tuple({"hidden_states": out, BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
+        return (
+            tuple({"hidden_states": out, BIAS: bias}.get(name) for name in carry) if len(carry) > 1 else out
+        )
 
     def linears(self) -> Parts:
         """The layers as they are at this moment.
@@ -164,7 +184,9 @@ class FusedBlock(nn.Module):
         for parent, name, layer in self.spec.homes:
             if parent._modules.get(name) is not layer:
                 raise UsageError(
-                    f"a layer of a fused block was exchanged: {name}", found=type(parent._modules.get(name)).__name__, remedy=_FIRST
+                    f"a layer of a fused block was exchanged: {name}",
+                    found=type(parent._modules.get(name)).__name__,
+                    remedy=_FIRST,
                 )
         groups = tuple(tuple(_part(layer) for layer in layers) for layers in self.spec.layers)
         return Parts(groups, tuple(_behind(layer) for layer in self.spec.behind))
@@ -172,7 +194,9 @@ class FusedBlock(nn.Module):
     def parts(self) -> Parts:
         """`linears`; in training, in their banks, though the model was copied or moved."""
         found = self.linears()
-        for at, (bank, parts) in enumerate(zip(self.spec.banks, found.groups, strict=True) if torch.is_grad_enabled() else ()):
+        for at, (bank, parts) in enumerate(
+            zip(self.spec.banks, found.groups, strict=True) if torch.is_grad_enabled() else ()
+        ):
             if bank is not None and not bank.intact(parts):
                 self.spec.banks[at] = bank.again(self.spec.layers[at])
         return found
@@ -181,9 +205,13 @@ class FusedBlock(nn.Module):
         """What autograd must know of: the tensors of `parts`, those of linears first, then the norms'."""
         behind = [tensor for part in parts.bottlenecks for tensor in part.tensors or (None,) * 4]
         norms = [getattr(*norm) for norm in self.spec.norms]
-        return [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
+        return (
+            [tensor for group in parts.groups for part in group for tensor in part.tensors] + behind + norms
+        )
 
-    def call(self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None) -> Call:
+    def call(
+        self, parts: Parts, hows: tuple[How, ...], draws: Draws, angles: tuple[Tensor, Tensor] | None
+    ) -> Call:
         """A call of these parts."""
         spec = self.spec
         dtype = spec.computes_in(parts.groups[0][0].weight.device.type)
@@ -191,7 +219,11 @@ class FusedBlock(nn.Module):
         return Call(spec, hows, spec.rung, spec.tile, parts, draws, angles, dtype, cut)
 
     def hows(
-        self, layout: Layout, forms: Sequence[Backend], draws: Draws, masks: Sequence[Tensor | None] = (None, None)
+        self,
+        layout: Layout,
+        forms: Sequence[Backend],
+        draws: Draws,
+        masks: Sequence[Tensor | None] = (None, None),
     ) -> tuple[How, ...]:
         """How each attention of a call is computed. masks: of the tokens, and of the memory."""
         return tuple(
@@ -210,7 +242,11 @@ class FusedBlock(nn.Module):
         )
 
     def forms(
-        self, hidden: Tensor, layout: Layout, masks: Sequence[Tensor | None] = (None, None), bias: Tensor | None = None
+        self,
+        hidden: Tensor,
+        layout: Layout,
+        masks: Sequence[Tensor | None] = (None, None),
+        bias: Tensor | None = None,
     ) -> tuple[Backend, ...]:
         """The form of each attention of a call with these hidden states. masks: see `hows`."""
         chances, dense = self.spec.probabilities, bias is not None and bias.dim() == 4
@@ -239,7 +275,12 @@ class FusedBlock(nn.Module):
 def _hooked(module: nn.Module) -> bool:
     """Whether hooks on a module would act: those by which Hugging Face records outputs stay for ever, and act
     only when asked to; what those of a boundary do is done by steps."""
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+    if not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         return False
     before = [hook for hook in module._forward_pre_hooks.values() if not _of_boundary(hook)]
     behind = [hook for hook in module._forward_hooks.values() if not _of_boundary(hook)]
@@ -256,8 +297,8 @@ _FIRST = "call petune.kernels.fuse.unfuse(model) before layers are exchanged"
 
 
 def _part(layer: nn.Module) -> LowRank:
-    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more than
-    the part."""
+    """`low_rank_of` for a layer that has been seen to be one of its own: asking a protocol again costs more
+    than the part."""
     if type(layer) is nn.Linear:
         return LowRank(layer.weight, layer.bias)
     part = layer.low_rank() if isinstance(layer, TunedLinear) else None

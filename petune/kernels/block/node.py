@@ -23,7 +23,11 @@ class Node(torch.autograd.Function):
         count = len(call.spec.program.inputs)
         inputs, tensors = cast("Sequence[Tensor]", values[:count]), values[count:]
         y, kept, factors = forward(call, inputs, tensors)
-        ctx.call, ctx.inputs, ctx.numbers = call, [(one.shape, one.dtype) for one in inputs], (len(tensors), len(factors))
+        ctx.call, ctx.inputs, ctx.numbers = (
+            call,
+            [(one.shape, one.dtype) for one in inputs],
+            (len(tensors), len(factors)),
+        )
         if any(ctx.needs_input_grad):
             ctx.parked = _park(call, kept)
             flat, ctx.names = _flattened(kept)
@@ -42,16 +46,26 @@ class Node(torch.autograd.Function):
             ctx.parked = None  # its host memory is for the next step, though the graph may live on
         elif "x" not in kept:
             remedy = "set memory: {offload: none} to go back through a graph twice"
-            raise UsageError("what this block had parked in host memory is gone after the first backward pass", remedy=remedy)
+            raise UsageError(
+                "what this block had parked in host memory is gone after the first backward pass",
+                remedy=remedy,
+            )
         first = 1 + len(ctx.inputs)
         given, needs = ctx.needs_input_grad[1:first], ctx.needs_input_grad[first:]
         with torch.autocast(dy.device.type, enabled=False):
-            found, grads = call.backward(_rows_of(dy), kept, saved[count : count + factors], tensors, needs, given)
-        own = [None if grad is None else grad.view(shape).to(dtype) for grad, (shape, dtype) in zip(found, ctx.inputs, strict=True)]
+            found, grads = call.backward(
+                _rows_of(dy), kept, saved[count : count + factors], tensors, needs, given
+            )
+        own = [
+            None if grad is None else grad.view(shape).to(dtype)
+            for grad, (shape, dtype) in zip(found, ctx.inputs, strict=True)
+        ]
         return None, *own, *grads
 
 
-def forward(call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor, Values, list[Tensor | None]]:
+def forward(
+    call: Call, inputs: Sequence[Tensor], tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, Values, list[Tensor | None]]:
     """`call.forward` of the program's inputs, hidden states [..., width] and a bias as it is, under any
     autocast."""
     names = call.spec.program.inputs

@@ -1,13 +1,16 @@
 """Linear layers that share one input computed as one, forward and backward, with their LoRA updates.
 
-LoRA's forward is y = x W^T + s b^T with s = x a^T, where a = scale * A and b = B in the dtype of the computation; q, k and v stack their
-factors: s is then [m, sum of ranks] and b block-diagonal. The backward pass needs x, s and the gradient of y:
+LoRA's forward is y = x W^T + s b^T with s = x a^T, where a = scale * A and b = B in the dtype of the
+computation; q, k and v stack their factors: s is then [m, sum of ranks] and b block-diagonal. The backward
+pass needs x, s and the gradient of y:
 
-        ds = dy b        dx = dy W + ds a        dA = scale * ds^T x        dB = dy^T s        (dW = dy^T x where W trains)
+        ds = dy b        dx = dy W + ds a        dA = scale * ds^T x        dB = dy^T s        (dW = dy^T x
+                         where W trains)
 
-No intermediate is ever as large as W. What trains gets its gradient in float32, whatever the dtype of the computation. x W^T and s b^T meet
-in float32 and are rounded once: within one product, where the weight has room for b behind it, else in `Ops.linear_low`, or in the
-registers of an activation, whose result lies on no grid that the product was rounded to.
+No intermediate is ever as large as W. What trains gets its gradient in float32, whatever the dtype of the
+computation. x W^T and s b^T meet in float32 and are rounded once: within one product, where the weight has
+room for b behind it, else in `Ops.linear_low`, or in the registers of an activation, whose result lies on no
+grid that the product was rounded to.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Sink:
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix x that entered a linear: at hand, or made again from what a norm read. normed: total, rstd and weight of an RMS norm."""
+    """A matrix x that entered a linear: at hand, or made again from what a norm read. normed: total, rstd and
+    weight of an RMS norm."""
 
     matrix: Callable[[], Tensor]
     normed: tuple[Tensor, Tensor, Tensor] | None = None
@@ -61,7 +65,8 @@ class Rows:
         return Rows(cache(make), normed)
 
     def times(self, ds: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """product(ds [m, r], x [m, k]): ds^T x [r, k] in float32, or that of an x some of whose elements are zero.
+        """product(ds [m, r], x [m, k]): ds^T x [r, k] in float32, or that of an x some of whose elements are
+        zero.
 
         x = total * rstd * weight need not be made for it: scaling the few columns of ds does the same.
         """
@@ -74,8 +79,9 @@ class Rows:
 class Group:
     """Linears of one input, as their parts are at this moment: [m, k] -> [m, sum of outputs].
 
-    `first` is the place of its first tensor among a block's; `base` its frozen part, where that is one product. With `drops`, one per
-    part, each update reads its own dropout of the input. gates: an activation reads these, which can add their update.
+    `first` is the place of its first tensor among a block's; `base` its frozen part, where that is one
+    product. With `drops`, one per part, each update reads its own dropout of the input. gates: an activation
+    reads these, which can add their update.
     """
 
     def __init__(
@@ -127,7 +133,8 @@ class Group:
 
     @property
     def paired(self) -> bool:
-        """Whether these are two linears with updates of the same rank, so that each may read its half of s alone."""
+        """Whether these are two linears with updates of the same rank, so that each may read its half of s
+        alone."""
         return len(self.ranks) == 2 and self.ranks[0] == self.ranks[1] > 0
 
     @property
@@ -138,9 +145,14 @@ class Group:
     # ------------------------------------------------------------ forward
 
     def inlet(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where a kernel writes the input that it makes of x [m, ...]: (a matrix [m, k], what `__call__` takes beside it)."""
+        """Where a kernel writes the input that it makes of x [m, ...]: (a matrix [m, k], what `__call__`
+        takes beside it)."""
         k = self.parts[0].weight.shape[1]
-        whole = self.whole.inlet(len(x), sum(self.ranks)) if self.whole is not None and self.tuned and not self.defers else None
+        whole = (
+            self.whole.inlet(len(x), sum(self.ranks))
+            if self.whole is not None and self.tuned and not self.defers
+            else None
+        )
         return (x.new_empty(len(x), k), None) if whole is None else (whole[:, :k], whole)
 
     def low(self, x: Tensor) -> Tensor | None:
@@ -177,7 +189,8 @@ class Group:
         return y
 
     def __call__(self, x: Tensor, inlet: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y, s), the update in y unless it is `deferred`. inlet: what `inlet` gave, if x was written there."""
+        """(y, s), the update in y unless it is `deferred`. inlet: what `inlet` gave, if x was written
+        there."""
         s = self.low(x)
         return self.product(x, s, inlet), s
 
@@ -192,7 +205,9 @@ class Group:
             if part.b is None:
                 y[:, rows] = F.linear(x, part.weight, part.bias)
             else:
-                y[:, rows] = self.ops.linear_low(x, part.weight, part.bias, (s[:, ranks], self.b[rows, ranks]))
+                y[:, rows] = self.ops.linear_low(
+                    x, part.weight, part.bias, (s[:, ranks], self.b[rows, ranks])
+                )
         return y
 
     def sum32(self, x: Tensor, s: Tensor | None) -> Tensor:
@@ -206,7 +221,8 @@ class Group:
         return (s, self.b) if s is not None and self.defers else None
 
     def read(self, s: Tensor | None) -> Added | None:
-        """What the activation's backward reads of the update, to make the gradient of b on its way; None where ranks are too large."""
+        """What the activation's backward reads of the update, to make the gradient of b on its way; None
+        where ranks are too large."""
         if s is None or self.defers:
             return self.deferred(s)
         rank = sum(self.ranks) // (1 + self.paired)
@@ -243,9 +259,17 @@ class Group:
         return updated
 
     def learn(
-        self, sink: Sink, dy: Tensor, x: Rows, s: Tensor | None, ds: Tensor | None, da: Tensor | None = None, db: Tensor | None = None
+        self,
+        sink: Sink,
+        dy: Tensor,
+        x: Rows,
+        s: Tensor | None,
+        ds: Tensor | None,
+        da: Tensor | None = None,
+        db: Tensor | None = None,
     ) -> None:
-        """Add the gradients of what trains; da = ds^T x, not scaled, and db = dy^T s where a kernel has made them already."""
+        """Add the gradients of what trains; da = ds^T x, not scaled, and db = dy^T s where a kernel has made
+        them already."""
         if s is not None and ds is not None:
             sink.add((self.first, "a"), self._da(x, ds) if da is None else self._scaled_(da))
             sink.add((self.first, "b"), matmul32(dy.T, s) if db is None else db)
@@ -254,7 +278,10 @@ class Group:
             if weight:
                 sink.add(self.first + 4 * at, matmul32(dy[:, rows].T, x.matrix()))
             if bias:
-                sink.add(self.first + 4 * at + 1, dy[:, rows].sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
+                sink.add(
+                    self.first + 4 * at + 1,
+                    dy[:, rows].sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)),
+                )
 
     def _da(self, x: Rows, ds: Tensor) -> Tensor:
         """The gradients of the factors A, one below the other."""
@@ -275,12 +302,19 @@ class Group:
     def gradients(self, sink: Sink) -> list[Tensor | None]:
         """The gradients of the parts' tensors in order, as they were summed; None for what does not train."""
         da, db = sink.found.get((self.first, "a")), sink.found.get((self.first, "b"))
-        whole = db is not None and db.shape[1] == sum(self.ranks)  # else the blocks alone, one below the other
+        # else the blocks alone, one below the other
+        whole = db is not None and db.shape[1] == sum(self.ranks)
         found: list[Tensor | None] = []
-        for at, (part, rows, ranks) in enumerate(zip(self.parts, spans(self.widths), spans(self.ranks), strict=True)):
+        for at, (part, rows, ranks) in enumerate(
+            zip(self.parts, spans(self.widths), spans(self.ranks), strict=True)
+        ):
             own = self.first + 4 * at
             values = [sink.found.get(own), sink.found.get(own + 1)]
-            values += [None, None] if part.a is None or da is None or db is None else [da[ranks], db[rows, ranks] if whole else db[rows]]
+            values += (
+                [None, None]
+                if part.a is None or da is None or db is None
+                else [da[ranks], db[rows, ranks] if whole else db[rows]]
+            )
             there = [sink.needs[own + k] and tensor is not None for k, tensor in enumerate(part.tensors)]
             found += [value if is_there else None for value, is_there in zip(values, there, strict=True)]
         return found

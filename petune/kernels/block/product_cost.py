@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from petune.kernels.block.linear import WIDE
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.steps import Charge
-from petune.kernels.memory.op_cost import SMALL, Cost, add_dropped_low_, add_low, dropped_low, low_rank, matmul, quantise
+from petune.kernels.memory.op_cost import (
+    SMALL,
+    Cost,
+    add_dropped_low_,
+    add_low,
+    dropped_low,
+    low_rank,
+    matmul,
+    quantise,
+)
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 
 FEW = 4  # kernels of an update in a pass that take no more than their launches
@@ -62,7 +71,10 @@ def updated(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charg
     yield from _factors(shape, place)
     yield from _weighted(shape, rows, inputs + shape.room(place), outputs)
     if _sums(shape, place):
-        yield "memory", Cost(0, (4 - shape.itemsize) * rows * outputs) + add_low(rows, outputs, shape.itemsize, rank)
+        yield (
+            "memory",
+            Cost(0, (4 - shape.itemsize) * rows * outputs) + add_low(rows, outputs, shape.itemsize, rank),
+        )
 
 
 def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Charge]:
@@ -71,7 +83,9 @@ def returned(shape: BlockShape, place: GroupPlace, rows: float) -> Iterator[Char
     inputs, outputs, rank = shape.linears(place)
     yield from _factors(shape, place)
     both = rank > 0 and outputs > WIDE * inputs and (shape.room(place) > 0 or (shape.gated and not shape.fp8))
-    if not both:  # else dx and ds are one product: linears that share an input have room for b even where an activation adds it
+    # else dx and ds are one product: linears that share an input have room for b even where an activation
+    # adds it
+    if not both:
         yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)
     if place.kind != "up" or rank > FOLDED * (1 + shape.gated):
         yield "narrow", low_rank(rows, outputs, rank, shape.itemsize)

@@ -113,7 +113,9 @@ def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
     tensors = 4 * linears + 2 * len(program.norms)
     back = program.schedules.backward(keep, (True,) * tensors, (True,) * len(program.inputs))
     steps = [action.step for section in back.sections for action in section.actions if not action.back]
-    roles = frozenset(role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles)
+    roles = frozenset(
+        role for step in steps if isinstance(step, Product | Activated) for role in step.place.roles
+    )
     return roles, any(isinstance(step, Attend) for step in steps)
 
 
@@ -147,16 +149,33 @@ class _Build:
 
     def program(self, y: str) -> Program:
         """The program that gives y."""
-        groups, norms, dropouts, order = tuple(self.groups), tuple(self.norms), tuple(self.dropouts), tuple(self.order)
+        groups, norms, dropouts, order = (
+            tuple(self.groups),
+            tuple(self.norms),
+            tuple(self.dropouts),
+            tuple(self.order),
+        )
         behind = tuple(self.bottlenecks)
-        return Program(self.sublayers, self.sizes, tuple(self.inputs), tuple(self.steps), y, groups, norms, dropouts, behind, order)
+        return Program(
+            self.sublayers,
+            self.sizes,
+            tuple(self.inputs),
+            tuple(self.steps),
+            y,
+            groups,
+            norms,
+            dropouts,
+            behind,
+            order,
+        )
 
     def sublayer(self, sublayer: SubLayer, x: str, read: bool) -> str:
         """Its steps; the name of what it gives. read: a norm of the next one reads that."""
         core, out, after = sublayer.core, sublayer.norm_out, sublayer.norm_after_sum
         name = "mlp" if isinstance(core, Mlp) else "attention" if core.memory is None else "cross"
         h = x if sublayer.norm_in is None else self.norm(f"{name}.h", x, sublayer.norm_in)
-        keep: Level | None = None if out is None else "projections"  # a norm behind the product reads it on the way back
+        # a norm behind the product reads it on the way back
+        keep: Level | None = None if out is None else "projections"
         make = self.core if sublayer.connection is None else self.cut
         branch = make(name, h, sublayer, None if sublayer.bottleneck else keep)
         if sublayer.bottleneck:
@@ -172,7 +191,11 @@ class _Build:
     def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """What its core makes of h."""
         core, behind = sublayer.core, len(self.bottlenecks) if sublayer.bottleneck else None
-        return self.mlp(name, h, core, keep, behind) if isinstance(core, Mlp) else self.attention(name, h, core, keep, behind)
+        return (
+            self.mlp(name, h, core, keep, behind)
+            if isinstance(core, Mlp)
+            else self.attention(name, h, core, keep, behind)
+        )
 
     def cut(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
         """The same, summed over the ranks that share it; what is read on the way back is that sum."""
@@ -215,13 +238,33 @@ class _Build:
         first = 4 * sum(len(one.paths) for one in self.groups)
         roles, paths = zip(*group.members, strict=True)
         self.groups.append(GroupPlace(kind, roles, paths, first))
-        self.order.append(Drawing("group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None))
+        self.order.append(
+            Drawing(
+                "group", len(self.groups) - 1, self.within, "features" if kind in ("out", "down") else None
+            )
+        )
         return self.groups[-1]
 
-    def linears(self, group: GroupPlace, x: str, s: str, y: str, keep: Level | None, low: Level, behind: int | None = None) -> str:
+    def linears(
+        self,
+        group: GroupPlace,
+        x: str,
+        s: str,
+        y: str,
+        keep: Level | None,
+        low: Level,
+        behind: int | None = None,
+    ) -> str:
         """y = x W^T + bias + s b^T. behind: the bottleneck that reads y."""
         at = self.groups.index(group)
-        same = next((step.x for step in self.steps if isinstance(step, Enter) and step.y == x and step.connection == "whole"), x)
+        same = next(
+            (
+                step.x
+                for step in self.steps
+                if isinstance(step, Enter) and step.y == x and step.connection == "whole"
+            ),
+            x,
+        )
         norm = next((step for step in self.steps if isinstance(step, Normalize) and step.h == same), None)
         if norm is not None and norm.into is None:
             norm.into = at, group
@@ -239,11 +282,17 @@ class _Build:
             s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
             turned = core.rotary or core.q_norm is not None
             kept: Level | None = None if turned and core.q_norm is None else "projections"
-            sources.append(self.linears(self.group("in", group), reads, s, f"{raw}.raw" if turned else raw, kept, "projections"))
+            sources.append(
+                self.linears(
+                    self.group("in", group), reads, s, f"{raw}.raw" if turned else raw, kept, "projections"
+                )
+            )
         if core.q_norm is not None and core.k_norm is not None:
             place, first = self.norm_place(core.q_norm)
             self.norm_place(core.k_norm)
-            self.steps.append(NormHeads(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, place, first))
+            self.steps.append(
+                NormHeads(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, place, first)
+            )
             sources = [raw]
         elif core.rotary:
             self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads))
@@ -255,7 +304,9 @@ class _Build:
         if core.bias is not None:
             self.inputs.append("bias")
         bias = None if core.bias is None else "bias"
-        self.steps.append(Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias, core.window))
+        self.steps.append(
+            Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias, core.window)
+        )
         out = self.group("out", LinearGroup((("o", core.out),)))
         return self.linears(out, a, f"{name}.s_o", f"{name}.o", keep, "input", behind)
 

@@ -17,7 +17,8 @@ from petune.kernels.block.linear_steps import Activated, Product
 from petune.kernels.block.steps import Add, AddNormalize, Normalize, Run, Step, Values
 from petune.kernels.configs import Level
 
-LEVELS: tuple[Level, ...] = ("input", "attention", "projections", "all")  # from the least that is kept to the most
+# from the least that is kept to the most
+LEVELS: tuple[Level, ...] = ("input", "attention", "projections", "all")
 
 
 class Action(NamedTuple):
@@ -66,7 +67,12 @@ class Schedules:
     def kept(self, keep: Level) -> tuple[str, ...]:
         """What a rung keeps, the inputs first."""
         least = LEVELS.index(keep)
-        own = (name for step in self.steps for name in step.gives if name in step.keeps and LEVELS.index(step.keeps[name]) <= least)
+        own = (
+            name
+            for step in self.steps
+            for name in step.gives
+            if name in step.keeps and LEVELS.index(step.keeps[name]) <= least
+        )
         return *self.inputs, *own
 
     # ------------------------------------------------------------ forward
@@ -134,14 +140,18 @@ class Schedules:
         again.append(step)
         there.update(step.gives)
 
-    def _remade_for_tiles(self, steps: Sequence[Step], there: set[str]) -> tuple[list[tuple[Step, bool]], list[tuple[Step, bool]]]:
+    def _remade_for_tiles(
+        self, steps: Sequence[Step], there: set[str]
+    ) -> tuple[list[tuple[Step, bool]], list[tuple[Step, bool]]]:
         """(what has to be made again of all rows before, the way back of one tile)."""
         inside = set(there)
         found = self._with_remade(steps, inside)
         own = self.steps[self.wide]
         outside = [one for one, back in found if not back and not _of(one, own)]
         there.update(name for one in outside if not one.cheap for name in one.gives)
-        return [(one, False) for one in outside], [(one, back) for one, back in found if back or _of(one, own)]
+        return [(one, False) for one in outside], [
+            (one, back) for one, back in found if back or _of(one, own)
+        ]
 
     def _narrowest(self, steps: Sequence[Step]) -> int:
         """How many of the first steps of a run are left to the untiled part of the way back: there the fewest
@@ -149,7 +159,9 @@ class Schedules:
 
         Only such that read nothing which the run has made, for that lives within a tile.
         """
-        made = {name for step in self.steps[self.wide] for name in step.gives if step.keeps.get(name) != "input"}
+        made = {
+            name for step in self.steps[self.wide] for name in step.gives if step.keeps.get(name) != "input"
+        }
         grads, crossing = {self.y}, []
         for at in range(len(steps), 0, -1):
             step = steps[at - 1]
@@ -254,5 +266,7 @@ def _last_uses(flat: Sequence[tuple[Step, bool]]) -> dict[str, int]:
 
 def _is_past_attention(flat: Sequence[tuple[Step, bool]], name: str, at: int) -> bool:
     """Whether attention runs, either way, between the making of a value and the action `at`."""
-    made = max((place for place in range(at) if not flat[place][1] and name in flat[place][0].gives), default=at)
+    made = max(
+        (place for place in range(at) if not flat[place][1] and name in flat[place][0].gives), default=at
+    )
     return any(isinstance(step, Attend) for step, _ in flat[made:at])

@@ -48,18 +48,32 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     if not crosses and (getattr(block, "is_decoder", False) or getattr(block, "add_cross_attention", False)):
         return "it attends to an encoder, of which its family's table says nothing"
     norms = [(norm, block.get_submodule(norm.path)) for sublayer in sublayers for norm in _norms_of(sublayer)]
-    if (reason := _stranger(block, name) or _other_norm(norms) or _other_attention(block, sublayers)) is not None:
+    if (
+        reason := _stranger(block, name) or _other_norm(norms) or _other_attention(block, sublayers)
+    ) is not None:
         return reason
-    attentions = [block.get_submodule(sublayer.core.at) for sublayer in sublayers if isinstance(sublayer.core, Attention)]
-    boundaries = {at: boundary for at, one in enumerate(sublayers) if (boundary := boundary_of(block.get_submodule(one.core.at)))}
+    attentions = [
+        block.get_submodule(sublayer.core.at)
+        for sublayer in sublayers
+        if isinstance(sublayer.core, Attention)
+    ]
+    boundaries = {
+        at: boundary
+        for at, one in enumerate(sublayers)
+        if (boundary := boundary_of(block.get_submodule(one.core.at)))
+    }
     if any(boundary.overlapped for boundary in boundaries.values()):
         return "its communication is hidden behind its matmuls, tile by tile"
-    program = compiled(sublayers, Sizes(*_heads(block, sublayers, shape), act, cast("float", eps_of(norms[0][1]))))
+    program = compiled(
+        sublayers, Sizes(*_heads(block, sublayers, shape), act, cast("float", eps_of(norms[0][1])))
+    )
     spec = Spec(
         program=program,
         layers=[[block.get_submodule(path) for path in group.paths] for group in program.groups],
         norms=[
-            (block.get_submodule(norm.path), name) for norm in program.norms for name in ("weight", "bias")[: 1 + (norm.kind == "layer")]
+            (block.get_submodule(norm.path), name)
+            for norm in program.norms
+            for name in ("weight", "bias")[: 1 + (norm.kind == "layer")]
         ],
         dropouts=[_where(block, path) for path in program.dropouts],
         behind=[block.get_submodule(path) for path in program.bottlenecks],
@@ -87,7 +101,10 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
         if getattr(module, "exchange", None) is not None:
             return "its attention exchanges tokens with other ranks"
         if core.causal and not getattr(module, "is_causal", True):
-            return "its attention sees later tokens too (use_bidirectional_attention), of which its family's table says nothing"
+            return (
+                "its attention sees later tokens too (use_bidirectional_attention), of which its family's"
+                " table says nothing"
+            )
         if getattr(module, "attn_logit_softcapping", None):
             return "its attention caps its scores (attn_logit_softcapping), which a fused one does not"
     return None
@@ -97,7 +114,9 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
     """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
     other one's, else as many as its weights have columns for, of which a rank may have some."""
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
-    queries, keys = (len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k"))
+    queries, keys = (
+        len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k")
+    )
     if not core.head_counts:
         return queries // shape.head_dim, keys // shape.head_dim, shape.head_dim
     heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
@@ -107,19 +126,27 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
 def _distances(block: nn.Module, sublayers: Sequence[SubLayer]) -> tuple[nn.Module, str] | None:
     """The attention that has the table of relative positions and where, if this block does."""
     cores = ((one.core.at, one.core.bias) for one in sublayers if isinstance(one.core, Attention))
-    return next(((block.get_submodule(at), path) for at, path in cores if path and child_of(block, f"{at}.{path}")), None)
+    return next(
+        ((block.get_submodule(at), path) for at, path in cores if path and child_of(block, f"{at}.{path}")),
+        None,
+    )
 
 
 def read_sublayers(block: nn.Module, rule: StackRule) -> tuple[SubLayer, ...]:
     """The sub-layers of a table, those that this block has and as it has them."""
-    return tuple(_read(block, sublayer) for sublayer in rule.sublayers if child_of(block, sublayer.core.at) is not None)
+    return tuple(
+        _read(block, sublayer) for sublayer in rule.sublayers if child_of(block, sublayer.core.at) is not None
+    )
 
 
 def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     """The sub-layer with what this block has of it: paths that exist, no gate or norm of heads where there is
     none, the scale, the bottleneck that a method has put behind it."""
     core = sublayer.core
-    part, boundary = bottleneck_of(block.get_submodule(core.region.leave)), boundary_of(block.get_submodule(core.at))
+    part, boundary = (
+        bottleneck_of(block.get_submodule(core.region.leave)),
+        boundary_of(block.get_submodule(core.at)),
+    )
     connection = None if boundary is None else boundary.connection
     sublayer = replace(sublayer, bottleneck=0 if part is None else part.features, connection=connection)
     if isinstance(core, Mlp):
@@ -127,7 +154,10 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     attention = block.get_submodule(core.at)
     scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
     window = _window(attention) if core.causal else None
-    q_norm, k_norm = (norm if norm is not None and child_of(block, norm.path) else None for norm in (core.q_norm, core.k_norm))
+    q_norm, k_norm = (
+        norm if norm is not None and child_of(block, norm.path) else None
+        for norm in (core.q_norm, core.k_norm)
+    )
     return replace(sublayer, core=replace(core, q_norm=q_norm, k_norm=k_norm, scale=scale, window=window))
 
 
@@ -140,7 +170,11 @@ def _norms_of(sublayer: SubLayer) -> list[Norm]:
     """Its norms."""
     core = sublayer.core
     heads = (core.q_norm, core.k_norm) if isinstance(core, Attention) else ()
-    return [norm for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum) if norm is not None]
+    return [
+        norm
+        for norm in (sublayer.norm_in, *heads, sublayer.norm_out, sublayer.norm_after_sum)
+        if norm is not None
+    ]
 
 
 def _stranger(block: nn.Module, activation: str) -> str | None:
@@ -152,7 +186,9 @@ def _stranger(block: nn.Module, activation: str) -> str | None:
         homes = {kind.__module__.partition(".")[0], str(kind.forward.__module__).partition(".")[0]}
         if "forward" in vars(module) or not homes <= {"torch", "transformers", "petune"}:
             return f"{path or 'the block'} is a {kind.__name__} whose forward is not transformers' own"
-        if not (module._modules or module._parameters or isinstance(module, known | nn.Dropout | nn.Identity)):
+        if not (
+            module._modules or module._parameters or isinstance(module, known | nn.Dropout | nn.Identity)
+        ):
             return f"{path} is a {kind.__name__}, and the config's activation is {activation!r}"
     return None
 
@@ -160,9 +196,13 @@ def _stranger(block: nn.Module, activation: str) -> str | None:
 def _other_norm(norms: Sequence[tuple[Norm, nn.Module]]) -> str | None:
     """A norm that computes something else than the table says, or with another epsilon than the first."""
     for norm, module in norms:
-        if (norm.kind == "layer" and type(module) is not nn.LayerNorm) or not computes(module, norm.kind, norm.offset):
+        if (norm.kind == "layer" and type(module) is not nn.LayerNorm) or not computes(
+            module, norm.kind, norm.offset
+        ):
             kind = "a LayerNorm" if norm.kind == "layer" else "an RMS norm"
-            scale = f" that scales by {norm.offset:g} + weight" if norm.offset else " that scales by its weight"
+            scale = (
+                f" that scales by {norm.offset:g} + weight" if norm.offset else " that scales by its weight"
+            )
             return f"its norm {type(module).__name__} is not {kind}{scale}, by a probe of what it computes"
         if eps_of(module) != eps_of(norms[0][1]):
             return "its norms have different epsilons"

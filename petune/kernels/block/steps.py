@@ -18,14 +18,24 @@ from petune.kernels.block.attention import How
 from petune.kernels.block.packed_linear import Group, Rows, Sink
 from petune.kernels.configs import Level
 from petune.kernels.dispatch import Ops
-from petune.kernels.memory.op_cost import Cost, Kind, add, drop, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from petune.kernels.memory.op_cost import (
+    Cost,
+    Kind,
+    add,
+    drop,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from petune.kernels.memory.shape import BlockShape, GroupPlace
 from petune.models.boundary import Boundary
 from petune.models.tuned_linear import BottleneckPart
 
 _MIDDLE: Level = "projections"
 Charge = tuple[Kind, Cost]  # a kernel: the rate that bounds it, and what it costs
-Dropping = Callable[[Tensor, "slice | None"], Tensor]  # the same elements at every call; rows of the whole, None for all
+# the same elements at every call; rows of the whole, None for all
+Dropping = Callable[[Tensor, "slice | None"], Tensor]
 Values = dict[str, Any]  # by name: tensors, None, or what attention keeps
 
 
@@ -84,7 +94,8 @@ class Step:
     keeps: Mapping[str, Level]
     rows: ClassVar[bool] = True
     differs: ClassVar[bool] = True  # whether it has a backward pass of its own
-    shares: ClassVar[bool] = False  # what it gives is the value that it is over itself, which others may read still
+    # what it gives is the value that it is over itself, which others may read still
+    shares: ClassVar[bool] = False
     cheap: ClassVar[bool] = False  # what it gives is made again for every reader rather than held
 
     def forward(self, run: Run, v: Values) -> None:
@@ -166,7 +177,9 @@ class Normalize(Step):
 
     def made(self, run: Run, x: Tensor) -> Tensor:
         """h alone."""
-        h: Tensor = (run.ops.rms_norm if self.rms else run.ops.layer_norm)(x, *run.norms[self.at], self.eps)[0]
+        h: Tensor = (run.ops.rms_norm if self.rms else run.ops.layer_norm)(x, *run.norms[self.at], self.eps)[
+            0
+        ]
         return h
 
     def entered(self, run: Run, v: Values) -> Rows:
@@ -205,7 +218,12 @@ class Normalize(Step):
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        yield "memory", (rms_norm_backward if self.rms else layer_norm_backward)(rows, shape.width, shape.itemsize, found)
+        yield (
+            "memory",
+            (rms_norm_backward if self.rms else layer_norm_backward)(
+                rows, shape.width, shape.itemsize, found
+            ),
+        )
 
 
 @dataclass(eq=False)
@@ -249,7 +267,11 @@ class Add(Step):
     normed: bool = False
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (self.branch, self.x), (self.y,), {self.y: "projections"} if self.normed else {}
+        self.takes, self.gives, self.keeps = (
+            (self.branch, self.x),
+            (self.y,),
+            {self.y: "projections"} if self.normed else {},
+        )
         self.over = self.branch
 
     def forward(self, run: Run, v: Values) -> None:

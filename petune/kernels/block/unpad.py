@@ -1,14 +1,18 @@
-"""Padding left out: a fused stack computes on real tokens alone, one sample after the other, and the model around it sees none of that.
+"""Padding left out: a fused stack computes on real tokens alone, one sample after the other, and the model
+around it sees none of that.
 
-A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart). `FindSegments` reads that off the calls of the model
-and of its part that owns the stack; `Unpadded`, the stack's edges, then carries the tokens across:
+A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart). `FindSegments` reads that
+off the calls of the model and of its part that owns the stack; `Unpadded`, the stack's edges, then carries
+the tokens across:
 
-    hidden states [b, t, w] -> [1, total, w] -> the blocks, which attend within segments -> [b, t, w], zeros where padding was
+    hidden states [b, t, w] -> [1, total, w] -> the blocks, which attend within segments -> [b, t, w], zeros
+    where padding was
 
-Kept tokens get what they would have got in the padded batch; embeddings, pooler and heads are Hugging Face's own and see [b, t]. Zeros must
-not be read, so padding is left out only behind the last token of a row, and only where a head of transformers' own is known not to read it:
-see `FindSegments`. A decoder that attends across to an encoder sees the encoder's kept tokens alone, [1, kept, w]; stacks that fill a cache
-keep their padding.
+Kept tokens get what they would have got in the padded batch; embeddings, pooler and heads are Hugging Face's
+own and see [b, t]. Zeros must not be read, so padding is left out only behind the last token of a row, and
+only where a head of transformers' own is known not to read it: see `FindSegments`. A decoder that attends
+across to an encoder sees the encoder's kept tokens alone, [1, kept, w]; stacks that fill a cache keep their
+padding.
 """
 
 from __future__ import annotations
@@ -27,8 +31,9 @@ from petune.log import say
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running, running
 
-# Stands in for the attention mask of a call whose segments are known. Hugging Face hands a mask with four dims on as it is, so the
-# [b, 1, t, t] that nobody would read is never made; a block that reads it after all raises, as no scores have such a shape.
+# Stands in for the attention mask of a call whose segments are known. Hugging Face hands a mask with four
+# dims on as it is, so the [b, 1, t, t] that nobody would read is never made; a block that reads it after all
+# raises, as no scores have such a shape.
 NO_MASK = torch.empty(0, 0, 0, 0, dtype=torch.bool)
 
 
@@ -36,12 +41,13 @@ _ACROSS = "encoder_hidden_states"
 
 
 class Unpadded:
-    """Edges of a stack (petune.models.stack.Edges) that leave padding outside, where `running().segments` says what is kept; else they do
-    nothing.
+    """Edges of a stack (petune.models.stack.Edges) that leave padding outside, where `running().segments`
+    says what is kept; else they do nothing.
 
-    Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them, has [1, total] instead,
-    `position_embeddings` and `position_ids` among them, and there is no attention mask: blocks have to attend within segments. Where
-    `running().memory` says what the encoder kept, its hidden states are packed as well, and there is no mask of them.
+    Inside, every argument of the call that has a row [t] for each row of the batch, or one for all of them,
+    has [1, total] instead, `position_embeddings` and `position_ids` among them, and there is no attention
+    mask: blocks have to attend within segments. Where `running().memory` says what the encoder kept, its
+    hidden states are packed as well, and there is no mask of them.
     """
 
     def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
@@ -84,24 +90,31 @@ def _packed(value: Any, segments: Segments | None) -> Any:
 
 
 class FindSegments:
-    """Hooks on a model and on its owner of a stack, which makes the masks (BertModel, LlamaModel, ...): they bind `running().segments`.
+    """Hooks on a model and on its owner of a stack, which makes the masks (BertModel, LlamaModel, ...): they
+    bind `running().segments`.
 
-    feeds: an encoder whose hidden states a decoder alone reads, through the same mask. encoder: of such a decoder,
-    the finder of its encoder.
-    causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask comes first: with one, positions
-    say nothing of samples. These calls are left alone, with no segments and their mask as it was:
-    - with a mask that is not [b, t], or with nothing to leave out, unless rows are longer than the model's sliding window: they are
-      segments too, as the dense mask that says the window would cost more than attention within it;
+    feeds: an encoder whose hidden states a decoder alone reads, through the same mask. encoder: of such a
+    decoder, the finder of its encoder.
+    causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask
+    comes first: with one, positions say nothing of samples. These calls are left alone, with no segments and
+    their mask as it was:
+    - with a mask that is not [b, t], or with nothing to leave out, unless rows are longer than the model's
+      sliding window: they are segments too, as the dense mask that says the window would cost more than
+      attention within it;
     - that read or fill a cache, which for a decoder is the default: pass use_cache=False;
-    - that go across to an encoder, unless the encoder's own finder is given, by whom `running().memory` is found;
+    - that go across to an encoder, unless the encoder's own finder is given, by whom `running().memory` is
+      found;
     - of which hidden states or attentions are recorded, as they would be recorded packed;
-    - for which `ready`, asked with the owner, says that blocks would not attend within segments at this moment.
+    - for which `ready`, asked with the owner, says that blocks would not attend within segments at this
+      moment.
 
     Padding is also computed, which is said once, where it may be read:
-    - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place before it;
-    - where a label stands on padding, or the token that a decoder's classifier pools, the last that is not `pad_token_id`, is masked;
-    - by heads over all tokens of a row (question answering), by a model without a head, by one that is not transformers' own, and by who
-      calls the owner itself.
+    - before or between the tokens of a row: a pooler reads the first place, and the loss of a token the place
+      before it;
+    - where a label stands on padding, or the token that a decoder's classifier pools, the last that is not
+      `pad_token_id`, is masked;
+    - by heads over all tokens of a row (question answering), by a model without a head, by one that is not
+      transformers' own, and by who calls the owner itself.
     """
 
     def __init__(
@@ -116,7 +129,8 @@ class FindSegments:
     ) -> None:
         self.causal, self.ready = causal, ready
         self.feeds, self.encoder = feeds, encoder
-        self.last: tuple[Tensor, int, Segments | str | None] | None = None  # what was said of a mask, by its version
+        # what was said of a mask, by its version
+        self.last: tuple[Tensor, int, Segments | str | None] | None = None
         self.arguments, self.around = _arguments(owner), _arguments(model)
         self.unknown = _unknown(model, owner)
         self.pools = causal and self.unknown is None and cast("Any", model).get_output_embeddings() is None
@@ -144,11 +158,17 @@ class FindSegments:
         """Bind what the call's mask or positions say, and take the mask away where it is said."""
         call = dict(zip(self.arguments, args, strict=False)) | kwargs
         config = getattr(owner, "config", None)
-        segments, memory = (None, None) if self._left_alone(config, call) or not self.ready(owner) else self._both(config, call)
+        segments, memory = (
+            (None, None)
+            if self._left_alone(config, call) or not self.ready(owner)
+            else self._both(config, call)
+        )
         running().segments, running().memory = segments, memory
         if segments is None and memory is None:
             return None
-        masks = ["attention_mask"] * (segments is not None) + ["encoder_attention_mask"] * (call.get(_ACROSS) is not None)
+        masks = ["attention_mask"] * (segments is not None) + ["encoder_attention_mask"] * (
+            call.get(_ACROSS) is not None
+        )
         return (), call | dict.fromkeys(masks, NO_MASK)
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
@@ -157,12 +177,16 @@ class FindSegments:
 
     def _left_alone(self, config: Any, call: Call) -> bool:
         """Whether something about the call needs its padding."""
-        if call.get("past_key_values") is not None or (call.get(_ACROSS) is not None and self.encoder is None):
+        if call.get("past_key_values") is not None or (
+            call.get(_ACROSS) is not None and self.encoder is None
+        ):
             return True
         if any(_asked(config, call, name) for name in ("output_hidden_states", "output_attentions")):
             return True
         # A BERT that is asked to be a decoder is one; encoders ignore a config that speaks of a cache
-        return _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))
+        return (
+            _asked(config, call, "use_cache") if self.causal else bool(getattr(config, "is_decoder", False))
+        )
 
     def _both(self, config: Any, call: Call) -> tuple[Segments | None, Segments | None]:
         """(segments of the call's own tokens, of those it attends across to)."""
@@ -172,23 +196,36 @@ class FindSegments:
         return self._found(config, call), memory
 
     def said_of(self, call: Call) -> Segments | str | None:
-        """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden states; it is not asked again."""
+        """Of an encoder: what `from_mask` said of the mask with which a decoder's call reads its hidden
+        states; it is not asked again."""
         mask, hidden = call.get("encoder_attention_mask"), call[_ACROSS]
         if mask is None or self.asked is None:
             return None if mask is None else "the model was not called by its head"
         if self.last is None or self.last[0] is not mask or self.last[1] != mask._version:
             fits = mask.shape == hidden.shape[:2]
-            self.last = mask, mask._version, from_mask(mask.to(hidden.device)) if fits else "it is no mask of rows"
+            self.last = (
+                mask,
+                mask._version,
+                from_mask(mask.to(hidden.device)) if fits else "it is no mask of rows",
+            )
         return self.last[2]
 
     def _found(self, config: Any, call: Call) -> Segments | None:
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if inputs is None:
             return None
-        (rows, tokens), mask, positions = inputs.shape[:2], call.get("attention_mask"), call.get("position_ids")
+        (rows, tokens), mask, positions = (
+            inputs.shape[:2],
+            call.get("attention_mask"),
+            call.get("position_ids"),
+        )
         found: Segments | str | None = None
         if mask is not None:
-            found = self._from_mask(config, mask, inputs.device, call) if mask.shape == (rows, tokens) else "it is no mask of rows"
+            found = (
+                self._from_mask(config, mask, inputs.device, call)
+                if mask.shape == (rows, tokens)
+                else "it is no mask of rows"
+            )
         elif self.causal and positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
             found = from_positions(positions.expand(rows, -1))
         if isinstance(found, str):
@@ -196,13 +233,19 @@ class FindSegments:
         windowed = self.causal and tokens > (getattr(config, "sliding_window", None) or tokens)
         return of_rows(rows, rows * tokens, inputs.device) if found is None and windowed else found
 
-    def _from_mask(self, config: Any, given: Tensor, device: torch.device, call: Call) -> Segments | str | None:
+    def _from_mask(
+        self, config: Any, given: Tensor, device: torch.device, call: Call
+    ) -> Segments | str | None:
         """What a mask [b, t] says, or, said once, why its padding is computed."""
         found: Segments | str | None = self.unknown or "the model was not called by its head"
         mask = given.to(device)
         if self.unknown is None and self.asked is not None:
             read = None if self.feeds else _labelled(self.asked, mask)
-            found = read if isinstance(read, str) else from_mask(mask, self._pooled(config, call, mask) if read is None else read)
+            found = (
+                read
+                if isinstance(read, str)
+                else from_mask(mask, self._pooled(config, call, mask) if read is None else read)
+            )
         if self.feeds:
             self.last = given, given._version, found
         if isinstance(found, str) and found not in self.said and torch.is_grad_enabled():
@@ -211,7 +254,8 @@ class FindSegments:
         return found
 
     def _pooled(self, config: Any, call: Call, mask: Tensor) -> Tensor | None:
-        """Where a decoder's classifier finds the token that it pools, [b, t]: the last of these, or the last of all."""
+        """Where a decoder's classifier finds the token that it pools, [b, t]: the last of these, or the last
+        of all."""
         if not self.pools:
             return None
         ids, pad = call.get("input_ids"), getattr(config, "pad_token_id", None)
@@ -233,11 +277,16 @@ def _unknown(model: nn.Module, owner: nn.Module) -> str | None:
         return f"{kind.__name__} is not transformers' own, and may read every place"
     if "start_positions" in _arguments(model):
         return f"{kind.__name__} compares all places of a row"
-    return None if "labels" in _arguments(model) else f"{kind.__name__} has no head, and whoever calls it may read every place"
+    return (
+        None
+        if "labels" in _arguments(model)
+        else f"{kind.__name__} has no head, and whoever calls it may read every place"
+    )
 
 
 def _labelled(call: Call, mask: Tensor) -> Tensor | str | None:
-    """Where labels of tokens stand that count, [b, t]; None without such labels, in words that they cannot be laid on the mask."""
+    """Where labels of tokens stand that count, [b, t]; None without such labels, in words that they cannot be
+    laid on the mask."""
     labels = [value for name in ("labels", "shift_labels") if isinstance(value := call.get(name), Tensor)]
     labels = [value for value in labels if value.dim() > 1 and not value.is_floating_point()]
     if any(value.shape != mask.shape for value in labels):

@@ -1,7 +1,9 @@
-"""The kept tokens of a padded or packed batch: which they are, which of them attend to each other, and how they are packed and put back.
+"""The kept tokens of a padded or packed batch: which they are, which of them attend to each other, and how
+they are packed and put back.
 
-A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart); petune.kernels.block.unpad finds out which, in a
-running model. On the CPU nothing waits; on a CUDA device the host waits once, for the lengths.
+A batch [b, t] is padded (`attention_mask`) or packed (`position_ids` that restart);
+petune.kernels.block.unpad finds out which, in a running model. On the CPU nothing waits; on a CUDA device the
+host waits once, for the lengths.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from torch.autograd import Function
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The kept tokens of a batch [b, t], row by row, and which of them attend to each other: those of one segment.
+    """The kept tokens of a batch [b, t], row by row, and which of them attend to each other: those of one
+    segment.
 
-    starts: [segments + 1] int32 on the batch's device, the first kept token of each segment, and the total. lengths: tokens of each
-    segment, at least one. places: [total] int64, where each kept token lies in the flattened [b * t], ascending; None where all are kept.
-    shape: (b, t).
+    starts: [segments + 1] int32 on the batch's device, the first kept token of each segment, and the total.
+    lengths: tokens of each segment, at least one. places: [total] int64, where each kept token lies in the
+    flattened [b * t], ascending; None where all are kept. shape: (b, t).
     """
 
     starts: Tensor
@@ -51,7 +54,8 @@ class Segments:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The row of the batch that each kept token is in, [total] int64: what dropout by index numbers it by, with `tokens`."""
+        """The row of the batch that each kept token is in, [total] int64: what dropout by index numbers it
+        by, with `tokens`."""
         return self._places // self.shape[1]
 
     @cached_property
@@ -61,12 +65,16 @@ class Segments:
 
     @cached_property
     def by_length(self) -> tuple[Tensor, ...]:
-        """For each length that occurs, the kept tokens of its segments, [segments of that length, length] int64."""
+        """For each length that occurs, the kept tokens of its segments, [segments of that length, length]
+        int64."""
         firsts = defaultdict(list)
         for first, length in zip(accumulate(self.lengths, initial=0), self.lengths, strict=False):
             firsts[length].append(first)
         device = self.starts.device
-        return tuple(torch.tensor(own, device=device)[:, None] + torch.arange(length, device=device) for length, own in firsts.items())
+        return tuple(
+            torch.tensor(own, device=device)[:, None] + torch.arange(length, device=device)
+            for length, own in firsts.items()
+        )
 
     @property
     def _places(self) -> Tensor:
@@ -81,7 +89,8 @@ def of_rows(rows: int, total: int, device: torch.device) -> Segments:
 
 
 def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Segments that attend one to one, those of the same two lengths together: (their queries [n, q], their keys [n, k]), int64."""
+    """Segments that attend one to one, those of the same two lengths together: (their queries [n, q], their
+    keys [n, k]), int64."""
     if keys is queries:
         return tuple((own, own) for own in queries.by_length)
     own, others = queries.spans, keys.spans
@@ -100,14 +109,18 @@ def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ..
 
 
 def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None:
-    """One segment for each row, as long as `mask` [b, t], of any dtype, is not zero; read: [b, t] bool, places that are read all the same.
+    """One segment for each row, as long as `mask` [b, t], of any dtype, is not zero; read: [b, t] bool,
+    places that are read all the same.
 
-    None where nothing is padding, and in words why padding has to be computed: it is not all behind the last token of a row, or is read.
+    None where nothing is padding, and in words why padding has to be computed: it is not all behind the last
+    token of a row, or is read.
     """
     kept = mask != 0
     counts = kept.sum(1)
     behind = torch.arange(mask.shape[1], device=mask.device) >= counts.clamp(min=1)[:, None]
-    missed = torch.stack([(kept == behind).any(), torch.zeros_like(behind).any() if read is None else (read & behind).any()])
+    missed = torch.stack(
+        [(kept == behind).any(), torch.zeros_like(behind).any() if read is None else (read & behind).any()]
+    )
     *lengths, scattered, lost = torch.cat([counts, missed]).tolist()
     if all(length == mask.shape[1] for length in lengths):
         return None
@@ -120,7 +133,8 @@ def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None
 
 
 def from_positions(positions: Tensor) -> Segments | None:
-    """One segment for each sample of a packed batch, by Hugging Face's rule: `positions` [b, t] that do not go on by one begin a sample.
+    """One segment for each sample of a packed batch, by Hugging Face's rule: `positions` [b, t] that do not
+    go on by one begin a sample.
 
     None where every row is one sample.
     """
@@ -135,7 +149,8 @@ def from_positions(positions: Tensor) -> Segments | None:
 
 
 def _true(values: Tensor, count: int) -> Tensor:
-    """Where the `count` entries of `values` [n] that are not zero lie; the device is not asked how many there are."""
+    """Where the `count` entries of `values` [n] that are not zero lie; the device is not asked how many there
+    are."""
     return torch.nonzero_static(values, size=count).squeeze(1)
 
 
@@ -147,7 +162,8 @@ def _shape(x: Tensor) -> tuple[int, int]:
 
 
 def pack(x: Tensor, segments: Segments) -> Tensor:
-    """The kept tokens of `x` [b, t, ...], or of [1, t, ...] that holds for every row: [1, total, ...]; differentiable."""
+    """The kept tokens of `x` [b, t, ...], or of [1, t, ...] that holds for every row: [1, total, ...];
+    differentiable."""
     if len(x) != segments.shape[0]:
         return x[0].index_select(0, segments.tokens)[None]
     flat = x.flatten(0, 1)
@@ -167,7 +183,8 @@ def _applied(function: type[Function], *args: Any) -> Tensor:
 
 
 class _Pack(Function):
-    """x [n, ...] -> x[places]. No place is taken twice, so the gradient is copied, where torch's own would be added up atomically."""
+    """x [n, ...] -> x[places]. No place is taken twice, so the gradient is copied, where torch's own would be
+    added up atomically."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:

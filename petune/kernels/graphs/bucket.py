@@ -14,9 +14,13 @@ from torch import Tensor
 from petune.kernels.block.varlen import Segments
 from petune.kernels.memory.policy_hook import rounded
 
-QUANTUM = 256  # tokens of a batch with segments are rounded up to a multiple of this, or of an eighth of the power of two below them
+# tokens of a batch with segments are rounded up to a multiple of this, or of an eighth of the power of two
+# below them
+QUANTUM = 256
 SLOTS = 8  # and so are its segments, with at least one slot for tokens it lacks
-SHORTEST = 64  # the longest segment is rounded up to a power of two of at least this: it sizes a grid whose spare programs end at once
+# the longest segment is rounded up to a power of two of at least this: it sizes a grid whose spare programs
+# end at once
+SHORTEST = 64
 
 
 class Size(NamedTuple):
@@ -26,12 +30,17 @@ class Size(NamedTuple):
     longest: int
 
     def starts(self, segments: Segments, spare: int) -> list[int]:
-        """Where segments begin, then where the tokens they lack do, in `spare` slots of about one size; the total last."""
+        """Where segments begin, then where the tokens they lack do, in `spare` slots of about one size; the
+        total last."""
         lacking = self.tokens - segments.total
-        return [*accumulate(segments.lengths, initial=0), *(segments.total + lacking * (slot + 1) // spare for slot in range(spare))]
+        return [
+            *accumulate(segments.lengths, initial=0),
+            *(segments.total + lacking * (slot + 1) // spare for slot in range(spare)),
+        ]
 
     def holds(self, segments: Segments, spare: int) -> bool:
-        """Whether segments fit, and the tokens they lack into `spare` slots: at least one each, at most `longest`."""
+        """Whether segments fit, and the tokens they lack into `spare` slots: at least one each, at most
+        `longest`."""
         lacking = self.tokens - segments.total
         return segments.longest <= self.longest and 0 < spare <= lacking <= spare * self.longest
 
@@ -40,8 +49,8 @@ class Size(NamedTuple):
 class Bucket:
     """The sizes of a recording.
 
-    own: of the tokens that it computes on; memory: of an encoder's, None without one. rows: of equal length, or slots for segments of
-    either side. kind: what else has to be the same.
+    own: of the tokens that it computes on; memory: of an encoder's, None without one. rows: of equal length,
+    or slots for segments of either side. kind: what else has to be the same.
     """
 
     own: Size
@@ -51,8 +60,15 @@ class Bucket:
     memory: Size | None = None
 
     @classmethod
-    def of(cls, shape: Sequence[int], segments: Segments | None, kind: tuple[Any, ...] = (), memory: Segments | None = None) -> Bucket:
-        """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`, and of as many of a memory."""
+    def of(
+        cls,
+        shape: Sequence[int],
+        segments: Segments | None,
+        kind: tuple[Any, ...] = (),
+        memory: Segments | None = None,
+    ) -> Bucket:
+        """The bucket of hidden states of a `shape` [rows, tokens, ...], or [1, total, ...] in `segments`, and
+        of as many of a memory."""
         if segments is None:
             return cls(Size(shape[0] * shape[1], shape[1]), shape[0], False, kind)
         rows, (own, *others) = _rounded([segments] if memory is None else [segments, memory])
@@ -66,7 +82,9 @@ class Bucket:
     def holds(self, segments: Segments, memory: Segments | None = None) -> bool:
         """Whether the segments of both sides fit."""
         spare = self.rows - len(segments.lengths)
-        return self.own.holds(segments, spare) and (memory is None or (self.memory is not None and self.memory.holds(memory, spare)))
+        return self.own.holds(segments, spare) and (
+            memory is None or (self.memory is not None and self.memory.holds(memory, spare))
+        )
 
 
 def _rounded(sides: Sequence[Segments]) -> tuple[int, list[Size]]:
@@ -77,16 +95,20 @@ def _rounded(sides: Sequence[Segments]) -> tuple[int, list[Size]]:
     while True:
         tokens = [rounded(size, max(QUANTUM, (1 << size.bit_length() - 1) // 8)) for size in least]
         # at least, so that none of the slots is longer than the others
-        spare = max(-(-(size - side.total) // most) for size, side, most in zip(tokens, sides, longest, strict=True))
+        spare = max(
+            -(-(size - side.total) // most) for size, side, most in zip(tokens, sides, longest, strict=True)
+        )
         rows = rounded(number + spare, SLOTS)
-        wanted = [max(size, side.total + rows - number) for size, side in zip(least, sides, strict=True)]  # a token for each slot
+        # a token for each slot
+        wanted = [max(size, side.total + rows - number) for size, side in zip(least, sides, strict=True)]
         if wanted == least:
             return rows, list(map(Size, tokens, longest))
         least = wanted
 
 
 class Slots(Segments):
-    """Room for segments: only `starts` [rows + 1] says where they are, and it changes from replay to replay. `lengths` is the longest."""
+    """Room for segments: only `starts` [rows + 1] says where they are, and it changes from replay to replay.
+    `lengths` is the longest."""
 
     @property
     def spans(self) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from petune.rng.context import Running
 
 
 class Arrival:
-    """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary positions, None where blocks read
-    none; the segments of both; the form of each attention; what drops out in each block."""
+    """What enters a stack: hidden states [b, t, w], an encoder's [c, s, w], cos and sin [p, d] of rotary
+    positions, None where blocks read none; the segments of both; the form of each attention; what drops out
+    in each block."""
 
     def __init__(self, call: Arguments, block: FusedBlock, here: Running) -> None:
         self.hidden = hidden = cast("Tensor", call["hidden_states"])
@@ -34,13 +35,17 @@ class Arrival:
         self.backends = block.forms(hidden, layout)
         self.draws: Sequence[Draws] = ()
         trains = tuple(one is not None and one.requires_grad for one in (hidden, memory, block.distances))
-        angles = None if self.angles is None else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
+        angles = (
+            None
+            if self.angles is None
+            else (self.angles[0].dtype, 0 if segments is not None else len(self.angles[0]))
+        )
         self.bucket = Bucket.of(hidden.shape, segments, (self.backends, hidden.dtype, trains, angles), across)
 
 
 def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segments | None, Segments | None]:
-    """The segments of a stack's tokens and of its memory. With a memory both have some, rows of equal length too: so batches of any
-    lengths share recordings."""
+    """The segments of a stack's tokens and of its memory. With a memory both have some, rows of equal length
+    too: so batches of any lengths share recordings."""
     if memory is None:
         return here.segments, None
     both = (here.segments, hidden), (here.memory, memory)
@@ -49,16 +54,22 @@ def _sides(hidden: Tensor, memory: Tensor | None, here: Running) -> tuple[Segmen
 
 
 class Graph:
-    """A recording of both passes for one bucket, and the buffers it reads and writes. used: the call of the stack that used it last."""
+    """A recording of both passes for one bucket, and the buffers it reads and writes. used: the call of the
+    stack that used it last."""
 
     used = 0
 
-    def __init__(self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned) -> None:
+    def __init__(
+        self, arrival: Arrival, block: FusedBlock, rooms: Sequence[Tensor], learned: Learned
+    ) -> None:
         self.bucket, self.backends, self.learned = arrival.bucket, arrival.backends, learned
         inlet, self.outlet, *memory = rooms
         device, table = inlet.device, block.distances
         own = arrival.bucket.own
-        self.slots, self.across = self._slots(own, device) if arrival.bucket.segmented else None, self._slots(arrival.bucket.memory, device)
+        self.slots, self.across = (
+            self._slots(own, device) if arrival.bucket.segmented else None,
+            self._slots(arrival.bucket.memory, device),
+        )
         bias = None if table is None else table.new_zeros(table.shape[1], 2 * own.longest - 1)
         inlets = {"x": inlet, "memory": memory[0] if memory else None, "bias": bias}
         self.inlets = [cast("Tensor", inlets[name]) for name in block.spec.program.inputs]
@@ -73,7 +84,8 @@ class Graph:
         self.reads = block.spec.program.across
         self.draws = [
             one.replaced(
-                draw._replace(numbers=self.places[of], base=next(bases)) for draw, of in zip(one.all, one.sides(self.reads), strict=True)
+                draw._replace(numbers=self.places[of], base=next(bases))
+                for draw, of in zip(one.all, one.sides(self.reads), strict=True)
             )
             for one in arrival.draws
         ]
@@ -89,11 +101,18 @@ class Graph:
     def call(self, block: FusedBlock, parts: Parts, draws: Draws) -> Call:
         """A block's call as it is recorded."""
         memory = self.bucket.memory
-        layout = Layout(self.bucket.rows, self.bucket.own.longest, self.slots, None if memory is None else memory.longest, self.across)
+        layout = Layout(
+            self.bucket.rows,
+            self.bucket.own.longest,
+            self.slots,
+            None if memory is None else memory.longest,
+            self.across,
+        )
         return block.call(parts, block.hows(layout, self.backends, draws), draws, self.angles)
 
     def record(self, recorder: Recorder, pieces: Sequence[Piece]) -> None:
-        """Record both passes. What they keep for one another is let go, so that other recordings may lie in the same memory."""
+        """Record both passes. What they keep for one another is let go, so that other recordings may lie in
+        the same memory."""
         passes = Passes(pieces, self.inlets, self.outlet)
         with torch.no_grad(), torch.autocast(self.outlet.device.type, enabled=False):
             self._forward, self._backward = recorder.record(passes.forward, passes.backward)
@@ -102,7 +121,10 @@ class Graph:
         """Take in where the tokens of the next batch are, and what is drawn for it."""
         for room, value in zip(self.angles or (), arrival.angles or (), strict=True):
             room[: len(value)].copy_(value)
-        sides = (self.slots, self.bucket.own, arrival.segments), (self.across, self.bucket.memory, arrival.across)
+        sides = (
+            (self.slots, self.bucket.own, arrival.segments),
+            (self.across, self.bucket.memory, arrival.across),
+        )
         for slots, size, segments in sides:
             if slots is not None and size is not None and segments is not None:
                 _send(size.starts(segments, self.bucket.rows - len(segments.lengths)), slots.starts)
@@ -116,17 +138,23 @@ class Graph:
             _send([cast("int", draw.base) for draw in drawn], self.bases)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The stack's output for its inputs: hidden states [b, t, w], an encoder's states, a bias up to the bucket's longest."""
+        """The stack's output for its inputs: hidden states [b, t, w], an encoder's states, a bias up to the
+        bucket's longest."""
         for room, value in zip(self.inlets, inputs, strict=True):
             _fill(room, value)
         self._forward()
         return _taken(self.outlet, inputs[0].shape)
 
-    def backward(self, dy: Tensor, shapes: Sequence[torch.Size], needed: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
+    def backward(
+        self, dy: Tensor, shapes: Sequence[torch.Size], needed: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
         """(the gradients of the inputs in their shapes, None where not `needed`; those of what trains)."""
         _fill(self.outlet, dy)
         self._backward()
-        found = [_taken(room, shape) if need else None for room, shape, need in zip(self.inlets, shapes, needed, strict=False)]
+        found = [
+            _taken(room, shape) if need else None
+            for room, shape, need in zip(self.inlets, shapes, needed, strict=False)
+        ]
         return found, self.learned.taken()
 
 

@@ -1,8 +1,9 @@
-"""Guards of a recording of blocks: what has to be as it was, compared by identity, which costs no more than reading it.
+"""Guards of a recording of blocks: what has to be as it was, compared by identity, which costs no more than
+reading it.
 
 What a layer says of itself (`TunedLinear.low_rank`, `bottleneck`) follows from its attributes, tensors and
-children, so none has to be asked again while they are the very same objects. What is replaced by its equal counts
-as changed: only then is it worth looking closely.
+children, so none has to be asked again while they are the very same objects. What is replaced by its equal
+counts as changed: only then is it worth looking closely.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Guards:
     def __init__(self, blocks: Sequence[FusedBlock]) -> None:
         found = {id(module): module for block in blocks for module in _read_by(block)}
         self.blocks, self.modules = list(blocks), list(found.values())
-        owned = [own for module in self.modules for own in (module._parameters, module._buffers, module._modules)]
+        owned = [
+            own for module in self.modules for own in (module._parameters, module._buffers, module._modules)
+        ]
         self.children: list[dict[str, Any]] = [own for own in owned if own]
         self.attributes = [vars(module) for module in self.modules]
         self.sized = [*self.attributes, *owned]

@@ -14,7 +14,8 @@ from petune.kernels.graphs.weights import Weights
 
 
 class Turn:
-    """One forward pass of a graph, on its way until its backward pass has run or nobody can ask for it any more."""
+    """One forward pass of a graph, on its way until its backward pass has run or nobody can ask for it any
+    more."""
 
     def __init__(self, graph: Graph, weights: Weights) -> None:
         self.graph, self.weights = graph, weights
@@ -24,14 +25,21 @@ class Turn:
         """Begin the backward pass. Raises UsageError where what it needs is gone."""
         if self.spent:
             raise UsageError(
-                "a second backward pass through blocks that run as CUDA graphs: what the first one needed is gone",
-                remedy="call backward once, on the sum of the losses, or petune.kernels.graphs.replay.ungraph(model) before training",
+                "a second backward pass through blocks that run as CUDA graphs: what the first one needed is"
+                " gone",
+                remedy=(
+                    "call backward once, on the sum of the losses, or"
+                    " petune.kernels.graphs.replay.ungraph(model) before training"
+                ),
             )
         self.spent = True
         if self.weights.addresses() != self.weights.lay:
             raise UsageError(
-                "weights were moved between the forward and the backward pass of blocks that run as CUDA graphs",
-                remedy="move them between steps, or petune.kernels.graphs.replay.ungraph(model) before training",
+                "weights were moved between the forward and the backward pass of blocks that run as CUDA"
+                " graphs",
+                remedy=(
+                    "move them between steps, or petune.kernels.graphs.replay.ungraph(model) before training"
+                ),
             )
 
 
@@ -41,7 +49,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, turn: Turn, inputs: int, *values: Tensor) -> Tensor:
         ctx.turn, ctx.shapes = turn, [value.shape for value in values[:inputs]]
-        ctx.save_for_backward(*turn.weights.all)  # the graph reads them itself; autograd complains of those that have changed since
+        # the graph reads them itself; autograd complains of those that have changed since
+        ctx.save_for_backward(*turn.weights.all)
         return turn.graph.forward(*values[:inputs])
 
     @staticmethod

@@ -14,8 +14,8 @@ from petune.kernels.block.steps import Values
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; given: which of its inputs need a
-    gradient, the first of them because something below it trains."""
+    """One block of the two passes. needs: which of its tensors train; rooms: where their gradients go; given:
+    which of its inputs need a gradient, the first of them because something below it trains."""
 
     call: Call
     tensors: Sequence[Tensor | None]
@@ -32,7 +32,8 @@ class Passes:
 
     def __init__(self, pieces: Sequence[Piece], inlets: Sequence[Tensor], outlet: Tensor) -> None:
         self.pieces, self.inlets, self.outlet = pieces, inlets, outlet
-        self.kept: list[tuple[Piece, list[Tensor | None], Values]] = []  # factors stacked by the forward pass, and what it keeps
+        # factors stacked by the forward pass, and what it keeps
+        self.kept: list[tuple[Piece, list[Tensor | None], Values]] = []
 
     def forward(self) -> None:
         """What the backward pass needs of this rests here until it has run."""
@@ -51,7 +52,9 @@ class Passes:
             piece, factors, kept = self.kept.pop()
             if dx is None:
                 continue
-            (dx, *others), grads = piece.call.backward(dx, kept, factors, piece.tensors, piece.needs, piece.given)
+            (dx, *others), grads = piece.call.backward(
+                dx, kept, factors, piece.tensors, piece.needs, piece.given
+            )
             sums = [_added(*one) for one in zip(sums, others, self.inlets[1:], strict=True)]
             found = [grad for grad in grads if grad is not None]
             if found:
@@ -65,7 +68,8 @@ class Passes:
 
 
 def _added(found: Tensor | None, grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """The sum of what blocks find for an input that all of them read: in its dtype, as autograd adds it up."""
+    """The sum of what blocks find for an input that all of them read: in its dtype, as autograd adds it
+    up."""
     if grad is None:
         return found
     grad = grad.view(like.shape).to(like.dtype)

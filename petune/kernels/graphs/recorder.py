@@ -18,12 +18,14 @@ class Recorder(Protocol):
         ...
 
     def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
-        """Both passes again, over the memory they are recorded on. Raises RuntimeError where one cannot be recorded."""
+        """Both passes again, over the memory they are recorded on. Raises RuntimeError where one cannot be
+        recorded."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, which share a pool of memory and so must not be replayed between each other's two passes."""
+    """CUDA graphs of one device, which share a pool of memory and so must not be replayed between each
+    other's two passes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -38,7 +40,8 @@ class CudaRecorder:
         return None
 
     def record(self, forward: Run, backward: Run) -> tuple[Run, Run]:
-        """See Recorder. Both run once before: kernels are compiled and plans made then, which a capture cannot."""
+        """See Recorder. Both run once before: kernels are compiled and plans made then, which a capture
+        cannot."""
         with torch.cuda.device(self.device):
             forward()
             backward()

@@ -1,14 +1,18 @@
-"""A fused stack as two CUDA graphs, forward and backward, inside one autograd node: what launching its kernels costs is paid once.
+"""A fused stack as two CUDA graphs, forward and backward, inside one autograd node: what launching its
+kernels costs is paid once.
 
-A block of a small model on a few thousand tokens keeps the device busy for less time than the host needs to launch its kernels. So the
-launches of all blocks are recorded, for a `Bucket` of batches of about the same size, and replayed for every batch that fits:
+A block of a small model on a few thousand tokens keeps the device busy for less time than the host needs to
+launch its kernels. So the launches of all blocks are recorded, for a `Bucket` of batches of about the same
+size, and replayed for every batch that fits:
 
-        hidden [m, w] -> inlet -> | forward graph |  -> outlet -> y          dy -> outlet -> | backward graph | -> inlet -> dx, gradients
+        hidden [m, w] -> inlet -> | forward graph |  -> outlet -> y          dy -> outlet -> | backward graph
+                                                     | -> inlet -> dx, gradients
 
-Segments need not be as many or as long as those of the recording: tokens that a batch lacks are rows of zeros in segments of their own,
-whose outputs nobody reads and whose gradients are zero. A decoder that attends to an encoder has a second inlet for the encoder's states,
-in as many segments; a bias by distance has a third. Addresses are part of a recording, values are not: weights may be trained, and LoRA's
-factors are made from them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
+Segments need not be as many or as long as those of the recording: tokens that a batch lacks are rows of zeros
+in segments of their own, whose outputs nobody reads and whose gradients are zero. A decoder that attends to
+an encoder has a second inlet for the encoder's states, in as many segments; a bias by distance has a third.
+Addresses are part of a recording, values are not: weights may be trained, and LoRA's factors are made from
+them inside. Dropout by index is a function of numbers that are values too: where the tokens lie in the batch,
 and a word for each draw. Tensors that are moved or replaced make all recordings void.
 
 What a forward graph leaves for its backward graph lies in a pool of memory that all graphs of a stack share,
@@ -46,19 +50,23 @@ from petune.models.stack import Call as Arguments
 from petune.models.stack import Stack
 from petune.rng.context import Running, bound_to
 
-LAUNCH_BOUND = 1e-3  # predicted seconds of a block's forward pass, below which its launches take about as long
-ONE_BY_ONE = 5  # replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
+# predicted seconds of a block's forward pass, below which its launches take about as long
+LAUNCH_BOUND = 1e-3
+# replays that a batch without a recording loses (BERT-large on an H200: 28,000 tokens/s to 171,000)
+ONE_BY_ONE = 5
 RECORDING = 7  # replays that making one takes: a bucket gets its own when its batches have lost more without
 LIMIT = 16  # recordings of a stack
 PATIENCE = 256  # calls of the stack for which a recording is not dropped in favour of another
 
 
 class Graphs:
-    """A way through a fused stack (petune.models.stack.Whole) by recordings, each made once the batches of its bucket have lost more time
-    without it than it takes. Segments that no recording holds get one at once: what is smaller and of their kind will use it too.
+    """A way through a fused stack (petune.models.stack.Whole) by recordings, each made once the batches of
+    its bucket have lost more time without it than it takes. Segments that no recording holds get one at once:
+    what is smaller and of their kind will use it too.
 
-    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a mask, hooks on blocks,
-    and with all activations kept on the device. Everything else goes block by block; a reason that is worth knowing is said once.
+    Only where launches are what a block costs (`LAUNCH_BOUND`); only in training with gradients, without a
+    mask, hooks on blocks, and with all activations kept on the device. Everything else goes block by block; a
+    reason that is worth knowing is said once.
     """
 
     def __init__(self, make: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
@@ -78,7 +86,8 @@ class Graphs:
         self.weights, self.learned = weights, Learned(weights.trained if weights else ())
         self.recorder: Recorder | None = None
         self.graphs: dict[Bucket, Graph] = {}
-        self.lost: dict[Bucket, float] = defaultdict(float)  # replays, for want of a recording of just this size
+        # replays, for want of a recording of just this size
+        self.lost: dict[Bucket, float] = defaultdict(float)
         self.rooms: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def takes(self, stack: Stack, call: Arguments) -> bool:
@@ -101,18 +110,34 @@ class Graphs:
         )
 
     def _is_mixed(self, stack: Stack) -> bool:
-        """Whether some blocks attend within a sliding window and others not, who have rotary angles of their own; that is said."""
-        found = len({one.window for block in stack.blocks for one in cast("FusedBlock", block).spec.program.attends}) > 1
+        """Whether some blocks attend within a sliding window and others not, who have rotary angles of their
+        own; that is said."""
+        found = (
+            len(
+                {
+                    one.window
+                    for block in stack.blocks
+                    for one in cast("FusedBlock", block).spec.program.attends
+                }
+            )
+            > 1
+        )
         if found:
-            self._say(f"{stack.name} runs block by block, not as CUDA graphs: only some of its blocks have a sliding window")
+            self._say(
+                f"{stack.name} runs block by block, not as CUDA graphs: only some of its blocks have a"
+                " sliding window"
+            )
         return found
 
     def __call__(self, stack: Stack, call: Arguments, here: Running) -> Arguments | None:
         """See petune.models.stack.Whole; `call` is one that `takes` took."""
         blocks = cast("list[FusedBlock]", stack.blocks)
         call = memory_in_autocast(call)
-        later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}  # which the first one hands on
-        if any(block.declines(call["hidden_states"], later if at else call) for at, block in enumerate(blocks)):
+        # which the first one hands on
+        later = call | {BIAS: call.get(BIAS) if blocks[0].distances is None else blocks[0].distances}
+        if any(
+            block.declines(call["hidden_states"], later if at else call) for at, block in enumerate(blocks)
+        ):
             return None  # a block that declines says so itself
         arrival = Arrival(call, blocks[0], here)
         if not self._worthwhile(arrival, blocks[0].spec):
@@ -130,7 +155,9 @@ class Graphs:
         graph.place(arrival)
         turn = Turn(graph, weights)
         self.turn = weakref.ref(turn)
-        inputs = blocks[0].inputs(arrival.hidden, arrival.memory, blocks[0].bias(None, graph.bucket.own.longest))
+        inputs = blocks[0].inputs(
+            arrival.hidden, arrival.memory, blocks[0].bias(None, graph.bucket.own.longest)
+        )
         out = Node.apply(turn, len(inputs), *inputs, *weights.trained)  # type: ignore[no-untyped-call]
         return {"hidden_states": out}
 
@@ -143,7 +170,9 @@ class Graphs:
         """Whether launches bound such a block on such a batch, and a recording has not failed."""
         bucket, device = arrival.bucket, arrival.hidden.device
         if bucket not in self.worth:
-            rates = block_cost.rates_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+            rates = block_cost.rates_of(
+                torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            )
             work = block_cost.forward(shape_of(spec, arrival.hidden.dtype), *bucket.own)
             self.worth[bucket] = rates.seconds(work, bucket.own.longest) < LAUNCH_BOUND
         return self.worth[bucket]
@@ -151,7 +180,8 @@ class Graphs:
     def _current(self, blocks: Sequence[FusedBlock]) -> Weights:
         """The weights; recordings of others are forgotten."""
         if self.weights is None or not self.weights.current(blocks):
-            self._begin(Weights(blocks, [block.parts() for block in blocks]))  # which may have moved some into their banks
+            # which may have moved some into their banks
+            self._begin(Weights(blocks, [block.parts() for block in blocks]))
         assert self.weights is not None
         return self.weights
 
@@ -170,11 +200,14 @@ class Graphs:
         return graph
 
     def _fitting(self, arrival: Arrival) -> Graph | None:
-        """The recording of this bucket, or the smallest that holds the batch: even twice the work takes less time than the launches."""
+        """The recording of this bucket, or the smallest that holds the batch: even twice the work takes less
+        time than the launches."""
         bucket, segments = arrival.bucket, arrival.segments
         if bucket in self.graphs or segments is None:
             return self.graphs.get(bucket)
-        kindred = [graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind]
+        kindred = [
+            graph for size, graph in self.graphs.items() if size.segmented and size.kind == bucket.kind
+        ]
         larger = [graph for graph in kindred if graph.bucket.holds(segments, arrival.across)]
         return min(larger, key=lambda graph: graph.bucket.tokens, default=None)
 
@@ -184,7 +217,8 @@ class Graphs:
         return bucket not in self.graphs and (at_once or self.lost[bucket] > RECORDING)
 
     def _has_room(self) -> bool:
-        """Whether there may be one recording more, now that one which has not been used for long may have gone."""
+        """Whether there may be one recording more, now that one which has not been used for long may have
+        gone."""
         if len(self.graphs) < LIMIT:
             return True
         oldest = min(self.graphs.values(), key=lambda graph: graph.used)
@@ -204,18 +238,28 @@ class Graphs:
         except RuntimeError as error:
             self.worth[bucket] = False
             first = str(error).partition("\n")[0]
-            self._say(f"{name} runs block by block on {bucket.tokens} tokens: they could not be recorded as CUDA graphs: {first}")
+            self._say(
+                f"{name} runs block by block on {bucket.tokens} tokens: they could not be recorded as CUDA"
+                f" graphs: {first}"
+            )
             return None
-        self._say(f"{name} runs as CUDA graphs, recorded {'as larger batches come' if bucket.segmented else 'for each size of batch'}")
+        self._say(
+            f"{name} runs as CUDA graphs, recorded"
+            f" {'as larger batches come' if bucket.segmented else 'for each size of batch'}"
+        )
         self.graphs[bucket] = graph
         return graph
 
     def _rooms(self, arrival: Arrival) -> list[Tensor]:
-        """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size share them, as they share the
-        rest of their memory."""
+        """Inlet, outlet and, where there is one, the inlet of the memory; recordings of about the same size
+        share them, as they share the rest of their memory."""
         bucket, hidden, memory = arrival.bucket, arrival.hidden, arrival.memory
         rooms = [self._room(name, hidden, bucket.own) for name in ("inlet", "outlet")]
-        return rooms if memory is None or bucket.memory is None else [*rooms, self._room("memory", memory, bucket.memory)]
+        return (
+            rooms
+            if memory is None or bucket.memory is None
+            else [*rooms, self._room("memory", memory, bucket.memory)]
+        )
 
     def _room(self, name: str, like: Tensor, size: Size) -> Tensor:
         most = 1 << (size.tokens - 1).bit_length()
@@ -230,7 +274,9 @@ class Graphs:
         pieces, rooms, inputs = [], iter(self.learned.rooms), blocks[0].spec.program.inputs
         trains = dict(zip(("x", "memory", "bias"), graph.bucket.kind[2], strict=True))
         needs_x, *others = (trains[name] for name in inputs)
-        for block, parts, tensors, draws in zip(blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True):
+        for block, parts, tensors, draws in zip(
+            blocks, self.weights.parts, self.weights.tensors, graph.draws, strict=True
+        ):
             needs = [value is not None and value.requires_grad for value in tensors]
             own = [next(rooms) for need in needs if need]
             pieces.append(Piece(graph.call(block, parts, draws), tensors, needs, own, [needs_x, *others]))
@@ -271,7 +317,9 @@ def _drawn(stack: Stack, weights: Weights, arrival: Arrival, here: Running) -> l
 
 def _hooked(block: nn.Module) -> bool:
     """Whether somebody waits for this block to be called."""
-    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)
+    return bool(
+        block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks
+    )
 
 
 def ungraph(model: nn.Module) -> None:

@@ -15,7 +15,8 @@ from petune.kernels.graphs.guards import Guards
 
 
 class Learned:
-    """Room for the gradients of what trains, one flat tensor for each dtype: graphs fill it, each backward pass gives away a copy."""
+    """Room for the gradients of what trains, one flat tensor for each dtype: graphs fill it, each backward
+    pass gives away a copy."""
 
     def __init__(self, trained: Sequence[Tensor]) -> None:
         self.trained = trained
@@ -44,7 +45,9 @@ class Weights:
         places = [value for own in self.tensors for value in own]
         self.all = [value for value in places if value is not None]
         self.lay = self.addresses()
-        self.scaled: list[tuple[object, float]] = [(part.scale, part.dropout) for own in parts for group in own.groups for part in group]
+        self.scaled: list[tuple[object, float]] = [
+            (part.scale, part.dropout) for own in parts for group in own.groups for part in group
+        ]
         self.scaled += [(part.activation, part.dropout) for own in parts for part in own.bottlenecks]
         self.modes = [(block.training, *block.spec.probabilities) for block in blocks]
         self.recorded = (
@@ -54,7 +57,9 @@ class Weights:
             self.scaled,
             self.modes,
         )
-        self.recordable = all(bank is None or bank.base.recordable for block in blocks for bank in block.spec.banks)
+        self.recordable = all(
+            bank is None or bank.base.recordable for block in blocks for bank in block.spec.banks
+        )
         self.alike = len({block.training and block.spec.attention_dropouts for block in blocks}) == 1
         self.guards: Guards | None = None  # see `current`
 
@@ -66,7 +71,9 @@ class Weights:
             if self.recorded != Weights(blocks, [block.linears() for block in blocks]).recorded:
                 return False
             self.guards = guards
-        return self.addresses() == self.lay and [value.requires_grad for value in self.all] == self.recorded[2]
+        return (
+            self.addresses() == self.lay and [value.requires_grad for value in self.all] == self.recorded[2]
+        )
 
     def addresses(self) -> list[int]:
         """Where the tensors lie now."""
@@ -80,9 +87,13 @@ class Weights:
     @cached_property
     def drops(self) -> bool:
         """Whether anything drops out."""
-        return any(dropout for _, dropout in self.scaled) or any(training and any(others) for training, *others in self.modes)
+        return any(dropout for _, dropout in self.scaled) or any(
+            training and any(others) for training, *others in self.modes
+        )
 
     @cached_property
     def undrawn(self) -> Sequence[Draws]:
         """What is drawn where nothing drops out."""
-        return [Draws.nothing(parts, program) for parts, program in zip(self.parts, self.programs, strict=True)]
+        return [
+            Draws.nothing(parts, program) for parts, program in zip(self.parts, self.programs, strict=True)
+        ]

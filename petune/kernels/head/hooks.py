@@ -1,4 +1,5 @@
-"""A fused head in Hugging Face's models without a line of theirs changed: hooks make it answer with logits that are not made.
+"""A fused head in Hugging Face's models without a line of theirs changed: hooks make it answer with logits
+that are not made.
 
 Those are a tensor of their own (petune.kernels.head.lazy_logits), whose cross-entropy is taken in one step
 (petune.kernels.head.linear_cross_entropy).
@@ -28,8 +29,8 @@ _FUSION = "petune_fused_head"  # attribute of a model
 def _counting(labels: Tensor) -> Callable[[], int]:
     """How many labels on a CUDA device count.
 
-    Asked for before the blocks run, the number has come to the host when the head does: reading it waits, at most, for what the device had
-    been given before this forward pass.
+    Asked for before the blocks run, the number has come to the host when the head does: reading it waits, at
+    most, for what the device had been given before this forward pass.
     """
     number = torch.empty((), dtype=torch.int64, pin_memory=True).copy_((labels >= 0).sum(), non_blocking=True)
     arrived = torch.cuda.current_stream(labels.device).record_event()
@@ -42,14 +43,16 @@ def _counting(labels: Tensor) -> Callable[[], int]:
 
 
 class _Fusion:
-    """The hooks of one model, and whether its head is to leave the logits of the running forward pass unmade."""
+    """The hooks of one model, and whether its head is to leave the logits of the running forward pass
+    unmade."""
 
     def __init__(self, model: nn.Module, head: nn.Module, ops: Ops, part: VocabularySlice | None) -> None:
         self.head, self.ops, self.part = head, ops, part
         self.signature = inspect.signature(model.forward)
         self.asked = self.armed = False  # asked: by `head_loss`, whatever the arguments
         self.hidden: Tensor | None = None  # between the hooks of the head
-        self.trained: Callable[[], int] | None = None  # how many labels of the running forward pass count, where that is known
+        # how many labels of the running forward pass count, where that is known
+        self.trained: Callable[[], int] | None = None
         self.said: set[str] = set()
         self.handles = (
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
@@ -65,7 +68,8 @@ class _Fusion:
         whole = kept is None or (isinstance(kept, int) and kept == 0)
         if not self.asked and not (model.training and isinstance(labels, Tensor) and whole):
             return
-        if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):  # nn.DataParallel runs its replicas in threads
+        # nn.DataParallel runs its replicas in threads
+        if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
             return
         if (reason := self.refusal()) is not None:
             if reason not in self.said:
@@ -95,7 +99,9 @@ class _Fusion:
             return None
         hidden, self.hidden = self.hidden, None
         kind = hidden.device.type
-        autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        autocast = partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        )
 
         def make() -> Tensor:
             armed, self.armed = self.armed, False
@@ -157,14 +163,17 @@ class _Fusion:
 
 
 def fuse_head(model: nn.Module, ops: Ops, part: VocabularySlice | None = None) -> bool:
-    """Make `model(..., labels=...)` of a Hugging Face language model compute its loss without its logits, while it trains.
+    """Make `model(..., labels=...)` of a Hugging Face language model compute its loss without its logits,
+    while it trains.
 
-    The loss is Hugging Face's own, its shift of labels, its mean and `num_items_in_batch` included, but always in float32 at least.
-    `output.logits` is then `Unmade`: it computes itself if it is looked at. In eval mode, without labels or with `logits_to_keep` nothing
-    changes, so `generate` does not either. The head may be a linear layer, tied or not, or LoRA on one; any other runs by itself, and a
-    line of the log says why. part: the head holds a slice of the vocabulary, and labels are of the whole.
+    The loss is Hugging Face's own, its shift of labels, its mean and `num_items_in_batch` included, but
+    always in float32 at least. `output.logits` is then `Unmade`: it computes itself if it is looked at. In
+    eval mode, without labels or with `logits_to_keep` nothing changes, so `generate` does not either. The
+    head may be a linear layer, tied or not, or LoRA on one; any other runs by itself, and a line of the log
+    says why. part: the head holds a slice of the vocabulary, and labels are of the whole.
 
-    Returns whether there was a head to fuse. Undone by `unfuse_head`. Tune the model first: a head that replaces another later is missed.
+    Returns whether there was a head to fuse. Undone by `unfuse_head`. Tune the model first: a head that
+    replaces another later is missed.
     """
     unfuse_head(model)
     ask = getattr(model, "get_output_embeddings", None)
@@ -188,13 +197,20 @@ Batch = Mapping[str, Tensor]
 
 
 def head_loss(
-    model: nn.Module, batch: Batch, ask: Callable[[nn.Module, Any], Tensor], *, shift: bool, trained: int | None = None
+    model: nn.Module,
+    batch: Batch,
+    ask: Callable[[nn.Module, Any], Tensor],
+    *,
+    shift: bool,
+    trained: int | None = None,
 ) -> Tensor:
-    """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head` has seen; nothing is waited for.
+    """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head`
+    has seen; nothing is waited for.
 
-    ask: (model, batch) -> logits [b, s, v], labels not among what it hands to the model. batch: "labels" [b, s] and perhaps "rows" [b],
-    which are negative where a row only fills the batch up. shift: the logits of a token are about the next one. trained: how many labels
-    count at most, where the host knows; see `linear_cross_entropy`.
+    ask: (model, batch) -> logits [b, s, v], labels not among what it hands to the model. batch: "labels" [b,
+    s] and perhaps "rows" [b], which are negative where a row only fills the batch up. shift: the logits of a
+    token are about the next one. trained: how many labels count at most, where the host knows; see
+    `linear_cross_entropy`.
     """
     fusion: _Fusion = getattr(model, _FUSION)
     with fusion.asking(trained):

@@ -1,6 +1,8 @@
-"""A tensor that stands for logits which nobody may need: it knows hidden states and how a head makes logits, or their loss, of them.
+"""A tensor that stands for logits which nobody may need: it knows hidden states and how a head makes logits,
+or their loss, of them.
 
-Its cross-entropy is taken in one step (petune.kernels.head.linear_cross_entropy); whatever else touches it gets the logits, made then.
+Its cross-entropy is taken in one step (petune.kernels.head.linear_cross_entropy); whatever else touches it
+gets the logits, made then.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from torch.utils._pytree import tree_map_only
 
 from petune.kernels.head.linear_cross_entropy import IGNORED
 
-Loss = Callable[[Tensor, Tensor | None, Tensor, float, Tensor | None], Tensor]  # hidden, bias [v], labels, smoothing, count -> scalar
+# hidden, bias [v], labels, smoothing, count -> scalar
+Loss = Callable[[Tensor, Tensor | None, Tensor, float, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What unmade logits are made of: hidden [..., k] and the bias that the model has added to what the head makes of it.
+    """What unmade logits are made of: hidden [..., k] and the bias that the model has added to what the head
+    makes of it.
 
-    loss: the cross-entropy by the head in the modes of its forward pass, which can be smoothed if it `smooths`; differentiated: whether
-    that pass recorded gradients.
+    loss: the cross-entropy by the head in the modes of its forward pass, which can be smoothed if it
+    `smooths`; differentiated: whether that pass recorded gradients.
     """
 
     hidden: Tensor
@@ -35,10 +39,12 @@ class Origin:
 
 
 class Unmade(Tensor):
-    """Logits [..., v] of a fused head: a tensor without memory that becomes real, once, when more than its loss is asked for.
+    """Logits [..., v] of a fused head: a tensor without memory that becomes real, once, when more than its
+    loss is asked for.
 
-    Reshaping, widening, adding a bias of the vocabulary and `torch.nn.functional.cross_entropy` leave it unmade; any other operation
-    computes the logits with the head as it is then, and goes on with those, their gradient included. Until that it requires none itself.
+    Reshaping, widening, adding a bias of the vocabulary and `torch.nn.functional.cross_entropy` leave it
+    unmade; any other operation computes the logits with the head as it is then, and goes on with those, their
+    gradient included. Until that it requires none itself.
     """
 
     origin: Origin
@@ -56,12 +62,15 @@ class Unmade(Tensor):
     def materialise(self) -> Tensor:
         """The logits."""
         if self.made is None:
-            with torch.set_grad_enabled(self.origin.differentiated):  # a first look without gradients must not cost a later one its own
+            # a first look without gradients must not cost a later one its own
+            with torch.set_grad_enabled(self.origin.differentiated):
                 self.made = self.make()
         return self.made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Facts are known, a few operations are put off, and all others make the logits."""
         kwargs = kwargs or {}
         if func in _FACTS:
@@ -79,7 +88,8 @@ class Unmade(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Only what goes round torch's Python comes here, too late to record a gradient."""
         raise RuntimeError(
-            f"{func} wants logits that were not made; call petune.kernels.head.hooks.unfuse_head(model) ahead of the forward"
+            f"{func} wants logits that were not made; call petune.kernels.head.hooks.unfuse_head(model) ahead"
+            " of the forward"
         )
 
 
@@ -97,11 +107,17 @@ def _put_off_bias(func: Any, logits: Unmade, other: Any, **kwargs: Any) -> Any:
     """A bias of the vocabulary, such as BART's `final_logits_bias`."""
     if kwargs or not isinstance(other, Tensor) or isinstance(other, Unmade):
         return NotImplemented
-    if other.numel() != logits.shape[-1] or other.shape[-1:] != logits.shape[-1:] or other.dim() > logits.dim():
+    if (
+        other.numel() != logits.shape[-1]
+        or other.shape[-1:] != logits.shape[-1:]
+        or other.dim() > logits.dim()
+    ):
         return NotImplemented
     bias = other.flatten() if logits.origin.bias is None else logits.origin.bias + other.flatten()
     dtype = torch.promote_types(logits.dtype, other.dtype)
-    return Unmade(replace(logits.origin, bias=bias), logits.shape[-1], dtype, lambda: func(logits.materialise(), other))
+    return Unmade(
+        replace(logits.origin, bias=bias), logits.shape[-1], dtype, lambda: func(logits.materialise(), other)
+    )
 
 
 def _fused(
@@ -115,7 +131,8 @@ def _fused(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its own dtype, alike."""
+    """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its
+    own dtype, alike."""
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     if not plain or logits.dim() != 2 or target.dim() != 1 or (label_smoothing and not logits.origin.smooths):
         return NotImplemented
@@ -125,7 +142,17 @@ def _fused(
 
 
 _FACTS = {
-    *(cast("Any", fact).__get__ for fact in (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)),
+    *(
+        cast("Any", fact).__get__
+        for fact in (
+            Tensor.shape,
+            Tensor.dtype,
+            Tensor.device,
+            Tensor.ndim,
+            Tensor.requires_grad,
+            Tensor.is_cuda,
+        )
+    ),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
 }
 _RULES: dict[Any, Callable[..., Any]] = {

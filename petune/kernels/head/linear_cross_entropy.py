@@ -1,8 +1,10 @@
-"""The output head and its cross-entropy in one step, so that the logits of a batch are never there all at once.
+"""The output head and its cross-entropy in one step, so that the logits of a batch are never there all at
+once.
 
-The gradient is made in the forward pass: a chunk of rows becomes logits, the logits become their own gradient in place, and from that come
-the chunk's part of every gradient; the backward pass only multiplies (Hsu et al. 2024, arXiv:2410.10989). Chunks are thousands of rows,
-as a matmul needs that many to run at full speed. petune.kernels.head.hooks brings it to Hugging Face's models.
+The gradient is made in the forward pass: a chunk of rows becomes logits, the logits become their own gradient
+in place, and from that come the chunk's part of every gradient; the backward pass only multiplies (Hsu et al.
+2024, arXiv:2410.10989). Chunks are thousands of rows, as a matmul needs that many to run at full speed.
+petune.kernels.head.hooks brings it to Hugging Face's models.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ FEWEST = 1024  # and at least: fewer make it slower
 BYTES = 2**30  # of a chunk's logits, between the two
 
 LowRank = tuple[Tensor, Tensor, float]  # a [r, k], b [v, r], scale: + scale h a^T b^T
-Entropy = Callable[[Tensor, Tensor], Tensor]  # logits [m, v], labels [m] -> losses [m]; the logits become their gradient
+# logits [m, v], labels [m] -> losses [m]; the logits become their gradient
+Entropy = Callable[[Tensor, Tensor], Tensor]
 
 # ------------------------------------------------------------------ the step
 
@@ -34,7 +37,8 @@ Entropy = Callable[[Tensor, Tensor], Tensor]  # logits [m, v], labels [m] -> los
 class VocabularySlice:
     """A weight that holds the rows of a vocabulary from `first` on, the others being elsewhere.
 
-    reduce_max and reduce_sum bring a float tensor, in place, to its maximum and sum over all holders of a slice, who must call alike.
+    reduce_max and reduce_sum bring a float tensor, in place, to its maximum and sum over all holders of a
+    slice, who must call alike.
     """
 
     first: int
@@ -58,35 +62,47 @@ def linear_cross_entropy(
     count: float | Tensor | None = None,
     part: VocabularySlice | None = None,
 ) -> Tensor:
-    """The summed cross-entropy in nats of hidden weight^T + bias + scale hidden a^T b^T: a scalar, float32 (float64 for float64).
+    """The summed cross-entropy in nats of hidden weight^T + bias + scale hidden a^T b^T: a scalar, float32
+    (float64 for float64).
 
-    hidden [n, k], weight [v, k], bias [v]; low: a [r, k], b [v, r] and scale; labels [n] int64, negative ones count nothing. softcap,
-    smoothing and z_loss as in `petune.kernels.reference.cross_entropy_`. The loss is divided by `count`, if there is one. Matmuls are in
-    the dtype of autocast or else of `hidden`; gradients of weight, bias, a and b are summed in float32.
+    hidden [n, k], weight [v, k], bias [v]; low: a [r, k], b [v, r] and scale; labels [n] int64, negative ones
+    count nothing. softcap, smoothing and z_loss as in `petune.kernels.reference.cross_entropy_`. The loss is
+    divided by `count`, if there is one. Matmuls are in the dtype of autocast or else of `hidden`; gradients
+    of weight, bias, a and b are summed in float32.
 
-    chunk: rows of logits at a time. trained: the host's knowledge that at most so many labels count; if that is 7/8 of n or less, the
-    other rows are left out before the matmul, and the loss is NaN if it was wrong. Labels on the CPU are counted here; on a device nobody
-    counts, as it would have to be waited for, and ignored rows get a gradient of zero.
+    chunk: rows of logits at a time. trained: the host's knowledge that at most so many labels count; if that
+    is 7/8 of n or less, the other rows are left out before the matmul, and the loss is NaN if it was wrong.
+    Labels on the CPU are counted here; on a device nobody counts, as it would have to be waited for, and
+    ignored rows get a gradient of zero.
 
-    part: weight, bias and b are a slice of the vocabulary and labels are of the whole of it; the loss is the same for all slices, NaN if
-    nobody holds a label, and the gradients of hidden and a are this slice's terms, which the caller sums. It excludes smoothing.
+    part: weight, bias and b are a slice of the vocabulary and labels are of the whole of it; the loss is the
+    same for all slices, NaN if nobody holds a label, and the gradients of hidden and a are this slice's
+    terms, which the caller sums. It excludes smoothing.
 
-    The gradient can be taken once: a second backward through a retained graph, or a derivative of it, raises RuntimeError.
+    The gradient can be taken once: a second backward through a retained graph, or a derivative of it, raises
+    RuntimeError.
     """
     if part is not None and smoothing:
-        raise ValueError("smoothing needs every score of a row, and a slice of the vocabulary has its own alone")
+        raise ValueError(
+            "smoothing needs every score of a row, and a slice of the vocabulary has its own alone"
+        )
     if trained is None and labels.device.type == "cpu":
         trained = int((labels >= 0).sum())
     missed: Tensor | None = None
     if trained is not None and 8 * trained <= 7 * len(labels):
-        order = torch.argsort((labels < 0).to(torch.uint8), stable=True)  # unlike a mask, it does not make the host wait for a size
+        # unlike a mask, it does not make the host wait for a size
+        order = torch.argsort((labels < 0).to(torch.uint8), stable=True)
         rows, missed = order[:trained], (labels.index_select(0, order[trained : trained + 1]) >= 0).any()
-        hidden, labels = hidden.index_select(0, rows.to(hidden.device, non_blocking=True)), labels.index_select(0, rows)
+        hidden, labels = (
+            hidden.index_select(0, rows.to(hidden.device, non_blocking=True)),
+            labels.index_select(0, rows),
+        )
     labels = labels.to(hidden.device, non_blocking=True)
     dtype = _matmul_dtype(hidden)
     if part is None:
         entropy: Entropy = partial(_entropy, ops, softcap, smoothing, z_loss)
-        chunk = chunk or chunk_rows(len(weight), dtype.itemsize if low is None else 4 * dtype.itemsize)  # the product is float32 on its way
+        # the product is float32 on its way
+        chunk = chunk or chunk_rows(len(weight), dtype.itemsize if low is None else 4 * dtype.itemsize)
     else:
         entropy = partial(_entropy_of_slice, ops, softcap, z_loss, part)
         chunk = chunk or ROWS // 2  # must not depend on the slice's width: its holders talk once a chunk
@@ -111,16 +127,21 @@ def chunk_rows(columns: int, itemsize: int = 2) -> int:
     return max(FEWEST, min(ROWS, BYTES // max(1, columns * itemsize) // 128 * 128))
 
 
-def _entropy(ops: Ops, softcap: float, smoothing: float, z_loss: float, logits: Tensor, labels: Tensor) -> Tensor:
+def _entropy(
+    ops: Ops, softcap: float, smoothing: float, z_loss: float, logits: Tensor, labels: Tensor
+) -> Tensor:
     losses: Tensor = ops.cross_entropy_(logits, labels, 1.0, softcap, smoothing, z_loss)[0]
     return losses
 
 
-def _entropy_of_slice(ops: Ops, softcap: float, z_loss: float, part: VocabularySlice, logits: Tensor, labels: Tensor) -> Tensor:
+def _entropy_of_slice(
+    ops: Ops, softcap: float, z_loss: float, part: VocabularySlice, logits: Tensor, labels: Tensor
+) -> Tensor:
     """The losses [m] of logits [m, v_r] that are cut by vocabulary, which become their gradient.
 
-    A softmax over the whole is the slice's own, times the share exp(log_r - log) that the slice has of the partition sum. The label's entry
-    is written anew from its score, as p_r - 1 has lost what a small p_r was; a row whose label is elsewhere takes class 0 in its stead.
+    A softmax over the whole is the slice's own, times the share exp(log_r - log) that the slice has of the
+    partition sum. The label's entry is written anew from its score, as p_r - 1 has lost what a small p_r was;
+    a row whose label is elsewhere takes class 0 in its stead.
     """
     counts = labels >= 0
     own = (labels >= part.first) & (labels < part.first + logits.shape[1])
@@ -140,7 +161,9 @@ def _entropy_of_slice(ops: Ops, softcap: float, z_loss: float, part: VocabularyS
         entry = entry * (1 - (hit / softcap).square())
     logits.mul_((torch.exp(logs - log) * steep)[:, None])
     logits.scatter_(1, at[:, None], entry.masked_fill(~counts, 0).to(logits.dtype)[:, None])
-    return (log - sums[1] + z_loss * log.square()).masked_fill(sums[2] != 1, torch.nan).masked_fill(~counts, 0)
+    return (
+        (log - sums[1] + z_loss * log.square()).masked_fill(sums[2] != 1, torch.nan).masked_fill(~counts, 0)
+    )
 
 
 class _LinearCrossEntropy(Function):
@@ -164,21 +187,43 @@ class _LinearCrossEntropy(Function):
         found: list[Tensor | None] = [None] * len(inputs)
         for place, value in enumerate(inputs):
             if value is not None and differentiated and ctx.needs_input_grad[place]:
-                found[place] = torch.zeros_like(value, dtype=sums) if place else torch.empty_like(value, dtype=dtype)
+                found[place] = (
+                    torch.zeros_like(value, dtype=sums) if place else torch.empty_like(value, dtype=dtype)
+                )
         ctx.found, ctx.dtypes = found, [None if value is None else value.dtype for value in inputs]
-        return _chunks([None if value is None else value.to(dtype) for value in inputs], labels, entropy, chunk, ops, found)
+        return _chunks(
+            [None if value is None else value.to(dtype) for value in inputs],
+            labels,
+            entropy,
+            chunk,
+            ops,
+            found,
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found, ctx.found = ctx.found, None
         if found is None:
-            raise RuntimeError("the gradient of linear_cross_entropy is made in the forward pass and given away once: run that again")
-        scaled = [None if value is None else _scale_(value, grad).to(dtype) for value, dtype in zip(found, ctx.dtypes, strict=True)]
+            raise RuntimeError(
+                "the gradient of linear_cross_entropy is made in the forward pass and given away once: run"
+                " that again"
+            )
+        scaled = [
+            None if value is None else _scale_(value, grad).to(dtype)
+            for value, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
         return (*scaled, None, None, None, None, None, None)
 
 
-def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk: int, ops: Ops, found: list[Tensor | None]) -> Tensor:
+def _chunks(
+    inputs: list[Tensor | None],
+    labels: Tensor,
+    entropy: Entropy,
+    chunk: int,
+    ops: Ops,
+    found: list[Tensor | None],
+) -> Tensor:
     """The summed loss; what `found` has of the gradients of hidden, weight, bias, a and b is filled."""
     hidden, weight, bias, a, b = inputs
     assert hidden is not None and weight is not None
@@ -186,7 +231,8 @@ def _chunks(inputs: list[Tensor | None], labels: Tensor, entropy: Entropy, chunk
     losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
     pieces = max(1, -(-len(hidden) // chunk))
     rows = -(-len(hidden) // pieces)  # of one size, or the last might be a matmul of a few rows
-    buffer = hidden.new_empty(rows if a is None else 0, len(weight))  # a product with an update has a result of its own
+    # a product with an update has a result of its own
+    buffer = hidden.new_empty(rows if a is None else 0, len(weight))
     for start in range(0, len(hidden), max(1, rows)):
         now = slice(start, start + rows)
         x = hidden[now]
@@ -225,7 +271,8 @@ def _add_product_(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """`values` times a scalar on their device, in place and rounded once: a narrow dtype would round the factor first."""
+    """`values` times a scalar on their device, in place and rounded once: a narrow dtype would round the
+    factor first."""
     if values.dtype == factor.dtype:
         return values.mul_(factor)
     for part in values.split(FEWEST):

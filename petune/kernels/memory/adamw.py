@@ -1,4 +1,5 @@
-"""One step of AdamW on a flat tensor, rounded stochastically where it is bfloat16: its meaning, in plain torch."""
+"""One step of AdamW on a flat tensor, rounded stochastically where it is bfloat16: its meaning, in plain
+torch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Rule(NamedTuple):
 
     @property
     def scalars(self) -> tuple[float, float, float, float, float]:
-        """What a weight shrinks to; shares of the gradient and of its square in the moments; step size; root of the second correction."""
+        """What a weight shrinks to; shares of the gradient and of its square in the moments; step size; root
+        of the second correction."""
         first, second = self.betas
         size = self.lr / (1 - first**self.step)
         return 1 - self.lr * self.decay, 1 - first, 1 - second, size, (1 - second**self.step) ** 0.5
@@ -42,10 +44,12 @@ def adamw_(
     first: int = 0,
     copy: Tensor | None = None,
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2) in place, in float32 whatever the tensors are.
+    """One step of AdamW (Loshchilov and Hutter 2019, algorithm 2) in place, in float32 whatever the tensors
+    are.
 
-    weight, grad, mean, square: flat, [n]; of float32 or bfloat16, of which the last is rounded stochastically: up with the probability that
-    makes its mean right, by a hash of `words` and the element's place, `first` and on. copy [n]: also takes the weight, rounded to nearest.
+    weight, grad, mean, square: flat, [n]; of float32 or bfloat16, of which the last is rounded
+    stochastically: up with the probability that makes its mean right, by a hash of `words` and the element's
+    place, `first` and on. copy [n]: also takes the weight, rounded to nearest.
     """
     shrink, blend, gain, size, root = rule.scalars
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -64,7 +68,8 @@ def adamw_(
 
 
 def rounded(values: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` in `dtype`; from float32 to bfloat16 stochastically, by the low 16 bits of `chance`, int32. Not a number stays that."""
+    """`values` in `dtype`; from float32 to bfloat16 stochastically, by the low 16 bits of `chance`, int32.
+    Not a number stays that."""
     if dtype is not torch.bfloat16:
         return values.to(dtype)
     lifted = ((values.float().view(torch.int32) + (chance & 0xFFFF)) & -0x10000).view(torch.float32)
@@ -72,14 +77,18 @@ def rounded(values: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_words(seed: int, step: int, name: str) -> tuple[int, int, int, int]:
-    """Two starts and two odd strides, int32, from which the random bits of a tensor's elements in one step follow."""
+    """Two starts and two odd strides, int32, from which the random bits of a tensor's elements in one step
+    follow."""
     digest = blake2b(f"{seed} {step} {name}".encode(), digest_size=16).digest()
-    start, stride, other, another = (int.from_bytes(digest[at : at + 4], "little", signed=True) for at in range(0, 16, 4))
+    start, stride, other, another = (
+        int.from_bytes(digest[at : at + 4], "little", signed=True) for at in range(0, 16, 4)
+    )
     return start, stride | 1, other, another | 1
 
 
 def random_bits(words: Sequence[int], first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two words of 32 random bits for each element from `first` on, int32 [count]: murmur3's finaliser of start + element * stride."""
+    """Two words of 32 random bits for each element from `first` on, int32 [count]: murmur3's finaliser of
+    start + element * stride."""
     element = torch.arange(first, first + count, device=device).to(torch.int32)
     found = []
     for start, stride in (words[:2], words[2:]):
@@ -91,11 +100,14 @@ def random_bits(words: Sequence[int], first: int, count: int, device: torch.devi
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """int32 shifted right, zeros coming in: torch shifts the sign in, which would leave every result's highest bit 0."""
+    """int32 shifted right, zeros coming in: torch shifts the sign in, which would leave every result's
+    highest bit 0."""
     return (bits >> by).bitwise_and(2 ** (32 - by) - 1)
 
 
 def adamw_for(device: torch.device, kind: torch.dtype) -> Callable[..., None]:
     """`adamw_`, or the kernel that does the same."""
-    found: Callable[..., None] = adamw_ if refusal(device, kind) else import_module("petune.kernels.triton.adamw").adamw_
+    found: Callable[..., None] = (
+        adamw_ if refusal(device, kind) else import_module("petune.kernels.triton.adamw").adamw_
+    )
     return found

@@ -57,7 +57,9 @@ class Rates:
     def _alone(self, one: Operation, rate: float) -> float:
         """Seconds of one launch, whose arithmetic runs at `rate`."""
         cost, memory = one.cost, self.memory * (NARROW if one.kind == "narrow" else 1)
-        return self.launch + max((cost.flop + cost.softmax) / rate, cost.bytes / memory, cost.hashes / self.hashes)
+        return self.launch + max(
+            (cost.flop + cost.softmax) / rate, cost.bytes / memory, cost.hashes / self.hashes
+        )
 
 
 def _interpolated(curve: Curve, length: float) -> float:
@@ -84,8 +86,18 @@ H200 = Rates(
     measured=True,
 )
 # Assumed, on the low side of what the vendors promise.
-H100 = Rates("H100", 550e12, 1000e12, ((2048, 400e12), (32768, 500e12)), ((2048, 300e12), (32768, 430e12)), 2.7e12, 45e9)
-A100 = Rates("A100", 230e12, 230e12, ((2048, 150e12), (32768, 180e12)), ((2048, 120e12), (32768, 150e12)), 1.3e12, 20e9)
+H100 = Rates(
+    "H100",
+    550e12,
+    1000e12,
+    ((2048, 400e12), (32768, 500e12)),
+    ((2048, 300e12), (32768, 430e12)),
+    2.7e12,
+    45e9,
+)
+A100 = Rates(
+    "A100", 230e12, 230e12, ((2048, 150e12), (32768, 180e12)), ((2048, 120e12), (32768, 150e12)), 1.3e12, 20e9
+)
 CUDA = Rates("CUDA device", 60e12, 60e12, ((2048, 40e12),), ((2048, 30e12),), 0.6e12, 10e9)
 CPU = Rates("CPU", 0.2e12, 0.2e12, ((2048, 0.05e12),), ((2048, 0.05e12),), 30e9, 30e9)
 
@@ -103,7 +115,9 @@ def forward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = No
     """A block's forward pass over `tokens` in sequences of `sequence`, the MLP in tiles of `tile` tokens."""
     actions = _actions(of_shape(shape).schedules.forward("input").sections, tokens, tile)
     charged = ((one.step, times, one.step.ahead(shape, rows, sequence)) for one, rows, times in actions)
-    return costing(*(Operation(step.gives[0], kind, cost, times) for step, times, each in charged for kind, cost in each))
+    return costing(
+        *(Operation(step.gives[0], kind, cost, times) for step, times, each in charged for kind, cost in each)
+    )
 
 
 def backward(shape: BlockShape, tokens: int, sequence: int, tile: int | None = None) -> Work:
@@ -125,20 +139,28 @@ def recomputed(shape: BlockShape, keep: Keep, tokens: int, sequence: int, tile: 
     before it depends on it."""
     operations, there = [], set(of_shape(shape).schedules.kept(keep))
     for (step, back, _, drops), rows, times in _returned(shape, of_shape(shape), keep, tokens, tile):
-        again = step.again(shape, rows, not there.isdisjoint(step.soft)) if back else step.ahead(shape, rows, sequence)
+        again = (
+            step.again(shape, rows, not there.isdisjoint(step.soft))
+            if back
+            else step.ahead(shape, rows, sequence)
+        )
         operations += [Operation(step.gives[0], kind, cost, times) for kind, cost in again]
         there.update(() if back else step.gives)
         there.difference_update(drops)
     return costing(*operations)
 
 
-def _returned(shape: BlockShape, program: Program, keep: Keep, tokens: int, tile: int | None) -> Iterator[tuple[Action, float, int]]:
+def _returned(
+    shape: BlockShape, program: Program, keep: Keep, tokens: int, tile: int | None
+) -> Iterator[tuple[Action, float, int]]:
     """The actions of a rung's backward pass, each with its rows and how often it is taken."""
     given = (True,) * len(program.inputs)
     return _actions(program.schedules.backward(keep, needs_of(shape, program), given).sections, tokens, tile)
 
 
-def _actions(sections: Sequence[Section], tokens: int, tile: int | None) -> Iterator[tuple[Action, float, int]]:
+def _actions(
+    sections: Sequence[Section], tokens: int, tile: int | None
+) -> Iterator[tuple[Action, float, int]]:
     """All actions, each with its rows and how often it is taken."""
     times, rows = _tiles(tokens, tile)
     for section in sections:
@@ -146,7 +168,9 @@ def _actions(sections: Sequence[Section], tokens: int, tile: int | None) -> Iter
             yield (action, rows, times) if section.tiles else (action, tokens, 1)
 
 
-def linear_cross_entropy(tokens: int, width: int, vocabulary: int, trained: bool = False, itemsize: int = 2) -> Work:
+def linear_cross_entropy(
+    tokens: int, width: int, vocabulary: int, trained: bool = False, itemsize: int = 2
+) -> Work:
     """The loss head in chunks, its gradients made in the forward pass: two matmuls, three where the head
     trains."""
     times, rows = _tiles(tokens, chunk_rows(vocabulary, itemsize))

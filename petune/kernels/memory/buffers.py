@@ -1,8 +1,8 @@
 """The bytes of a fused block: what it keeps, what is alive in each phase of its passes, and so its peak of
 memory.
 
-A phase is one action of the schedule (petune/kernels/block/schedule.py), so that the values alive in it, and for
-how many rows, are those of the engine itself; what each takes is said by its step.
+A phase is one action of the schedule (petune/kernels/block/schedule.py), so that the values alive in it, and
+for how many rows, are those of the engine itself; what each takes is said by its step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from petune.kernels.configs import Level
 from petune.kernels.head.linear_cross_entropy import chunk_rows
 from petune.kernels.memory.shape import BlockShape
 
-STREAMED_BLOCKS = 3  # blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
+# blocks on the device while parameters stream: the one that runs, the one that arrives, the one that leaves
+STREAMED_BLOCKS = 3
 ADAMW_STATES = 2  # numbers AdamW keeps for each one that trains
 
 
@@ -41,7 +42,8 @@ class Phase:
 def kept_sizes(shape: BlockShape, keep: Level) -> dict[str, int]:
     """Bytes per token of each value that a block keeps for its backward pass."""
     program = of_shape(shape)
-    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0}  # these two are all blocks', and one tensor each
+    # these two are all blocks', and one tensor each
+    rows = {"x": shape.width * shape.itemsize, "memory": 0, "bias": 0}
     for step in program.steps:
         rows |= step.sizes(shape)
         if step.over is not None:
@@ -64,7 +66,9 @@ def phases(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None)
     """The phases of a block's forward pass, then of its backward pass. A block that keeps all is not
     tiled."""
     program = of_shape(shape)
-    walk = _Walk(shape, program, keep, tokens, tile if tile is not None and tile < tokens and keep != "all" else None)
+    walk = _Walk(
+        shape, program, keep, tokens, tile if tile is not None and tile < tokens and keep != "all" else None
+    )
     back = program.schedules.backward(keep, needs_of(shape, program), (True,) * len(program.inputs))
     return *walk.through(program.schedules.forward(keep), {}), *walk.through(back, {program.y: 0})
 
@@ -72,7 +76,9 @@ def phases(shape: BlockShape, keep: Level, tokens: int, tile: int | None = None)
 class _Walk:
     """A block's passes without tensors. rows: of a tile, None where there is but one."""
 
-    def __init__(self, shape: BlockShape, program: Program, keep: Level, tokens: int, rows: int | None) -> None:
+    def __init__(
+        self, shape: BlockShape, program: Program, keep: Level, tokens: int, rows: int | None
+    ) -> None:
         self.shape, self.tokens, self.rows = shape, tokens, rows
         self.kept = set(program.schedules.kept(keep))
 
@@ -99,14 +105,18 @@ class _Walk:
             grads.clear()
             grads |= {name: size // self.rows * self.tokens for name, size in back.items()}
 
-    def _acts(self, section: Section, alive: dict[str, int], grads: dict[str, int], rows: int) -> Iterator[Phase]:
+    def _acts(
+        self, section: Section, alive: dict[str, int], grads: dict[str, int], rows: int
+    ) -> Iterator[Phase]:
         """The phases of a section on so many rows, with what is alive as it goes on."""
         for step, back, _, drops in section.actions:
             if back:
                 there = bool(step.soft) and (step.soft[0] in alive or step.soft[0] in self.kept)
                 made = _scaled(step.grads(self.shape), rows)
                 both = grads | {name: grads.get(name, 0) + size for name, size in made.items()}
-                yield self._phase(f"{step.gives[0]}, backward", alive, both, step.beside_back(self.shape, there) * rows)
+                yield self._phase(
+                    f"{step.gives[0]}, backward", alive, both, step.beside_back(self.shape, there) * rows
+                )
                 handed = sum(grads.pop(name, 0) for name in step.gives)
                 grads |= made or {step.takes[0]: 0, step.takes[-1]: handed}
             else:
@@ -137,8 +147,8 @@ def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = 
     """Bytes alive at once beside what blocks keep: in the fullest phase of a block, its gradients, which are
     float32 until its end, and its bottlenecks in the dtype of the computation.
 
-    A weight that trains has its gradient summed over tiles, so that the largest is there twice. A weight in eight bits is
-    turned for its backward product.
+    A weight that trains has its gradient summed over tiles, so that the largest is there twice. A weight in
+    eight bits is turned for its backward product.
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
     tuned = _stacked(shape) + shape.bottlenecks
@@ -162,7 +172,9 @@ def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> i
 
     The last block's result, the same normed, the gradient of that, and a chunk of logits.
     """
-    return 3 * itemsize * tokens * width + itemsize * min(tokens, chunk_rows(vocabulary, itemsize)) * vocabulary
+    return (
+        3 * itemsize * tokens * width + itemsize * min(tokens, chunk_rows(vocabulary, itemsize)) * vocabulary
+    )
 
 
 def standing_bytes(shape: BlockShape) -> int:

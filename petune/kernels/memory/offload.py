@@ -1,8 +1,9 @@
 """Kept tensors in pinned host memory between forward and backward pass, copied beside the computation.
 
-Blocks park tensors in the order of the forward pass and fetch them in the reverse order, so fetching one block's starts the copy of the
-next one's: two blocks' tensors are on the device at most, and copies hide behind a block's work. Host buffers are pinned at their exact
-size (torch's own pinned allocator rounds up to a power of two) and used again by later steps.
+Blocks park tensors in the order of the forward pass and fetch them in the reverse order, so fetching one
+block's starts the copy of the next one's: two blocks' tensors are on the device at most, and copies hide
+behind a block's work. Host buffers are pinned at their exact size (torch's own pinned allocator rounds up to
+a power of two) and used again by later steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Parked:
 
 
 class Store:
-    """Where the blocks of one device park what they keep. On a CPU it holds copies, so that the order can be tested.
+    """Where the blocks of one device park what they keep. On a CPU it holds copies, so that the order can be
+    tested.
 
     limit: bytes of host memory to pin at most, None for as much as the host gives.
     """
@@ -56,7 +58,9 @@ class Store:
             self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
             for name, value in tensors.items():
-                parked.host[name][: value.nbytes].copy_(value.reshape(-1).view(torch.uint8), non_blocking=True)
+                parked.host[name][: value.nbytes].copy_(
+                    value.reshape(-1).view(torch.uint8), non_blocking=True
+                )
                 if self.out is not None:
                     value.record_stream(self.out)
             parked.copied = self._event(self.out)
@@ -79,10 +83,14 @@ class Store:
         return found
 
     def _bring(self, parked: Parked) -> None:
-        """Begin to copy to the device. Its memory may have been in use until now, so the copy waits for the computing stream."""
+        """Begin to copy to the device. Its memory may have been in use until now, so the copy waits for the
+        computing stream."""
         if parked.back is not None:
             return
-        parked.back = {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in parked.shapes.items()}
+        parked.back = {
+            name: torch.empty(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in parked.shapes.items()
+        }
         if self.into is not None:
             self.into.wait_stream(torch.cuda.current_stream(self.device))
             self.into.wait_event(parked.copied)  # type: ignore[arg-type]
@@ -99,8 +107,13 @@ class Store:
         self.free += [(buffer, parked.copied) for buffer in parked.host.values()]
 
     def _buffer(self, size: int) -> Tensor:
-        """A host buffer of at least `size` bytes: the smallest that is free and not twice too large, else a new one."""
-        fitting = [(buffer.nbytes, at) for at, (buffer, _) in enumerate(self.free) if size <= buffer.nbytes <= 2 * size]
+        """A host buffer of at least `size` bytes: the smallest that is free and not twice too large, else a
+        new one."""
+        fitting = [
+            (buffer.nbytes, at)
+            for at, (buffer, _) in enumerate(self.free)
+            if size <= buffer.nbytes <= 2 * size
+        ]
         if fitting:
             buffer, event = self.free.pop(min(fitting)[1])
             if event is not None and self.out is not None:
@@ -117,7 +130,8 @@ class Store:
         return buffer
 
     def _forget(self, size: int) -> None:
-        """Drop free buffers of at least `size` bytes in all. Raises MachineError where there are not as many."""
+        """Drop free buffers of at least `size` bytes in all. Raises MachineError where there are not as
+        many."""
         while size > 0 and self.free:
             buffer, event = self.free.pop()
             if event is not None:
@@ -127,7 +141,9 @@ class Store:
         if size > 0:
             found = f"{human(self.pinned)} pinned, {human(size)} more needed"
             remedy = "set memory.host higher, or memory: {offload: none}"
-            raise MachineError("offloaded activations need more host memory than they may have", found=found, remedy=remedy)
+            raise MachineError(
+                "offloaded activations need more host memory than they may have", found=found, remedy=remedy
+            )
 
     @staticmethod
     def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
@@ -135,10 +151,13 @@ class Store:
 
 
 def pin(buffer: Tensor) -> None:
-    """Page-lock a host tensor in place until it is freed. Raises MachineError where the host has no more to lock."""
+    """Page-lock a host tensor in place until it is freed. Raises MachineError where the host has no more to
+    lock."""
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) != 0:
         remedy = "set memory.host lower, or memory: {offload: none}"
-        raise MachineError(f"the host could not lock {human(buffer.nbytes)} of memory to copy to and from", remedy=remedy)
+        raise MachineError(
+            f"the host could not lock {human(buffer.nbytes)} of memory to copy to and from", remedy=remedy
+        )
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)

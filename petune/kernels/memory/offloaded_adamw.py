@@ -1,17 +1,21 @@
-"""AdamW for a model that does not fit its device: blocks rest in host memory, and each is updated inside the backward pass.
+"""AdamW for a model that does not fit its device: blocks rest in host memory, and each is updated inside the
+backward pass.
 
-A block's weights come when its forward or backward pass begins, its neighbour's while it runs. Its gradients live from the autograd node
-that makes them to that node's own hook, where AdamW's states have come meanwhile; weights and states go back at once. So the device holds a
-few slots of one block each, whatever the depth:
+A block's weights come when its forward or backward pass begins, its neighbour's while it runs. Its gradients
+live from the autograd node that makes them to that node's own hook, where AdamW's states have come meanwhile;
+weights and states go back at once. So the device holds a few slots of one block each, whatever the depth:
 
         forward  i: weights in, those of i + 1 on their way
-        backward i: weights and states in, those of i - 1 on their way; gradients, update, weights and states out
+        backward i: weights and states in, those of i - 1 on their way; gradients, update, weights and states
+        out
 
-Embedding, last norm and head keep their weights on the device; their states rest on the host and pass through the same slots.
+Embedding, last norm and head keep their weights on the device; their states rest on the host and pass through
+the same slots.
 
-Between the passes a parameter's data is exchanged for another tensor. Autograd keeps a leaf as itself, so a node that takes the parameters
-themselves finds in its backward pass what they are then, but a view of a weight, as an unfused linear keeps it, would read a slot that has
-another block in it. A block has to be such a node, and is looked at each time.
+Between the passes a parameter's data is exchanged for another tensor. Autograd keeps a leaf as itself, so a
+node that takes the parameters themselves finds in its backward pass what they are then, but a view of a
+weight, as an unfused linear keeps it, would read a slot that has another block in it. A block has to be such
+a node, and is looked at each time.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ ALIGN = 64  # elements: where a parameter begins in a flat buffer, so that kerne
 
 
 class Traffic:
-    """Copies between host and device beside the computation, a stream each way; on a CPU they are made at once."""
+    """Copies between host and device beside the computation, a stream each way; on a CPU they are made at
+    once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,7 +56,9 @@ class Traffic:
         """Begin to copy (to, source) to the host once `after` has happened; when it is done."""
         return self._copy(self.leaving, pairs, after)
 
-    def _copy(self, stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]], after: Sequence[Event]) -> Event:
+    def _copy(
+        self, stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]], after: Sequence[Event]
+    ) -> Event:
         if stream is not None:
             for event in after:
                 if event is not None:
@@ -78,7 +85,8 @@ class Traffic:
 
 
 class Entry(NamedTuple):
-    """A parameter, or a stretch of one from element `first` on, and where it lies in the flat tensors of its piece."""
+    """A parameter, or a stretch of one from element `first` on, and where it lies in the flat tensors of its
+    piece."""
 
     name: str
     parameter: nn.Parameter
@@ -88,9 +96,11 @@ class Entry(NamedTuple):
 
 @dataclass(eq=False)
 class Piece:
-    """What travels together: a block with its states, or the states of a stretch of a tensor whose weight stays on the device.
+    """What travels together: a block with its states, or the states of a stretch of a tensor whose weight
+    stays on the device.
 
-    name: the block's or the tensor's. host: flat tensors by key, "weight" only where the weights travel. index: the block's, -1 for none.
+    name: the block's or the tensor's. host: flat tensors by key, "weight" only where the weights travel.
+    index: the block's, -1 for none.
     """
 
     name: str
@@ -107,7 +117,8 @@ class Piece:
 
 @dataclass(eq=False)
 class Slot:
-    """Room for one piece on the device. arrived: when each key's tensor is there; free: when it may be overwritten."""
+    """Room for one piece on the device. arrived: when each key's tensor is there; free: when it may be
+    overwritten."""
 
     device: dict[str, Tensor]
     piece: Piece | None = None
@@ -119,19 +130,22 @@ class Slot:
 
 
 class StreamedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) over a model that it takes over: `blocks`, in the order they run, live in host memory from now on.
+    """AdamW (Loshchilov and Hutter 2019) over a model that it takes over: `blocks`, in the order they run,
+    live in host memory from now on.
 
-    model: its parameters float32 or bfloat16; all of a block train and are in one dtype. device: where it computes (default: where the
-    first parameter is); everything outside the blocks is moved there. lr, betas, eps, weight_decay: as of torch.optim.AdamW; biases and
-    norms do not decay. What `param_groups` say counts from the next backward pass on.
-    states: torch.bfloat16 keeps weights and states in bfloat16, each rounded stochastically by `seed`, 6 bytes a parameter. torch.float32
-    keeps states and, of bfloat16 weights, a master copy in float32 beside the weights rounded to nearest from it: 14 bytes a parameter.
-    slots: blocks on the device at once, at least 2; 3 let weights come while others leave.
+    model: its parameters float32 or bfloat16; all of a block train and are in one dtype. device: where it
+    computes (default: where the first parameter is); everything outside the blocks is moved there. lr, betas,
+    eps, weight_decay: as of torch.optim.AdamW; biases and norms do not decay. What `param_groups` say counts
+    from the next backward pass on. states: torch.bfloat16 keeps weights and states in bfloat16, each rounded
+    stochastically by `seed`, 6 bytes a parameter. torch.float32 keeps states and, of bfloat16 weights, a
+    master copy in float32 beside the weights rounded to nearest from it: 14 bytes a parameter. slots: blocks
+    on the device at once, at least 2; 3 let weights come while others leave.
 
-    backward() updates; step() then ends the step. Between steps the parameters of blocks are views of host memory, and so is `state`:
-    `model.state_dict()` and `state_dict()` wait for copies still under way, other readers call `settle()` first. Raises UsageError for what
-    cannot be: clipping, as the norm of all gradients is known only when none is left, more than one backward pass a step, frozen or shared
-    parameters of blocks.
+    backward() updates; step() then ends the step. Between steps the parameters of blocks are views of host
+    memory, and so is `state`: `model.state_dict()` and `state_dict()` wait for copies still under way, other
+    readers call `settle()` first. Raises UsageError for what cannot be: clipping, as the norm of all
+    gradients is known only when none is left, more than one backward pass a step, frozen or shared parameters
+    of blocks.
     """
 
     def __init__(
@@ -153,12 +167,20 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.names = {value: name for name, value in model.named_parameters()}
         self.device = device or next(iter(self.names)).device
         decays = {True: weight_decay, False: 0.0}
-        kinds = {matrix: [value for value in self.names if value.requires_grad and (value.dim() > 1) is matrix] for matrix in decays}
-        groups = [{"params": kinds[matrix], "weight_decay": decay} for matrix, decay in decays.items() if kinds[matrix]]
+        kinds = {
+            matrix: [value for value in self.names if value.requires_grad and (value.dim() > 1) is matrix]
+            for matrix in decays
+        }
+        groups = [
+            {"params": kinds[matrix], "weight_decay": decay}
+            for matrix, decay in decays.items()
+            if kinds[matrix]
+        ]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rules = {self.names[value]: group for group in self.param_groups for value in group["params"]}
         self.seed, self.steps = seed, 0
-        self.squares: dict[str, Tensor] = {}  # of each gradient of the last backward pass, by name, a scalar on the device
+        # of each gradient of the last backward pass, by name, a scalar on the device
+        self.squares: dict[str, Tensor] = {}
         kind = next(blocks[0].parameters()).dtype
         master = states is torch.float32 and kind is not torch.float32
         self.kept = {"exp_avg": states, "exp_avg_sq": states} | ({"master": torch.float32} if master else {})
@@ -181,7 +203,10 @@ class StreamedAdamW(torch.optim.Optimizer):
         for parameter in module.parameters():
             entries.append(Entry(self.names[parameter], parameter, slice(end, end + parameter.numel())))
             end += -(-parameter.numel() // ALIGN) * ALIGN
-        host = {key: self._host(end, dtype) for key, dtype in {"weight": entries[0].parameter.dtype, **self.kept}.items()}
+        host = {
+            key: self._host(end, dtype)
+            for key, dtype in {"weight": entries[0].parameter.dtype, **self.kept}.items()
+        }
         for _, parameter, span, _ in entries:
             for key in host.keys() & {"weight", "master"}:
                 host[key][span].copy_(parameter.data.reshape(-1))
@@ -192,7 +217,10 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _keep(self, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> None:
         """Let `state` show the states of a parameter, [n] on the host, in its shape."""
-        self.state[parameter] = {"step": self.count, **{key: value.view(parameter.shape) for key, value in states.items()}}
+        self.state[parameter] = {
+            "step": self.count,
+            **{key: value.view(parameter.shape) for key, value in states.items()},
+        }
 
     def _take_residents(self, model: nn.Module) -> None:
         """Move everything outside the blocks to the device, the states of what trains there to the host."""
@@ -204,7 +232,9 @@ class StreamedAdamW(torch.optim.Optimizer):
             if parameter not in streamed:
                 parameter.data = parameter.data.to(self.device).contiguous()
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(self._update_resident, self._resident(name, parameter)))
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(self._update_resident, self._resident(name, parameter))
+                    )
 
     def _resident(self, name: str, parameter: nn.Parameter) -> list[Piece]:
         """The states of a tensor that stays on the device, in stretches that fit a slot."""
@@ -226,7 +256,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _slot(self, kind: torch.dtype) -> Slot:
         kinds = {"weight": kind, **self.kept}
-        return Slot({key: torch.empty(self.capacity, dtype=dtype, device=self.device) for key, dtype in kinds.items()})
+        return Slot(
+            {key: torch.empty(self.capacity, dtype=dtype, device=self.device) for key, dtype in kinds.items()}
+        )
 
     def _hook(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for piece, block in zip(self.blocks, blocks, strict=True):
@@ -240,7 +272,8 @@ class StreamedAdamW(torch.optim.Optimizer):
     # ------------------------------------------------------------ slots
 
     def _bring(self, piece: Piece, keys: Iterable[str]) -> Slot:
-        """The slot of a piece, where tensors that are not there yet begin to arrive. It is the last to be overwritten."""
+        """The slot of a piece, where tensors that are not there yet begin to arrive. It is the last to be
+        overwritten."""
         slot = next((slot for slot in self.slots if slot.piece is piece), None)
         if slot is None:
             slot = self.slots[0]
@@ -250,7 +283,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         for key in keys:
             if key not in slot.arrived:
                 source = piece.host[key]
-                slot.arrived[key] = self.traffic.bring([(slot.device[key][: len(source)], source)], after=(slot.free, piece.written))
+                slot.arrived[key] = self.traffic.bring(
+                    [(slot.device[key][: len(source)], source)], after=(slot.free, piece.written)
+                )
         return slot
 
     def _send(self, slot: Slot, piece: Piece) -> None:
@@ -278,7 +313,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _enter(self, piece: Piece, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             remedy = "turn gradient checkpointing off: a fused block keeps what petune's memory settings say"
-            raise UsageError("a streamed block cannot be run again inside a backward pass", where=piece.name, remedy=remedy)
+            raise UsageError(
+                "a streamed block cannot be run again inside a backward pass", where=piece.name, remedy=remedy
+            )
         self._leave()  # what an interrupted pass has left
         if piece.index <= self.at:
             for slot in self.slots:  # a new pass, before which the host's weights may have been changed
@@ -298,21 +335,32 @@ class StreamedAdamW(torch.optim.Optimizer):
         edges = [] if node is None else [getattr(edge, "variable", None) for edge, _ in node.next_functions]
         if node is None or own.keys() - set(edges):
             problem = f"{type(module).__name__} did not run as one autograd node, which alone can be streamed"
-            raise UsageError(problem, where=piece.name, remedy="see why it runs unfused in the log, or keep the parameters on the device")
+            raise UsageError(
+                problem,
+                where=piece.name,
+                remedy="see why it runs unfused in the log, or keep the parameters on the device",
+            )
         node.register_prehook(partial(self._open, piece, self.steps))
-        node.register_hook(partial(self._update, piece, [None if edge is None else own.get(edge) for edge in edges]))
+        node.register_hook(
+            partial(self._update, piece, [None if edge is None else own.get(edge) for edge in edges])
+        )
 
     # ------------------------------------------------------------ backward
 
     def _open(self, piece: Piece, step: int, _: Any) -> None:
         if step != self.steps:
-            raise UsageError("a backward pass of an earlier step's forward pass, whose weights are gone", where=piece.name)
+            raise UsageError(
+                "a backward pass of an earlier step's forward pass, whose weights are gone", where=piece.name
+            )
         self._begin(piece.name)
         self._leave()
         self._attach(piece, tuple(piece.host), piece.index - 1)
 
-    def _update(self, piece: Piece, takers: Sequence[Entry | None], grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-        """AdamW's step of a block from the gradients its node has made; what is left of them for autograd to pass on."""
+    def _update(
+        self, piece: Piece, takers: Sequence[Entry | None], grads: Sequence[Tensor | None], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        """AdamW's step of a block from the gradients its node has made; what is left of them for autograd to
+        pass on."""
         slot = self.running
         assert slot is not None and slot.piece is piece
         for event in slot.arrived.values():
@@ -331,13 +379,20 @@ class StreamedAdamW(torch.optim.Optimizer):
         assert grad is not None
         self._begin(pieces[0].name)
         self.updated.add(pieces[0].name)
-        weights, gradients = parameter.data.view(-1).split(self.capacity), grad.reshape(-1).split(self.capacity)
+        weights, gradients = (
+            parameter.data.view(-1).split(self.capacity),
+            grad.reshape(-1).split(self.capacity),
+        )
         for piece, weight, gradient in zip(pieces, weights, gradients, strict=True):
             slot = self._bring(piece, piece.host)
             self.slots.insert(-1, self.slots.pop())  # the block that runs next may be in the last
             for event in slot.arrived.values():
                 self.traffic.wait(event)
-            self._step(piece.entries[0], {key: slot.device[key][: len(weight)] for key in piece.host} | {"weight": weight}, gradient)
+            self._step(
+                piece.entries[0],
+                {key: slot.device[key][: len(weight)] for key in piece.host} | {"weight": weight},
+                gradient,
+            )
             self._send(slot, piece)
 
     def _step(self, entry: Entry, tensors: Mapping[str, Tensor], grad: Tensor) -> None:
@@ -346,31 +401,53 @@ class StreamedAdamW(torch.optim.Optimizer):
         group = self.rules[entry.name]
         rule = Rule(group["lr"], group["betas"], group["eps"], group["weight_decay"], self.steps + 1)
         words = random_words(self.seed, self.steps + 1, entry.name)
-        weight, copy = (tensors["master"], tensors["weight"]) if "master" in tensors else (tensors["weight"], None)
-        self.adamw(weight, grad.reshape(-1), tensors["exp_avg"], tensors["exp_avg_sq"], rule, words, entry.first, copy)
+        weight, copy = (
+            (tensors["master"], tensors["weight"]) if "master" in tensors else (tensors["weight"], None)
+        )
+        self.adamw(
+            weight,
+            grad.reshape(-1),
+            tensors["exp_avg"],
+            tensors["exp_avg_sq"],
+            rule,
+            words,
+            entry.first,
+            copy,
+        )
 
     def _begin(self, name: str) -> None:
         """Before the update of a block, or of a tensor beside them, which a step has once."""
         if not self.updated:
             self.squares.clear()
         if name in self.updated:
-            remedy = "call step() after each backward pass; for larger batches give more rows at once, or keep the parameters on the device"
-            raise UsageError("a second backward pass in one step, but streamed gradients cannot be accumulated", where=name, remedy=remedy)
+            remedy = (
+                "call step() after each backward pass; for larger batches give more rows at once, or keep the"
+                " parameters on the device"
+            )
+            raise UsageError(
+                "a second backward pass in one step, but streamed gradients cannot be accumulated",
+                where=name,
+                remedy=remedy,
+            )
 
     # ------------------------------------------------------------ between steps
 
     def has_gradient(self, name: str) -> bool:
-        """Whether the last backward pass gave the parameter of this name a gradient that is not zero everywhere."""
+        """Whether the last backward pass gave the parameter of this name a gradient that is not zero
+        everywhere."""
         return name in self.squares and bool(self.squares[name] != 0)
 
     @property
     def moving(self) -> dict[str, Tensor]:
-        """By name, what a step surely changes: the weight in float32, or the first moment where a small step is left to chance."""
+        """By name, what a step surely changes: the weight in float32, or the first moment where a small step
+        is left to chance."""
         found: dict[str, Tensor] = {}
         for value, name in self.names.items():
             if value in self.state:
                 own = self.state[value]
-                found[name] = own.get("master", value.data if value.dtype is torch.float32 else own["exp_avg"])
+                found[name] = own.get(
+                    "master", value.data if value.dtype is torch.float32 else own["exp_avg"]
+                )
         return found
 
     @property
@@ -381,7 +458,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """End the step that backward() has made: count it. Raises UsageError without a backward pass."""
         if not self.updated:
-            raise UsageError("a step without a backward pass: nothing was updated", remedy="call loss.backward() first")
+            raise UsageError(
+                "a step without a backward pass: nothing was updated", remedy="call loss.backward() first"
+            )
         self._leave()
         missed = [block.name for block in self.blocks if block.name not in self.updated]
         if missed:
@@ -396,20 +475,27 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.traffic.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch's AdamW, with the float32 weight as master where there is one; states are views of host memory."""
+        """As of torch's AdamW, with the float32 weight as master where there is one; states are views of host
+        memory."""
         self.settle()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, all of it or nothing. Raises UsageError where parameters, states or shapes differ."""
+        """Take what `state_dict` gave, all of it or nothing. Raises UsageError where parameters, states or
+        shapes differ."""
         own = [self.state[value] for group in self.param_groups for value in group["params"]]
         given = [state_dict["state"].get(at, {}) for at in range(len(own))]
         for name, mine, theirs in zip(self.rules, own, given, strict=True):
             for key, value in mine.items():
                 found = theirs.get(key)
                 if found is None or found.shape != value.shape:
-                    sides = {"expected": f"shape {[*value.shape]}", "found": "nothing" if found is None else f"shape {[*found.shape]}"}
-                    raise UsageError("the optimizer's state does not fit this model", where=f"{key} of {name}", **sides)
+                    sides = {
+                        "expected": f"shape {[*value.shape]}",
+                        "found": "nothing" if found is None else f"shape {[*found.shape]}",
+                    }
+                    raise UsageError(
+                        "the optimizer's state does not fit this model", where=f"{key} of {name}", **sides
+                    )
         self.settle()
         for mine, theirs in zip(own, given, strict=True):
             for key, value in mine.items():
@@ -423,28 +509,56 @@ class StreamedAdamW(torch.optim.Optimizer):
         """Masters follow weights that were loaded into the model."""
         for parameter in module.parameters(recurse=False):
             if parameter not in self.names:
-                raise UsageError("load_state_dict(assign=True) exchanges parameters that are streamed", remedy="leave assign out")
+                raise UsageError(
+                    "load_state_dict(assign=True) exchanges parameters that are streamed",
+                    remedy="leave assign out",
+                )
             own = self.state.get(parameter, {})
             if "master" in own:
                 own["master"].copy_(parameter.data)
 
 
-def _check(model: nn.Module, blocks: Sequence[nn.Module], states: torch.dtype, slots: int, max_grad_norm: float | None) -> None:
+def _check(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    states: torch.dtype,
+    slots: int,
+    max_grad_norm: float | None,
+) -> None:
     """Raise UsageError for what cannot be streamed."""
     if max_grad_norm is not None:
         remedy = "leave max_grad_norm out and watch grad_norm, or keep the parameters on the device"
         problem = "clipping by norm needs all gradients at once, but streamed ones are used as they come"
         raise UsageError(problem, where="max_grad_norm", remedy=remedy)
     if slots < 2 or states not in (torch.bfloat16, torch.float32):
-        raise UsageError("streaming needs two slots or more and states in bfloat16 or float32", found=f"slots {slots}, states {states}")
+        raise UsageError(
+            "streaming needs two slots or more and states in bfloat16 or float32",
+            found=f"slots {slots}, states {states}",
+        )
     own = [parameter for block in blocks for parameter in block.parameters()]
     inside = {module for block in blocks for module in block.modules()}
-    outside = {value for module in model.modules() if module not in inside for value in module.parameters(recurse=False)}
+    outside = {
+        value
+        for module in model.modules()
+        if module not in inside
+        for value in module.parameters(recurse=False)
+    }
     kinds = {parameter.dtype for parameter in own}
     if len(kinds) != 1 or not kinds <= {torch.bfloat16, torch.float32}:
         found = ", ".join(sorted(map(str, kinds))) or "no parameter"
-        raise UsageError("blocks stream in one dtype", expected="bfloat16 or float32", found=found, remedy="load the model in bfloat16")
+        raise UsageError(
+            "blocks stream in one dtype",
+            expected="bfloat16 or float32",
+            found=found,
+            remedy="load the model in bfloat16",
+        )
     if not all(parameter.requires_grad for parameter in own):
-        raise UsageError("only blocks that train whole are streamed, and some parameters are frozen", remedy="use method: full")
+        raise UsageError(
+            "only blocks that train whole are streamed, and some parameters are frozen",
+            remedy="use method: full",
+        )
     if len(set(own)) < len(own) or outside & set(own):
-        raise UsageError("blocks that share parameters with others cannot be streamed", remedy="keep the parameters on the device")
+        raise UsageError(
+            "blocks that share parameters with others cannot be streamed",
+            remedy="keep the parameters on the device",
+        )

@@ -1,7 +1,8 @@
-"""What each operation of petune.kernels.reference, and a few beside them, costs: floating-point operations and bytes moved.
+"""What each operation of petune.kernels.reference, and a few beside them, costs: floating-point operations
+and bytes moved.
 
-Functions have the reference's names. A multiply-add is two FLOP. Matrices are [rows, columns]; itemsize is bytes per element; ranks may be
-0: no low-rank part.
+Functions have the reference's names. A multiply-add is two FLOP. Matrices are [rows, columns]; itemsize is
+bytes per element; ranks may be 0: no low-rank part.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-# Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks, on the memory's side.
+# Of operation: which rate bounds it. Narrow: a product that reads or writes a large matrix and has few ranks,
+# on the memory's side.
 Kind = Literal["matmul", "matmul_fp8", "attention", "attention_backward", "narrow", "memory"]
 
 
@@ -19,8 +21,9 @@ Kind = Literal["matmul", "matmul_fp8", "attention", "attention_backward", "narro
 class Cost:
     """Floating-point operations, and bytes read from and written to device memory.
 
-    hashes: elements of which it is computed whether they drop out. softmax: what the exponentials of attention take beside its products, in
-    FLOP at their rate; nothing for heads of `HEAD`, of which rates are measured.
+    hashes: elements of which it is computed whether they drop out. softmax: what the exponentials of
+    attention take beside its products, in FLOP at their rate; nothing for heads of `HEAD`, of which rates are
+    measured.
     """
 
     flop: float = 0.0
@@ -29,7 +32,12 @@ class Cost:
     softmax: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        sums = (self.flop + other.flop, self.bytes + other.bytes, self.hashes + other.hashes, self.softmax + other.softmax)
+        sums = (
+            self.flop + other.flop,
+            self.bytes + other.bytes,
+            self.hashes + other.hashes,
+            self.softmax + other.softmax,
+        )
         return Cost(*sums)
 
     def __mul__(self, times: float) -> Cost:
@@ -40,7 +48,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel, launched `times` times: the stage of the block it belongs to, the rate that bounds it, the cost of one launch."""
+    """One kernel, launched `times` times: the stage of the block it belongs to, the rate that bounds it, the
+    cost of one launch."""
 
     stage: str
     kind: Kind
@@ -72,13 +81,22 @@ def matmul(rows: float, inner: float, columns: float, itemsize: int = 2) -> Cost
 
 
 def low_rank(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
-    """A product that reads a matrix once and gives rank-sized results: s = x a^T, ds = dy b, db = dy^T s. Nothing for rank 0."""
-    return Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank)) if rank else Cost()
+    """A product that reads a matrix once and gives rank-sized results: s = x a^T, ds = dy b, db = dy^T s.
+    Nothing for rank 0."""
+    return (
+        Cost(2 * rows * columns * rank, itemsize * (rows * columns + (rows + columns) * rank))
+        if rank
+        else Cost()
+    )
 
 
 def low_rank_update(rows: float, columns: float, rank: float, itemsize: int = 2) -> Cost:
     """dx += ds a, dx read and written. Nothing for rank 0."""
-    return Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank)) if rank else Cost()
+    return (
+        Cost(2 * rows * columns * rank, itemsize * (2 * rows * columns + (rows + columns) * rank))
+        if rank
+        else Cost()
+    )
 
 
 def dropped_low(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:
@@ -91,7 +109,9 @@ dropped_low_backward = dropped_low  # the same matrix is read and drops the same
 
 def add_dropped_low_(rows: float, columns: float, rank: float, parts: int, itemsize: int = 2) -> Cost:
     """`low_rank_update` by such parts, dx read and written once."""
-    return low_rank_update(rows, columns, rank, itemsize) + (Cost(hashes=parts * rows * columns) if rank else Cost())
+    return low_rank_update(rows, columns, rank, itemsize) + (
+        Cost(hashes=parts * rows * columns) if rank else Cost()
+    )
 
 
 def rms_norm(rows: float, columns: float, itemsize: int = 2, residual: bool = False) -> Cost:
@@ -134,18 +154,25 @@ def norm_rope_backward(rows: float, columns: float, itemsize: int = 2) -> Cost:
     return Cost(15 * rows * columns, 3 * itemsize * rows * columns)
 
 
-def activate(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
-    """u read, h written. columns: of h; rank: of u's low-rank part (all of its columns); below: of the next one, whose s is made."""
+def activate(
+    rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0
+) -> Cost:
+    """u read, h written. columns: of h; rank: of u's low-rank part (all of its columns); below: of the next
+    one, whose s is made."""
     wide = columns * (1 + gated)
     flop = rows * (5 * columns + 2 * wide * rank + 2 * columns * below)
     return Cost(flop, itemsize * (rows * (wide + columns + rank + below) + wide * rank + columns * below))
 
 
-def activate_backward(rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0) -> Cost:
+def activate_backward(
+    rows: float, columns: float, gated: bool, itemsize: int = 2, rank: float = 0, below: float = 0
+) -> Cost:
     """dh and u read, du written; both low-rank parts are added, and their gradients made, on the way."""
     wide = columns * (1 + gated)
     flop = rows * (12 * columns + 4 * wide * rank + 4 * columns * below)
-    return Cost(flop, itemsize * (rows * (2 * wide + columns + rank + below) + 3 * (wide * rank + columns * below)))
+    return Cost(
+        flop, itemsize * (rows * (2 * wide + columns + rank + below) + 3 * (wide * rank + columns * below))
+    )
 
 
 def add(rows: float, columns: float, itemsize: int = 2) -> Cost:
@@ -155,7 +182,9 @@ def add(rows: float, columns: float, itemsize: int = 2) -> Cost:
 
 def add_low(rows: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
     """A product in float32 read, its low-rank part added, the sum written."""
-    return Cost((1 + 2 * rank) * rows * columns, (4 + itemsize) * rows * columns + itemsize * (rows + columns) * rank)
+    return Cost(
+        (1 + 2 * rank) * rows * columns, (4 + itemsize) * rows * columns + itemsize * (rows + columns) * rank
+    )
 
 
 def linear_low(rows: float, inner: float, columns: float, itemsize: int = 2, rank: float = 0) -> Cost:
@@ -190,10 +219,11 @@ def attention(
     keys: float | None = None,
     window: float | None = None,
 ) -> Cost:
-    """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022, arXiv:2205.14135).
+    """Softmax attention that keeps no scores, of `tokens` in sequences of `sequence` (Dao et al. 2022,
+    arXiv:2205.14135).
 
-    keys: of each sequence of another kind that the queries attend to, in cross-attention. window: the last keys that a
-    query of causal attention sees. A bias by distance costs nothing beside the products.
+    keys: of each sequence of another kind that the queries attend to, in cross-attention. window: the last
+    keys that a query of causal attention sees. A bias by distance costs nothing beside the products.
     """
     beside = 1 if keys is None else keys / max(1, sequence)  # keys for each query
     flop = 4 * heads * head_dim * tokens * _seen(sequence, causal, keys, window)
@@ -216,12 +246,14 @@ def attention_backward(
     flop = 2.5 * attention(tokens, sequence, heads, kv_heads, head_dim, causal, itemsize, keys, window).flop
     beside = 1 if keys is None else keys / max(1, sequence)
     of_heads = 4 * (heads + beside * kv_heads) * head_dim * itemsize
-    return Cost(flop, tokens * (of_heads + 8 * heads * head_dim + 8 * heads), softmax=_softmax(flop, head_dim))
+    return Cost(
+        flop, tokens * (of_heads + 8 * heads * head_dim + 8 * heads), softmax=_softmax(flop, head_dim)
+    )
 
 
 def _softmax(flop: float, head_dim: int) -> float:
-    """Of narrow heads, whose products are fewer for each exponential. An H200 runs heads of 64 at 0.71 of the rate of heads of 128, both
-    ways."""
+    """Of narrow heads, whose products are fewer for each exponential. An H200 runs heads of 64 at 0.71 of the
+    rate of heads of 128, both ways."""
     return flop * (sqrt(HEAD / head_dim) - 1)
 
 

@@ -1,15 +1,18 @@
-"""Which rung of the memory ladder each block stands on, so that a step fits its memory and takes the least time.
+"""Which rung of the memory ladder each block stands on, so that a step fits its memory and takes the least
+time.
 
-A plan is a prefix of blocks on one rung and a suffix that keeps at least as much on the device: what the blocks next to the loss keep
-lives shortest. The last block is never offloaded, for its backward pass follows at once. The choice is exact among all plans of that form.
-Two rules say what is best:
+A plan is a prefix of blocks on one rung and a suffix that keeps at least as much on the device: what the
+blocks next to the loss keep lives shortest. The last block is never offloaded, for its backward pass follows
+at once. The choice is exact among all plans of that form. Two rules say what is best:
 
-* device memory has a price: a GiB must save WORTH of a step, or it stays free. Without it the last GiB of a card would be spent on a
-  ten-thousandth of the time at long context, where the prediction of the peak is least safe;
+* device memory has a price: a GiB must save WORTH of a step, or it stays free. Without it the last GiB of a
+  card would be spent on a ten-thousandth of the time at long context, where the prediction of the peak is
+  least safe;
 * host memory is used where that makes the step faster, and not at all where it does not.
 
-More device memory never makes the chosen plan slower: a plan that becomes possible needs more memory than all that were possible before, so
-it can win only by its time. More host memory makes it slower by no more than the price of the device memory it had.
+More device memory never makes the chosen plan slower: a plan that becomes possible needs more memory than all
+that were possible before, so it can win only by its time. More host memory makes it slower by no more than
+the price of the device memory it had.
 """
 
 from __future__ import annotations
@@ -34,17 +37,19 @@ TILES = (16384, 8192, 4096, 2048)  # tokens per tile of the MLP that are tried, 
 WORKSPACE = 2**27  # bytes for the workspaces of libraries and for what the allocator rounds up
 SLOTS = 2  # offloaded blocks with their tensors on the device: one that computes, one in transit
 UNBOUNDED = 2**62  # bytes
-LADDER: tuple[Keep, ...] = ("input", "attention", "projections", "all")  # from the least that is kept to the most
-LEVELS: tuple[Literal["none", "input", "attention"], ...] = ("none", "input", "attention")  # from the least that is offloaded
+# from the least that is kept to the most
+LADDER: tuple[Keep, ...] = ("input", "attention", "projections", "all")
+# from the least that is offloaded
+LEVELS: tuple[Literal["none", "input", "attention"], ...] = ("none", "input", "attention")
 
 
 @dataclass(frozen=True)
 class Policy:
     """A rung for every block and what it comes to.
 
-    tile: tokens per tile of the MLP where a block does not keep all, None for whole; peak: predicted bytes on the device, of `budget`;
-    host: bytes pinned in host memory; seconds: of a step; recompute: FLOP done again over the FLOP of a step without recomputation;
-    roofline: seconds of that step.
+    tile: tokens per tile of the MLP where a block does not keep all, None for whole; peak: predicted bytes on
+    the device, of `budget`; host: bytes pinned in host memory; seconds: of a step; recompute: FLOP done again
+    over the FLOP of a step without recomputation; roofline: seconds of that step.
     """
 
     rungs: tuple[Rung, ...]
@@ -57,8 +62,8 @@ class Policy:
     roofline: float
 
     def agreed(self, least: Callable[[Sequence[int]], list[int]]) -> Policy:
-        """What all ranks that share the blocks keep: the least of what each would. They talk to one another in what they compute again,
-        so that all have to do the same. least: of each number among the ranks."""
+        """What all ranks that share the blocks keep: the least of what each would. They talk to one another
+        in what they compute again, so that all have to do the same. least: of each number among the ranks."""
         *levels, tile = least(levels_of(self))
         rungs = tuple(_lowered(rung, LADDER[level]) for rung, level in zip(self.rungs, levels, strict=True))
         return replace(self, rungs=rungs, tile=None if tile == sys.maxsize else tile)
@@ -69,8 +74,11 @@ class Policy:
         host = f", host {_gib(self.host)}" if self.host else ""
         return (
             f"memory: {_spans(self.rungs)}{tiled}",
-            f"memory: peak {_gib(self.peak)} of {self.budget / GIB:.1f}{host}; step {_duration(self.seconds)} predicted, "
-            f"roofline {_duration(self.roofline)}, {self.recompute:.0%} of the FLOP done again",
+            (
+                f"memory: peak {_gib(self.peak)} of {self.budget / GIB:.1f}{host}; step"
+                f" {_duration(self.seconds)} predicted, roofline {_duration(self.roofline)},"
+                f" {self.recompute:.0%} of the FLOP done again"
+            ),
         )
 
 
@@ -97,16 +105,21 @@ def choose(
     config: MemoryConfig,
     streamed: bool = False,
 ) -> Policy:
-    """The best policy for `depth` blocks over `tokens` in sequences of `sequence` within `budget` bytes of device memory.
+    """The best policy for `depth` blocks over `tokens` in sequences of `sequence` within `budget` bytes of
+    device memory.
 
-    fixed: bytes of weights, gradients, optimizer state and embeddings on the device; vocabulary: columns of the loss head, 0 for none;
-    host: bytes of pinned host memory that may be used. Keep, offload and tile that `config` names hold for all blocks, the last one's
-    offload excepted; its own budget and host are the caller's business. streamed: blocks that train rest in pinned host memory with their
-    AdamW states, of which `config` says whether they are float32, and are updated as the backward pass leaves them, so `fixed` is without
-    them. Raises UsageError when nothing fits, saying what would, or when `config` contradicts itself.
+    fixed: bytes of weights, gradients, optimizer state and embeddings on the device; vocabulary: columns of
+    the loss head, 0 for none; host: bytes of pinned host memory that may be used. Keep, offload and tile that
+    `config` names hold for all blocks, the last one's offload excepted; its own budget and host are the
+    caller's business. streamed: blocks that train rest in pinned host memory with their AdamW states, of
+    which `config` says whether they are float32, and are updated as the backward pass leaves them, so `fixed`
+    is without them. Raises UsageError when nothing fits, saying what would, or when `config` contradicts
+    itself.
     """
     if depth < 1 or (streamed and not shape.trained):
-        raise ValueError("a policy is for one block at least, and blocks stream only where their weights train")
+        raise ValueError(
+            "a policy is for one block at least, and blocks stream only where their weights train"
+        )
     refuse_contradiction(config)
     wide = config.stream == "fp32" if streamed else None
     step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide)
@@ -116,8 +129,17 @@ def choose(
     return _policy(step, plan, budget)
 
 
-def least_bytes(shape: BlockShape, depth: int, tokens: int, sequence: int, vocabulary: int, rates: Rates, config: MemoryConfig) -> int:
-    """Bytes of device memory that `depth` blocks need at least beside what holds anyway, without host memory; see `choose`."""
+def least_bytes(
+    shape: BlockShape,
+    depth: int,
+    tokens: int,
+    sequence: int,
+    vocabulary: int,
+    rates: Rates,
+    config: MemoryConfig,
+) -> int:
+    """Bytes of device memory that `depth` blocks need at least beside what holds anyway, without host memory;
+    see `choose`."""
     step = _step(shape, depth, tokens, sequence, 0, vocabulary, rates, None)
     plan = _smallest(step, config, 0)
     return plan.peak if plan is not None else 0
@@ -128,9 +150,10 @@ def least_bytes(shape: BlockShape, depth: int, tokens: int, sequence: int, vocab
 
 @dataclass(frozen=True)
 class _Step:
-    """What all plans of a step have in common. wide: whether states that stream are float32, None where none do. fixed: bytes on the device
-    throughout; pinned: on the host; head: alive in the loss head; flop, roofline: of a step without recomputation, FLOP and seconds, of
-    which `other` outside the blocks; worth: see WORTH."""
+    """What all plans of a step have in common. wide: whether states that stream are float32, None where none
+    do. fixed: bytes on the device throughout; pinned: on the host; head: alive in the loss head; flop,
+    roofline: of a step without recomputation, FLOP and seconds, of which `other` outside the blocks; worth:
+    see WORTH."""
 
     shape: BlockShape
     depth: int
@@ -157,8 +180,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Option:
-    """A rung priced for one block: bytes it keeps on the device and on the host, bytes alive beside that while it runs, seconds of both
-    passes with their copies; `alone` is the seconds without."""
+    """A rung priced for one block: bytes it keeps on the device and on the host, bytes alive beside that
+    while it runs, seconds of both passes with their copies; `alone` is the seconds without."""
 
     rung: Rung
     place: tuple[int, int]  # of keep in LADDER, of offload in LEVELS
@@ -182,8 +205,21 @@ class _Plan:
     seconds: float
 
 
-def _step(shape: BlockShape, depth: int, tokens: int, sequence: int, fixed: int, vocabulary: int, rates: Rates, wide: bool | None) -> _Step:
-    head = block_cost.linear_cross_entropy(tokens, shape.width, vocabulary, shape.trained, shape.itemsize) if vocabulary else ()
+def _step(
+    shape: BlockShape,
+    depth: int,
+    tokens: int,
+    sequence: int,
+    fixed: int,
+    vocabulary: int,
+    rates: Rates,
+    wide: bool | None,
+) -> _Step:
+    head = (
+        block_cost.linear_cross_entropy(tokens, shape.width, vocabulary, shape.trained, shape.itemsize)
+        if vocabulary
+        else ()
+    )
     passes = block_cost.forward(shape, tokens, sequence) + block_cost.backward(shape, tokens, sequence)
     other = rates.seconds(head, sequence) + depth * rates.seconds(block_cost.update(shape), sequence)
     streaming = 0 if wide is None else buffers.streamed_device_bytes(shape, wide)
@@ -210,17 +246,32 @@ def _tables(step: _Step, config: MemoryConfig) -> Iterator[tuple[int | None, lis
     tiles = (None, *TILES) if config.tile is None else (config.tile,)
     whole = _options(step, "all", None, levels) if "all" in keeps else []
     for tile in dict.fromkeys(None if tile is None or tile >= step.tokens else tile for tile in tiles):
-        yield tile, [option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels)] + whole
+        yield (
+            tile,
+            [option for keep in keeps if keep != "all" for option in _options(step, keep, tile, levels)]
+            + whole,
+        )
 
 
-def _options(step: _Step, keep: Keep, tile: int | None, levels: Iterable[Literal["none", "input", "attention"]]) -> list[_Option]:
+def _options(
+    step: _Step, keep: Keep, tile: int | None, levels: Iterable[Literal["none", "input", "attention"]]
+) -> list[_Option]:
     """A rung's options by what is offloaded; the attention output can be where it is kept."""
     shape, tokens, sequence = step.shape, step.tokens, step.sequence
     ahead = step.seconds(block_cost.forward(shape, tokens, sequence, tile))
-    back = step.seconds(block_cost.backward(shape, tokens, sequence, tile) + block_cost.recomputed(shape, keep, tokens, sequence, tile))
+    back = step.seconds(
+        block_cost.backward(shape, tokens, sequence, tile)
+        + block_cost.recomputed(shape, keep, tokens, sequence, tile)
+    )
     alone = ahead + back + _waiting(step, 0, ahead, back)
-    working, kept, every = buffers.working_set(shape, keep, tokens, tile), buffers.kept_bytes(shape, keep), buffers.offloadable(shape)
-    moved = {"none": 0, "input": every["input"]} | ({} if keep == "input" else {"attention": every["attention"]})
+    working, kept, every = (
+        buffers.working_set(shape, keep, tokens, tile),
+        buffers.kept_bytes(shape, keep),
+        buffers.offloadable(shape),
+    )
+    moved = {"none": 0, "input": every["input"]} | (
+        {} if keep == "input" else {"attention": every["attention"]}
+    )
     return [
         _Option(
             Rung(keep, level),
@@ -237,15 +288,18 @@ def _options(step: _Step, keep: Keep, tile: int | None, levels: Iterable[Literal
 
 
 def _waiting(step: _Step, moved: int, ahead: float, back: float) -> float:
-    """Seconds by which a block's copies outlast its passes of `ahead` and `back` seconds, and by which they slow its memory.
+    """Seconds by which a block's copies outlast its passes of `ahead` and `back` seconds, and by which they
+    slow its memory.
 
-    Both directions of the link run at once. Forward, offloaded tensors leave and streamed weights come; backward, tensors come with weights
-    and states, and the updated ones leave.
+    Both directions of the link run at once. Forward, offloaded tensors leave and streamed weights come;
+    backward, tensors come with weights and states, and the updated ones leave.
     """
     shape, streams = step.shape, step.wide is not None
     weights = shape.itemsize * shape.parameters if streams else 0
     states = buffers.states_bytes(shape.itemsize, bool(step.wide)) * shape.parameters if streams else 0
-    outlasting = max(0.0, max(moved, weights) / step.rates.link - ahead) + max(0.0, (moved + weights + states) / step.rates.link - back)
+    outlasting = max(0.0, max(moved, weights) / step.rates.link - ahead) + max(
+        0.0, (moved + weights + states) / step.rates.link - back
+    )
     return outlasting + (2 * moved + 3 * weights + 2 * states) / step.rates.memory
 
 
@@ -256,12 +310,16 @@ def _best(step: _Step, config: MemoryConfig, budget: int, host: int) -> _Plan | 
     """The best plan without offloading, unless the best of all is faster. None when nothing fits."""
     resident, best = None, None
     for tile, options in _tables(step, config):
-        resident = _search(step, tile, [option for option in options if not option.host], budget, host, resident)
+        resident = _search(
+            step, tile, [option for option in options if not option.host], budget, host, resident
+        )
         best = _search(step, tile, options, budget, host, best)
     return resident if resident and best and resident.seconds <= best.seconds else best
 
 
-def _search(step: _Step, tile: int | None, options: list[_Option], budget: int, host: int, best: _Plan | None) -> _Plan | None:
+def _search(
+    step: _Step, tile: int | None, options: list[_Option], budget: int, host: int, best: _Plan | None
+) -> _Plan | None:
     """The best of `best` and of all plans of `options` at `tile` that fit."""
     least = step.price(best.seconds, best.peak) if best else inf
     for first, last in _pairs(options):
@@ -270,29 +328,41 @@ def _search(step: _Step, tile: int | None, options: list[_Option], budget: int, 
         for suffix in _suffixes(step, first, last, budget, host):
             late, early, pinned = _memory(step, first, last, suffix)
             peak = max(late, early)
-            seconds = step.other + (step.depth - suffix) * first.seconds + (suffix - 1) * last.seconds + last.alone
+            seconds = (
+                step.other + (step.depth - suffix) * first.seconds + (suffix - 1) * last.seconds + last.alone
+            )
             if peak <= budget and pinned <= host and (price := step.price(seconds, peak)) < least:
                 least, best = price, _Plan(first, last, suffix, tile, peak, pinned, seconds)
     return best
 
 
 def _pairs(options: list[_Option]) -> Iterator[tuple[_Option, _Option]]:
-    """Rungs for a prefix and a suffix that keeps as much or more and offloads as much or less, the most kept first."""
+    """Rungs for a prefix and a suffix that keeps as much or more and offloads as much or less, the most kept
+    first."""
     for last, first in product(reversed(options), repeat=2):
         if first.place[0] <= last.place[0] and first.place[1] >= last.place[1]:
             yield first, last
 
 
 def _bound(step: _Step, first: _Option, last: _Option) -> float:
-    """No plan of this pair has a lower price: the fewest seconds of both rungs in every block, and the fewest bytes."""
+    """No plan of this pair has a lower price: the fewest seconds of both rungs in every block, and the fewest
+    bytes."""
     seconds = step.other + (step.depth - 1) * min(first.seconds, last.seconds) + last.alone
-    return step.price(seconds, step.fixed + (step.depth - 1) * first.kept + last.kept + last.host + max(last.working, step.head))
+    return step.price(
+        seconds,
+        step.fixed + (step.depth - 1) * first.kept + last.kept + last.host + max(last.working, step.head),
+    )
 
 
 def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[int, int, int]:
-    """(bytes on the device in the head or the last block, those in the last block on `first`, bytes on the host)."""
+    """(bytes on the device in the head or the last block, those in the last block on `first`, bytes on the
+    host)."""
     before = step.depth - suffix
-    prefix, firsts, lasts = step.fixed + before * first.kept, first.host if before else 0, last.host if suffix > 1 else 0
+    prefix, firsts, lasts = (
+        step.fixed + before * first.kept,
+        first.host if before else 0,
+        last.host if suffix > 1 else 0,
+    )
     late = prefix + suffix * last.kept + last.host + SLOTS * (lasts or firsts) + max(last.working, step.head)
     early = prefix + SLOTS * max(firsts, lasts) + first.working if before else 0
     return late, early, step.pinned + before * first.host + (suffix - 1) * last.host
@@ -301,13 +371,16 @@ def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[in
 def _suffixes(step: _Step, first: _Option, last: _Option, budget: int, host: int) -> Iterable[int]:
     """Lengths of the suffix among which the best one is.
 
-    From 2 on, seconds and bytes are linear in it and the peak is the greater of two lines, so the price is convex and what fits is an
-    interval. The best length is then 1, at one end of all, or beside a point where a line meets its limit or the other line.
+    From 2 on, seconds and bytes are linear in it and the peak is the greater of two lines, so the price is
+    convex and what fits is an interval. The best length is then 1, at one end of all, or beside a point where
+    a line meets its limit or the other line.
     """
     if first is last:
         return (step.depth,)
     ends = (1, 2, step.depth - 1)
-    (late, early, pinned), (next_late, next_early, next_pinned) = (_memory(step, first, last, suffix) for suffix in (2, 3))
+    (late, early, pinned), (next_late, next_early, next_pinned) = (
+        _memory(step, first, last, suffix) for suffix in (2, 3)
+    )
     lines = (
         (budget - late, next_late - late),
         (budget - early, next_early - early),
@@ -332,7 +405,8 @@ def _smallest(step: _Step, config: MemoryConfig, host: int) -> _Plan | None:
 def _policy(step: _Step, plan: _Plan, budget: int) -> Policy:
     rungs = _rungs(step, plan)
     again = {
-        keep: total(block_cost.recomputed(step.shape, keep, step.tokens, step.sequence)).flop for keep in {rung.keep for rung in rungs}
+        keep: total(block_cost.recomputed(step.shape, keep, step.tokens, step.sequence)).flop
+        for keep in {rung.keep for rung in rungs}
     }
     return Policy(
         rungs=rungs,
@@ -368,7 +442,10 @@ def _does_not_fit(step: _Step, config: MemoryConfig, budget: int, host: int) -> 
     elif pinned is not None:
         remedy = f"{fewer}, or more host memory: {_needs(step, pinned)}"
     else:
-        remedy = f"{fewer}, a model of fewer bytes, or a plan over several devices: {_gib(step.fixed)} hold before the first token"
+        remedy = (
+            f"{fewer}, a model of fewer bytes, or a plan over several devices: {_gib(step.fixed)} hold before"
+            " the first token"
+        )
     return UsageError(
         f"a step of {step.tokens:,} tokens does not fit its memory",
         where="memory",
@@ -384,7 +461,11 @@ def _needs(step: _Step, plan: _Plan) -> str:
     return f"{_gib(plan.peak)}, host {_gib(plan.host)} ({_spans(_rungs(step, plan))}{tiled})"
 
 
-_RESTING = {"none": "", "input": " (input in host memory)", "attention": " (input and attention output in host memory)"}
+_RESTING = {
+    "none": "",
+    "input": " (input in host memory)",
+    "attention": " (input and attention output in host memory)",
+}
 
 
 def _spans(rungs: tuple[Rung, ...]) -> str:
@@ -403,4 +484,10 @@ def _gib(size: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+    return (
+        f"{seconds:.1f} s"
+        if seconds >= 10
+        else f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.0f} ms"
+    )

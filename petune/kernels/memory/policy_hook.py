@@ -1,4 +1,5 @@
-"""What each fused block keeps, decided when its stack is entered: by the policy, for the number of tokens of this very call."""
+"""What each fused block keeps, decided when its stack is entered: by the policy, for the number of tokens of
+this very call."""
 
 from __future__ import annotations
 
@@ -33,18 +34,23 @@ ROUND = 1024
 
 
 class Governor:
-    """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the policy it got then."""
+    """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the
+    policy it got then."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self.config = config
         self.policies: dict[tuple[int, int, torch.dtype], Policy] = {}
-        self.model: Any = None  # a weak reference to the one that is running: a copy of a model copies its hooks
+        # a weak reference to the one that is running: a copy of a model copies its hooks
+        self.model: Any = None
         self.said: tuple[str, ...] = ()
-        self.entered: tuple[int, int] | None = None  # the last call: its tokens, and those of its longest row or segment
+        # the last call: its tokens, and those of its longest row or segment
+        self.entered: tuple[int, int] | None = None
 
     def register(self, model: nn.Module, stack: Stack) -> tuple[RemovableHandle, RemovableHandle]:
         """Act before the model, to know it, and before the blocks of `stack`."""
-        return model.register_forward_pre_hook(self.meet), stack.register_forward_pre_hook(self, with_kwargs=True)
+        return model.register_forward_pre_hook(self.meet), stack.register_forward_pre_hook(
+            self, with_kwargs=True
+        )
 
     def meet(self, model: nn.Module, args: Any) -> None:
         """Before the model's forward."""
@@ -57,17 +63,27 @@ class Governor:
 
     def __call__(self, stack: Stack, args: Any, kwargs: Any) -> None:
         """Before the stack's forward."""
-        if not torch.is_grad_enabled() or stack.ladder is not None:  # beside which blocks have no backward pass
+        # beside which blocks have no backward pass
+        if not torch.is_grad_enabled() or stack.ladder is not None:
             return
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         found = running().segments
-        tokens, longest = (hidden.shape[0] * hidden.shape[1], hidden.shape[1]) if found is None else (found.total, found.longest)
+        tokens, longest = (
+            (hidden.shape[0] * hidden.shape[1], hidden.shape[1])
+            if found is None
+            else (found.total, found.longest)
+        )
         self.entered = tokens, longest
-        for spec, (rung, tile) in zip(_specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True):
+        for spec, (rung, tile) in zip(
+            _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
+        ):
             spec.rung, spec.tile = rung, tile
 
-    def _kept(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> list[tuple[Rung, int | None]]:
-        """What each block keeps. A CPU keeps all unless the config says otherwise: its memory is not ours to plan."""
+    def _kept(
+        self, stack: Stack, device: torch.device, tokens: int, longest: int
+    ) -> list[tuple[Rung, int | None]]:
+        """What each block keeps. A CPU keeps all unless the config says otherwise: its memory is not ours to
+        plan."""
         if device.type == "cpu":
             keep = "all" if self.config.keep == "auto" else self.config.keep
             offload = "none" if self.config.offload == "auto" else self.config.offload
@@ -76,7 +92,9 @@ class Governor:
         key = (*size, _specs(stack)[0].computes_in(device.type))
         if key not in self.policies:
             policy, shared = self._policy(stack, device, *size), _specs(stack)[0].boundaries.values()
-            self.policies[key] = next((policy.agreed(partial(one.least, device=device)) for one in shared), policy)
+            self.policies[key] = next(
+                (policy.agreed(partial(one.least, device=device)) for one in shared), policy
+            )
             self._say(self.policies[key])
         policy = self.policies[key]
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
@@ -98,20 +116,32 @@ class Governor:
         if self.config.budget is not None:
             cap = min(cap, self.config.budget * GIB)
         rates, later = rates_of(torch.cuda.get_device_name(device)), _later(model, stack)
-        reserved = sum(_least(other, (tokens, longest), vocabulary_of(model), rates, self.config) for other in later)
+        reserved = sum(
+            _least(other, (tokens, longest), vocabulary_of(model), rates, self.config) for other in later
+        )
         shape = shape_of(typical(specs), specs[0].computes_in(device.type))
-        streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"  # between their passes such blocks lie on the host
-        pinned = len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32") if streamed and self.config.host is None else 0
+        # between their passes such blocks lie on the host
+        streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"
+        pinned = (
+            len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32")
+            if streamed and self.config.host is None
+            else 0
+        )
         return choose(
             shape,
             len(specs),
             tokens,
             min(longest, tokens),
-            (resident_bytes(model) if streamed else max(fixed_bytes(model), torch.cuda.memory_allocated(device)))
+            (
+                resident_bytes(model)
+                if streamed
+                else max(fixed_bytes(model), torch.cuda.memory_allocated(device))
+            )
             + logits_bytes(model, tokens, shape.itemsize),
             0 if later else vocabulary_of(model),
             int(min(budget, cap)) - reserved,
-            pinnable(self.config) + pinned,  # what streams is pinned already, and the system no longer calls it free
+            # what streams is pinned already, and the system no longer calls it free
+            pinnable(self.config) + pinned,
             rates,
             self.config,
             streamed=streamed,
@@ -119,17 +149,33 @@ class Governor:
 
 
 def _later(model: nn.Module, stack: Stack) -> list[Stack]:
-    """The fused stacks that run after this one and keep something beside what it keeps: a decoder after its encoder."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack) and isinstance(module.blocks[0], FusedBlock)]
+    """The fused stacks that run after this one and keep something beside what it keeps: a decoder after its
+    encoder."""
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, Stack) and isinstance(module.blocks[0], FusedBlock)
+    ]
     return stacks[stacks.index(stack) + 1 :] if stack in stacks else []
 
 
 def _least(stack: Stack, size: tuple[int, int], vocabulary: int, rates: Rates, config: MemoryConfig) -> int:
-    """Bytes that a stack which is entered later needs at least: for as many tokens as it had last, or for `size`."""
+    """Bytes that a stack which is entered later needs at least: for as many tokens as it had last, or for
+    `size`."""
     hooks = stack._forward_pre_hooks.values()
-    tokens, longest = next((hook.entered for hook in hooks if isinstance(hook, Governor) and hook.entered), size)
+    tokens, longest = next(
+        (hook.entered for hook in hooks if isinstance(hook, Governor) and hook.entered), size
+    )
     specs = _specs(stack)
-    return least_bytes(shape_of(typical(specs)), len(specs), rounded(tokens), rounded(longest, 128), vocabulary, rates, config)
+    return least_bytes(
+        shape_of(typical(specs)),
+        len(specs),
+        rounded(tokens),
+        rounded(longest, 128),
+        vocabulary,
+        rates,
+        config,
+    )
 
 
 def _specs(stack: Stack) -> list[Spec]:
@@ -137,13 +183,15 @@ def _specs(stack: Stack) -> list[Spec]:
 
 
 def typical(specs: Sequence[Spec]) -> Spec:
-    """The block that stands for all of a stack: the first of the commonest kind, where some have a sliding window, say."""
+    """The block that stands for all of a stack: the first of the commonest kind, where some have a sliding
+    window, say."""
     kinds = Counter(spec.program for spec in specs)
     return max(specs, key=lambda spec: kinds[spec.program])
 
 
 def rounded(tokens: int, step: int = ROUND) -> int:
-    """The next multiple of `step`, so that batches of nearly as many tokens share a policy, or a recording."""
+    """The next multiple of `step`, so that batches of nearly as many tokens share a policy, or a
+    recording."""
     return -(-tokens // step) * step
 
 
@@ -154,7 +202,8 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def logits_bytes(model: nn.Module, tokens: int, itemsize: int) -> int:
-    """Bytes of the logits of a head that is cut by vocabulary, which are made whole: their softmax and its gradient in float32 too."""
+    """Bytes of the logits of a head that is cut by vocabulary, which are made whole: their softmax and its
+    gradient in float32 too."""
     head = _head(model)
     return tokens * len(head.weight) * (2 * itemsize + 3 * 4) if hasattr(head, FIRST_ROW) else 0
 
@@ -166,9 +215,17 @@ def _head(model: nn.Module) -> Any:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes on the device beside fused blocks that stream: what else there is, and its gradients; its states stream too."""
-    inside = {id(value) for block in model.modules() if isinstance(block, FusedBlock) for value in block.parameters()}
-    values = {id(value): value for value in (*model.parameters(), *model.buffers()) if id(value) not in inside}.values()
+    """Bytes on the device beside fused blocks that stream: what else there is, and its gradients; its states
+    stream too."""
+    inside = {
+        id(value)
+        for block in model.modules()
+        if isinstance(block, FusedBlock)
+        for value in block.parameters()
+    }
+    values = {
+        id(value): value for value in (*model.parameters(), *model.buffers()) if id(value) not in inside
+    }.values()
     return sum(value.nbytes * (1 + value.requires_grad) for value in values)
 
 

@@ -1,5 +1,5 @@
-"""The sizes of a transformer block, which its seconds (petune.kernels.memory.block_cost) and its bytes (petune.kernels.memory.buffers) are
-made of.
+"""The sizes of a transformer block, which its seconds (petune.kernels.memory.block_cost) and its bytes
+(petune.kernels.memory.buffers) are made of.
 """
 
 from __future__ import annotations
@@ -82,16 +82,32 @@ class BlockShape:
         if self.described is not None:
             return self.described
         rms, up = self.norm == "rms", linears(gate="gate", up="up") if self.gated else linears(up="up")
-        attention = Attention("", (linears(q="q", k="k", v="v"),), "o", rotary=rms, causal=self.causal, scale=1.0)
+        attention = Attention(
+            "", (linears(q="q", k="k", v="v"),), "o", rotary=rms, causal=self.causal, scale=1.0
+        )
         before, after = (Norm("", "rms"), None) if rms else (None, Norm("", "layer"))
-        return tuple(SubLayer(core, norm_in=before, norm_after_sum=after) for core in (attention, Mlp("", up, "down")))
+        return tuple(
+            SubLayer(core, norm_in=before, norm_after_sum=after) for core in (attention, Mlp("", up, "down"))
+        )
 
     def linears(self, place: GroupPlace) -> tuple[int, int, int]:
         """(inputs, outputs, rank) of a group."""
         keys, above = self.kv_heads * self.head_dim, self.columns
-        outputs = {"q": self.queries, "k": keys, "v": keys, "o": self.width, "gate": above, "up": above, "down": self.width}
+        outputs = {
+            "q": self.queries,
+            "k": keys,
+            "v": keys,
+            "o": self.width,
+            "gate": above,
+            "up": above,
+            "down": self.width,
+        }
         inputs = {"in": self.width, "out": self.queries, "up": self.width, "down": above}[place.kind]
-        return inputs, sum(outputs[role] for role in place.roles), sum(getattr(self.ranks, role) for role in place.roles)
+        return (
+            inputs,
+            sum(outputs[role] for role in place.roles),
+            sum(getattr(self.ranks, role) for role in place.roles),
+        )
 
     def updates(self, place: GroupPlace) -> int:
         """The roles of a group that have an update."""
@@ -99,7 +115,11 @@ class BlockShape:
 
     def room(self, place: GroupPlace) -> int:
         """Columns behind a group's input for its low-rank one, so that one product sums both."""
-        return 0 if self.fp8 or place.kind == "out" or (place.kind == "up" and self.defers) else self.linears(place)[2]
+        return (
+            0
+            if self.fp8 or place.kind == "out" or (place.kind == "up" and self.defers)
+            else self.linears(place)[2]
+        )
 
     @property
     def queries(self) -> int:
@@ -132,7 +152,12 @@ class BlockShape:
         """Numbers of the low-rank factors and of bottlenecks."""
         ranks, mlp, keys = self.ranks, self.width + self.columns, self.kv_heads * self.head_dim
         from_width = ranks.q * (self.width + self.queries) + (ranks.k + ranks.v) * (self.width + keys)
-        return from_width + ranks.o * (self.queries + self.width) + (ranks.gu + ranks.down) * mlp + self.bottlenecks
+        return (
+            from_width
+            + ranks.o * (self.queries + self.width)
+            + (ranks.gu + ranks.down) * mlp
+            + self.bottlenecks
+        )
 
     @property
     def defers(self) -> bool:

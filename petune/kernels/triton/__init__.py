@@ -1,6 +1,8 @@
-"""The operations of `petune.kernels.reference` in Triton, for CUDA devices of compute capability 8.0 and later.
+"""The operations of `petune.kernels.reference` in Triton, for CUDA devices of compute capability 8.0 and
+later.
 
-One module per kind of operation, each with the signatures of the reference. Importing a module needs Triton, so it is done where a device
-that can run it has been found. Meta-parameters are functions of shape and dtype, never tuned at run time: a run starts at once and repeats
-itself. Every module says in `variants` what it launches for the shapes that matter, so that all of it can be compiled without a device.
+One module per kind of operation, each with the signatures of the reference. Importing a module needs Triton,
+so it is done where a device that can run it has been found. Meta-parameters are functions of shape and dtype,
+never tuned at run time: a run starts at once and repeats itself. Every module says in `variants` what it
+launches for the shapes that matter, so that all of it can be compiled without a device.
 """

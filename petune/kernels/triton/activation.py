@@ -1,11 +1,13 @@
 """The activation between two linears, gated or plain, forward: one pass over the matrix.
 
-A program walks some columns of its rows, so that s = h a^T grows in registers, of an h that drops elements there where `a` reads it so.
-How many programs share a walk is chosen so that they fill the device; each leaves a partial sum in float32, and `total` adds those up in
-order. Tiles are interleaved between the programs that share a walk: what runs together reads what lies together.
+A program walks some columns of its rows, so that s = h a^T grows in registers, of an h that drops elements
+there where `a` reads it so. How many programs share a walk is chosen so that they fill the device; each
+leaves a partial sum in float32, and `total` adds those up in order. Tiles are interleaved between the
+programs that share a walk: what runs together reads what lies together.
 
-The logistic function is rsqrt(1 + exp(-x))^2: one instruction where a division takes eight, and arithmetic is what these kernels have
-least room for besides memory. tanh(z) = 2 logistic(2 z) - 1, so gelu's approximation is x logistic(2 z).
+The logistic function is rsqrt(1 + exp(-x))^2: one instruction where a division takes eight, and arithmetic is
+what these kernels have least room for besides memory. tanh(z) = 2 logistic(2 z) - 1, so gelu's approximation
+is x logistic(2 z).
 """
 
 from __future__ import annotations
@@ -72,8 +74,13 @@ def activate(
 
 
 def draw_of(how: Drop | None, absent: Tensor) -> tuple[Any, ...]:
-    """What a kernel reads of a draw: numbers, base, feature, least and scale; `absent` stands where there is none."""
-    return (absent, 0, 0, 0, 1.0) if how is None else (how.numbers, how.base, how.feature, threshold(how.p), scaled(how))
+    """What a kernel reads of a draw: numbers, base, feature, least and scale; `absent` stands where there is
+    none."""
+    return (
+        (absent, 0, 0, 0, 1.0)
+        if how is None
+        else (how.numbers, how.base, how.feature, threshold(how.p), scaled(how))
+    )
 
 
 def _forward_tile(dtype: torch.dtype) -> Tile:
@@ -109,9 +116,17 @@ def _activate_kernel(
             y = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
         if RANK:
             some = (col < width)[:, None] & (k < RANK)[None, :]
-            x += tl.dot(left, tl.trans(tl.load(b + rows_of(col, b_stride) + k[None, :], mask=some, other=0.0)), input_precision="ieee")
+            x += tl.dot(
+                left,
+                tl.trans(tl.load(b + rows_of(col, b_stride) + k[None, :], mask=some, other=0.0)),
+                input_precision="ieee",
+            )
             if GATED:
-                right = tl.load(b + rows_of(width + col, b_stride) + k[None, :] + (RANK if PAIRED else 0), mask=some, other=0.0)
+                right = tl.load(
+                    b + rows_of(width + col, b_stride) + k[None, :] + (RANK if PAIRED else 0),
+                    mask=some,
+                    other=0.0,
+                )
                 y += tl.dot(left_y, tl.trans(right), input_precision="ieee")
         value, _ = valued(x, ACT)
         if GATED:
@@ -119,9 +134,15 @@ def _activate_kernel(
         value = value.to(h.dtype.element_ty)
         tl.store(h + row[:, None] * h_stride + col[None, :], value, mask=inside)
         if BELOW:
-            down = tl.load(a + rows_of(j, a_stride) + col[None, :], mask=(j < BELOW)[:, None] & (col < width)[None, :], other=0.0)
+            down = tl.load(
+                a + rows_of(j, a_stride) + col[None, :],
+                mask=(j < BELOW)[:, None] & (col < width)[None, :],
+                other=0.0,
+            )
             if DROPS:
-                value = tl.where(stays(drawn, (feature + col)[None], least), value, 0.0).to(h.dtype.element_ty)
+                value = tl.where(stays(drawn, (feature + col)[None], least), value, 0.0).to(
+                    h.dtype.element_ty
+                )
             sum_s = tl.dot(value, tl.trans(down), sum_s, input_precision="ieee")
     if BELOW:
         place = sums + (part.to(tl.int64) * rows + row)[:, None] * BELOW + j[None, :]
@@ -165,7 +186,8 @@ def _logistic(x):
 # ------------------------------------------------------------------ what is launched
 
 
-FORMS: tuple[tuple[Act, bool, bool, int, int, bool], ...] = (  # activation, gated, paired, ranks of low and of below, dropped
+# activation, gated, paired, ranks of low and of below, dropped
+FORMS: tuple[tuple[Act, bool, bool, int, int, bool], ...] = (
     ("silu", True, True, 16, 16, False),
     ("silu", True, False, 32, 16, True),
     ("gelu_tanh", True, False, 0, 0, False),
@@ -187,7 +209,21 @@ def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for act, gated, paired, rank, below, drops in FORMS:
-            values = {"ACT": act, "GATED": gated, "PAIRED": paired, "RANK": rank, "R": padded(rank), "BELOW": below, "J": padded(below)}
+            values = {
+                "ACT": act,
+                "GATED": gated,
+                "PAIRED": paired,
+                "RANK": rank,
+                "R": padded(rank),
+                "BELOW": below,
+                "J": padded(below),
+            }
             tile = _forward_tile(dtype)
-            values |= {"DROPS": drops, "LOADED": False, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
+            values |= {
+                "DROPS": drops,
+                "LOADED": False,
+                "BM": tile.rows,
+                "BN": tile.columns,
+                "STAGES": tile.stages,
+            }
             yield _activate_kernel, signature_of(_activate_kernel, kind), values, tile.warps, 3

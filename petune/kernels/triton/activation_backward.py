@@ -1,8 +1,9 @@
-"""The activation between two linears, backward: one pass over the matrices, as petune.kernels.triton.activation is one forward.
+"""The activation between two linears, backward: one pass over the matrices, as
+petune.kernels.triton.activation is one forward.
 
-A program walks some rows of its columns, so that db = du^T s and da = ds^T h grow in registers, and b and a are read once. Sums of more
-than `SUMMED` ranks leave a program no registers for tiles that are read at the memory's speed: those are products of their own, for which h
-is written, as it was dropped.
+A program walks some rows of its columns, so that db = du^T s and da = ds^T h grow in registers, and b and a
+are read once. Sums of more than `SUMMED` ranks leave a program no registers for tiles that are read at the
+memory's speed: those are products of their own, for which h is written, as it was dropped.
 """
 
 from __future__ import annotations
@@ -38,16 +39,39 @@ def activate_backward(
     du = torch.empty((len(u), u.shape[1]), dtype=u.dtype, device=u.device)
     rank, depth = low[0].shape[1] // (1 + paired) if low else 0, below[0].shape[1] if below else 0
     if not len(u):
-        db, da = (torch.zeros(size, dtype=torch.float32, device=u.device) for size in ((u.shape[1], rank), (depth, dh.shape[1])))
+        db, da = (
+            torch.zeros(size, dtype=torch.float32, device=u.device)
+            for size in ((u.shape[1], rank), (depth, dh.shape[1]))
+        )
         return du, db if low else None, da if below else None
     sums_b, sums_a = 0 < rank <= SUMMED, 0 < depth <= SUMMED
     h = torch.empty_like(dh, memory_format=torch.contiguous_format) if below and not sums_a else None
-    grads = _launched(dh, u, du, h, low, below, (rank if sums_b else 0, depth if sums_a else 0), how, ACT=act, GATED=gated, PAIRED=paired)
+    grads = _launched(
+        dh,
+        u,
+        du,
+        h,
+        low,
+        below,
+        (rank if sums_b else 0, depth if sums_a else 0),
+        how,
+        ACT=act,
+        GATED=gated,
+        PAIRED=paired,
+    )
     at = u.shape[1] * rank if sums_b else 0
     of_b = grads[:at].view(-1, rank) if sums_b else None if low is None else _db(du, low[0], paired)
     if below is None:
         return du, of_b, None
-    return du, of_b, grads[at:].view(depth, -1) if h is None else matmul32(below[0].T, h, 1.0 if how is None else scaled(how))
+    return (
+        du,
+        of_b,
+        (
+            grads[at:].view(depth, -1)
+            if h is None
+            else matmul32(below[0].T, h, 1.0 if how is None else scaled(how))
+        ),
+    )
 
 
 def _db(du: Tensor, s: Tensor, paired: bool) -> Tensor:
@@ -67,7 +91,8 @@ def _launched(
     how: Drop | None,
     **form: Any,
 ) -> Tensor:
-    """Write du, and h unless it is None; the sums of db and da behind one another, of the ranks of `summed`."""
+    """Write du, and h unless it is None; the sums of db and da behind one another, of the ranks of
+    `summed`."""
     (rows, width), (s, b), (ds, a) = dh.shape, low or (u, u), below or (u, u)
     rank = s.shape[1] // (1 + form["PAIRED"]) if low and (summed[0] or b is not None) else 0
     depth = ds.shape[1] if below else 0
@@ -78,7 +103,15 @@ def _launched(
     sums = torch.empty((parts, size), dtype=torch.float32, device=u.device)
     _activate_backward_kernel[(walks * parts,)](
         *(dh, u, du, h, s, b, ds, a, sums, rows, width, parts),
-        *(dh.stride(0), u.stride(0), s.stride(0), 0 if b is None else b.stride(0), ds.stride(0), a.stride(0), *draw_of(how, u)),
+        *(
+            dh.stride(0),
+            u.stride(0),
+            s.stride(0),
+            0 if b is None else b.stride(0),
+            ds.stride(0),
+            a.stride(0),
+            *draw_of(how, u),
+        ),
         **form,
         RANK=rank,
         R=padded(rank),
@@ -115,13 +148,20 @@ def _activate_backward_kernel(
     part = tl.program_id(0) // tiles
     col = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
     k, j = tl.arange(0, R), tl.arange(0, J)
-    some_b, some_a = (col < width)[:, None] & (k < RANK)[None, :], (j < BELOW)[:, None] & (col < width)[None, :]
+    some_b, some_a = (
+        (col < width)[:, None] & (k < RANK)[None, :],
+        (j < BELOW)[:, None] & (col < width)[None, :],
+    )
     if SUMS_B:
         sum_x, sum_y = tl.zeros((BN, R), tl.float32), tl.zeros((BN, R), tl.float32)
     if RANK and b is not None:
         b_x = tl.trans(tl.load(b + rows_of(col, b_stride) + k[None, :], mask=some_b, other=0.0))
         if GATED:
-            right = tl.load(b + rows_of(width + col, b_stride) + k[None, :] + (RANK if PAIRED else 0), mask=some_b, other=0.0)
+            right = tl.load(
+                b + rows_of(width + col, b_stride) + k[None, :] + (RANK if PAIRED else 0),
+                mask=some_b,
+                other=0.0,
+            )
             b_y = tl.trans(right)
     if BELOW:
         down = tl.load(a + rows_of(j, a_stride) + col[None, :], mask=some_a, other=0.0)
@@ -145,7 +185,9 @@ def _activate_backward_kernel(
                 if GATED:
                     y += tl.dot(left_y, b_y, input_precision="ieee")
         if BELOW:
-            above = tl.load(ds + row[:, None] * ds_stride + j[None, :], mask=live & (j < BELOW)[None, :], other=0.0)
+            above = tl.load(
+                ds + row[:, None] * ds_stride + j[None, :], mask=live & (j < BELOW)[None, :], other=0.0
+            )
             update = tl.dot(above, down, input_precision="ieee")
             if DROPS:
                 stay = stays(placed(numbers, row, rows, base, LOADED)[:, None], (feature + col)[None], least)
@@ -197,9 +239,30 @@ def variants() -> Iterator[Variant]:
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         for act, gated, paired, rank, below, drops in FORMS:
             sums_b, sums_a = 0 < rank <= SUMMED, 0 < below <= SUMMED
-            values: dict[str, Any] = {"ACT": act, "GATED": gated, "PAIRED": paired, "RANK": rank, "R": padded(rank)}
-            values |= {"BELOW": below, "J": padded(below), "SUMS_B": sums_b, "SUMS_A": sums_a, "DROPS": drops, "LOADED": False}
-            values |= ({"b": None} if rank and not paired else {}) | ({} if below and not sums_a else {"h": None})
+            values: dict[str, Any] = {
+                "ACT": act,
+                "GATED": gated,
+                "PAIRED": paired,
+                "RANK": rank,
+                "R": padded(rank),
+            }
+            values |= {
+                "BELOW": below,
+                "J": padded(below),
+                "SUMS_B": sums_b,
+                "SUMS_A": sums_a,
+                "DROPS": drops,
+                "LOADED": False,
+            }
+            values |= ({"b": None} if rank and not paired else {}) | (
+                {} if below and not sums_a else {"h": None}
+            )
             tile = _backward_tile(dtype, below > 0 and not (sums_b or sums_a))
             values |= {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}
-            yield _activate_backward_kernel, signature_of(_activate_backward_kernel, kind), values, tile.warps, 3
+            yield (
+                _activate_backward_kernel,
+                signature_of(_activate_backward_kernel, kind),
+                values,
+                tile.warps,
+                3,
+            )

@@ -1,4 +1,5 @@
-"""One step of AdamW in one pass: weight, gradient and both moments are read once, and what changes is written once.
+"""One step of AdamW in one pass: weight, gradient and both moments are read once, and what changes is written
+once.
 
 The random bits of stochastic rounding are those of `petune.kernels.memory.adamw`, made where they are needed.
 """
@@ -29,7 +30,8 @@ def _bits(element, start, stride):
 
 @triton.jit
 def _store(to, value, chance, live):
-    """Rounded by the low 16 bits of `chance` where that loses bits: a carry out of them lifts the bits that stay."""
+    """Rounded by the low 16 bits of `chance` where that loses bits: a carry out of them lifts the bits that
+    stay."""
     if to.dtype.element_ty == tl.bfloat16:
         lifted = (value.to(tl.int32, bitcast=True) + (chance & 0xFFFF)) & -0x10000
         value = tl.where(value == value, lifted.to(tl.float32, bitcast=True), value)
@@ -48,7 +50,9 @@ def _adamw(
     moment = tl.load(mean + place, live, 0.0).to(tl.float32)
     moment += blend * (g - moment)
     second = tl.load(square + place, live, 0.0).to(tl.float32) * keep + gain * g * g
-    value = tl.load(weight + place, live, 0.0).to(tl.float32) * shrink - rate * moment / (tl.sqrt(second) / root + eps)
+    value = tl.load(weight + place, live, 0.0).to(tl.float32) * shrink - rate * moment / (
+        tl.sqrt(second) / root + eps
+    )
     element = (first + place).to(tl.int32)
     one, two = _bits(element, start, stride), _bits(element, other, another)
     _store(weight + place, value, one >> 16, live)
@@ -73,13 +77,22 @@ def adamw_(
     if size:
         shrink, blend, gain, rate, root = rule.scalars
         scalars = (shrink, blend, rule.betas[1], gain, rate, root, rule.eps)
-        _adamw[(triton.cdiv(size, _BLOCK),)](weight, grad, mean, square, copy, size, first, *words, *scalars, BLOCK=_BLOCK, num_warps=8)
+        _adamw[(triton.cdiv(size, _BLOCK),)](
+            weight, grad, mean, square, copy, size, first, *words, *scalars, BLOCK=_BLOCK, num_warps=8
+        )
 
 
 def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """All in bfloat16, float32 masters with a copy in bfloat16, all in float32, as `tests/kernels/gate.py` compiles them."""
+    """All in bfloat16, float32 masters with a copy in bfloat16, all in float32, as `tests/kernels/gate.py`
+    compiles them."""
     numbers = dict.fromkeys(("size", "first", "start", "stride", "other", "another"), "i32")
     numbers |= dict.fromkeys(("shrink", "blend", "keep", "gain", "rate", "root", "eps"), "fp32")
-    for kept, grad, copied in (("*bf16", "*bf16", False), ("*fp32", "*bf16", True), ("*fp32", "*fp32", False)):
-        signature = numbers | dict.fromkeys(("weight", "mean", "square"), kept) | {"grad": grad, "copy": "*bf16"}
+    for kept, grad, copied in (
+        ("*bf16", "*bf16", False),
+        ("*fp32", "*bf16", True),
+        ("*fp32", "*fp32", False),
+    ):
+        signature = (
+            numbers | dict.fromkeys(("weight", "mean", "square"), kept) | {"grad": grad, "copy": "*bf16"}
+        )
         yield _adamw, signature, {"BLOCK": _BLOCK} | ({} if copied else {"copy": None}), 8, 1

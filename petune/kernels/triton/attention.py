@@ -1,20 +1,22 @@
-"""Attention within segments or across them, forward and backward, in which no score and no mask is ever stored.
+"""Attention within segments or across them, forward and backward, in which no score and no mask is ever
+stored.
 
         out_i = sum_j keep_ij P_ij v_j / (1 - p)        P = softmax(cap(scale q k^T) + bias)
 
-i runs over the queries of a segment, j over its keys: its own tokens, all or no later ones or the last few of these,
-or with `keys` the tokens of the segment of another sequence. bias is one by distance (petune.kernels.block.distance).
-A program walks the keys of a block of queries with a running maximum and sum (Dao 2023, arXiv:2307.08691). What
-drops out is drawn as `petune.rng.dropout` does for probabilities [rows, heads, queries, keys]: a query has a 64-bit hash
-of its row, head and token, its place, from which 32-bit arithmetic decides about each key. The backward pass hashes
-once into memory, beside delta_i = dout_i . out_i; then
+i runs over the queries of a segment, j over its keys: its own tokens, all or no later ones or the last few of
+these, or with `keys` the tokens of the segment of another sequence. bias is one by distance
+(petune.kernels.block.distance). A program walks the keys of a block of queries with a running maximum and sum
+(Dao 2023, arXiv:2307.08691). What drops out is drawn as `petune.rng.dropout` does for probabilities [rows,
+heads, queries, keys]: a query has a 64-bit hash of its row, head and token, its place, from which 32-bit
+arithmetic decides about each key. The backward pass hashes once into memory, beside delta_i = dout_i . out_i;
+then
 
         dP_ij = keep_ij dout_i . v_j / (1 - p)          dS = P (dP - delta)
 
-is made twice: along keys for the gradient of q, along queries for those of k and v. The first sums dS along the
-diagonals of its tiles where the gradient of the bias is asked for. Each program owns what it writes, so nothing is
-added up atomically and the same call gives the same bits. A launch depends on shapes and on the longest segments
-alone, never on a value in memory.
+is made twice: along keys for the gradient of q, along queries for those of k and v. The first sums dS along
+the diagonals of its tiles where the gradient of the bias is asked for. Each program owns what it writes, so
+nothing is added up atomically and the same call gives the same bits. A launch depends on shapes and on the
+longest segments alone, never on a value in memory.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ from petune.kernels.triton.dropout import factors, hashed
 from petune.kernels.triton.residual import Variant
 from petune.rng.dropout import Drop, threshold
 
-_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)  # exponentials are made in base 2, as the device has them
+# exponentials are made in base 2, as the device has them
+_LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 _STAGES = 2  # of loads under way: segments are a few blocks long
 
 
 class More(NamedTuple):
-    """What not every call has. starts: of the keys' segments in cross-attention, of which the longest has `longest`
-    tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out. window: a query sees
-    the keys with query - key < window alone, 0 for all; of causal attention. bias: [heads, 2 L - 1] by distance.
-    cap: of the scores before the bias, 0 for none."""
+    """What not every call has. starts: of the keys' segments in cross-attention, of which the longest has
+    `longest` tokens and `tokens` [n] int64 are their numbers in their rows, read where something drops out.
+    window: a query sees the keys with query - key < window alone, 0 for all; of causal attention. bias:
+    [heads, 2 L - 1] by distance. cap: of the scores before the bias, 0 for none."""
 
     starts: Tensor | None = None
     longest: int = 0
@@ -82,7 +85,8 @@ def _span(starts, segment):
 
 @triton.jit
 def _facing(others, segment, first, length):
-    """The span of the segment's other side: the same but in cross-attention, where `others` are its starts."""
+    """The span of the segment's other side: the same but in cross-attention, where `others` are its
+    starts."""
     if others is None:
         return first, length
     else:
@@ -104,7 +108,9 @@ def _load(x, row, stride, real, D: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _store(x, row, stride, values, real, D: tl.constexpr, W: tl.constexpr):
     """Rows of a head of D columns, rounded to the dtype of x."""
-    tl.store(x + row[:, None] * stride + tl.arange(0, W)[None], values.to(x.dtype.element_ty), _inside(real, D, W))
+    tl.store(
+        x + row[:, None] * stride + tl.arange(0, W)[None], values.to(x.dtype.element_ty), _inside(real, D, W)
+    )
 
 
 # ------------------------------------------------------------------ scores
@@ -134,8 +140,8 @@ def _capped(products, scale, CAP: tl.constexpr):
 
 @triton.jit
 def _biased(scores, bias, distance, real):
-    """Scores in base 2, with `bias` at each `distance` added if there is one: zero beside a token that is not `real`,
-    as whatever is computed there is multiplied by zeros later, and has to be finite for that."""
+    """Scores in base 2, with `bias` at each `distance` added if there is one: zero beside a token that is not
+    `real`, as whatever is computed there is multiplied by zeros later, and has to be finite for that."""
     if bias is None:
         return scores
     else:
@@ -164,7 +170,8 @@ def _forward_kernel(
         place = _placed(tl.load(numbers + row, real, 0), head, base, LOADED)[:, None]
     if bias is not None:
         bias += head * bias_head + middle
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # of a query that has a key, finite from its first one on
+    # of a query that has a key, finite from its first one on
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     result = tl.zeros((BLOCK, W), tl.float32)
     end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
@@ -175,7 +182,9 @@ def _forward_kernel(
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         scores = _capped(products, scale, CAP) * (CAP * _LOG2E) if CAP != 0.0 else products * (scale * _LOG2E)
         scores = _biased(scores, bias, key[None] - query[:, None], real[:, None] & there[None])
-        scores = tl.where(_seen(there[None], query[:, None], key[None], CAUSAL, WINDOW), scores, float("-inf"))
+        scores = tl.where(
+            _seen(there[None], query[:, None], key[None], CAUSAL, WINDOW), scores, float("-inf")
+        )
         higher = tl.maximum(highest, tl.max(scores, 1))
         lowered = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW else higher
         weights, shrunk = tl.exp2(scores - lowered[:, None]), tl.exp2(highest - lowered)
@@ -196,13 +205,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None,
     more: More = MORE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out [m, heads, d] dense, lse float32 [heads, m]: the natural logarithms of the sums of exponentials, before drops).
+    """(out [m, heads, d] dense, lse float32 [heads, m]: the natural logarithms of the sums of exponentials,
+    before drops).
 
-    q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last dim; d is
-    a multiple of 8 up to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts: int32 [segments + 1]
-    on the device; rows starts[i] to starts[i + 1], none of them or at most `longest`, attend to each other, if causal
-    none to a later one. how: what drops out, with `numbers` [m] as `petune.rng.dropout.places` gives them and `base` a
-    number or a tensor [1] on the device.
+    q [m, heads, d], k and v [n, kv_heads, d], float32, bfloat16 or float16, with any strides but a dense last
+    dim; d is a multiple of 8 up to 128, and each of kv_heads serves heads / kv_heads heads in a row. starts:
+    int32 [segments + 1] on the device; rows starts[i] to starts[i + 1], none of them or at most `longest`,
+    attend to each other, if causal none to a later one. how: what drops out, with `numbers` [m] as
+    `petune.rng.dropout.places` gives them and `base` a number or a tensor [1] on the device.
     """
     (m, heads, d), out = q.shape, torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((heads, m), dtype=torch.float32)
@@ -215,7 +225,17 @@ def forward(
             *(q, k, v, out, lse, starts, numbers, base, more.starts, _tokens(numbers, more), bias),
             *(blocks, m, least, rescale, float(scale), *middle),
             *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(heads, heads // k.shape[1], d, _width(d), block, causal, more.window, more.cap, isinstance(base, Tensor)),
+            *(
+                heads,
+                heads // k.shape[1],
+                d,
+                _width(d),
+                block,
+                causal,
+                more.window,
+                more.cap,
+                isinstance(base, Tensor),
+            ),
             num_warps=warps,
             num_stages=_STAGES,
         )
@@ -254,7 +274,10 @@ def _keys_kernel(
         return
     key = begin + tl.arange(0, BLOCK)
     there, other = key < other_length, other_first + key
-    keys, values = _load(k + group * k_head, other, k_row, there, D, W), _load(v + group * v_head, other, v_row, there, D, W)
+    keys, values = (
+        _load(k + group * k_head, other, k_row, there, D, W),
+        _load(v + group * v_head, other, v_row, there, D, W),
+    )
     if places is not None:
         token = tl.load(tokens + other, there, 0).to(tl.int32)[:, None]
     dkeys, dvalues = tl.zeros((BLOCK, W), tl.float32), tl.zeros((BLOCK, W), tl.float32)
@@ -271,7 +294,9 @@ def _keys_kernel(
             distance = key[:, None] - query[None] + (head * bias_head + middle)
             scores = _biased(scores, bias, distance, real[None] & there[:, None])
             if CAUSAL:
-                scores = tl.where(_seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf"))
+                scores = tl.where(
+                    _seen(True, query[None], key[:, None], CAUSAL, WINDOW), scores, float("-inf")
+                )
             logs = tl.load(lse + head * m + row, real, 0.0) * _LOG2E
             weights = tl.exp2(scores - logs[None])
             grads = _load(dout + head * dout_head, row, dout_row, real, D, W)
@@ -304,7 +329,10 @@ def _queries_kernel(
     other_first, other_length = _facing(others, segment, first, length)
     query = begin + tl.arange(0, BLOCK)
     real, row = query < length, first + query
-    queries, grads = _load(q + head * q_head, row, q_row, real, D, W), _load(dout + head * dout_head, row, dout_row, real, D, W)
+    queries, grads = (
+        _load(q + head * q_head, row, q_row, real, D, W),
+        _load(dout + head * dout_head, row, dout_row, real, D, W),
+    )
     logs = (tl.load(lse + head * m + row, real, 0.0) * _LOG2E)[:, None]
     less = tl.load(delta + head * m + row, real, 0.0)[:, None]
     if places is not None:
@@ -312,9 +340,15 @@ def _queries_kernel(
     if bias is not None:
         bias += head * bias_head + middle
     dqueries = tl.zeros((BLOCK, W), tl.float32)
-    if parts is not None:  # of the distances - blocks BLOCK to blocks BLOCK - 1, for each block of queries and head
+    # of the distances - blocks BLOCK to blocks BLOCK - 1, for each block of queries and head
+    if parts is not None:
         column = tl.arange(0, BLOCK)
-        parts += ((segment * blocks + begin // BLOCK) * HEADS + head) * (2 * blocks * BLOCK) + blocks * BLOCK - begin + column
+        parts += (
+            ((segment * blocks + begin // BLOCK) * HEADS + head) * (2 * blocks * BLOCK)
+            + blocks * BLOCK
+            - begin
+            + column
+        )
         ahead = tl.zeros((BLOCK,), tl.float32)
     end = tl.minimum(length, begin + BLOCK) if CAUSAL else other_length
     for start in range(_first_key(begin, BLOCK, WINDOW), end, BLOCK):
@@ -359,7 +393,8 @@ def backward(
     starts: Tensor, longest: int, causal: bool, scale: float, how: Drop | None, more: More = MORE,
     dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq [m, heads, d], dk, dv [n, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest is what `forward` had.
+    """(dq [m, heads, d], dk, dv [n, kv_heads, d]), dense. dout [m, heads, d] has a dense last dim; the rest
+    is what `forward` had.
 
     dbias: float32, shaped like the bias, whose gradient is added to it.
     """
@@ -376,7 +411,10 @@ def backward(
         *(heads, d, _width(d), block, isinstance(base, Tensor)),
         num_warps=warps,
     )
-    blocks, key_blocks = triton.cdiv(longest, block), triton.cdiv(longest if more.starts is None else more.longest, block)
+    blocks, key_blocks = (
+        triton.cdiv(longest, block),
+        triton.cdiv(longest if more.starts is None else more.longest, block),
+    )
     bias, *middle = _by_distance(more)
     given = dout, q, k, v, lse, delta, places
     sides = starts, more.starts, _tokens(numbers, more), bias
@@ -385,8 +423,12 @@ def backward(
     how_run = {"num_warps": warps, "num_stages": _STAGES}
     segments = len(starts) - 1
     parts = None if dbias is None else lse.new_zeros(segments * blocks, heads, 2 * blocks * block)
-    _keys_kernel[(segments * groups * key_blocks,)](*given, dk, dv, *sides, key_blocks, *rest, *consts, **how_run)
-    _queries_kernel[(segments * heads * blocks,)](*given, dq, parts, *sides, blocks, *rest, *consts, **how_run)
+    _keys_kernel[(segments * groups * key_blocks,)](
+        *given, dk, dv, *sides, key_blocks, *rest, *consts, **how_run
+    )
+    _queries_kernel[(segments * heads * blocks,)](
+        *given, dq, parts, *sides, blocks, *rest, *consts, **how_run
+    )
     if dbias is not None and parts is not None:
         reach, own = longest - 1, dbias.shape[1] // 2
         summed = parts.sum(0)[:, blocks * block - reach : blocks * block + reach + 1]
@@ -398,17 +440,23 @@ def backward(
 
 
 def _tokens(numbers: Tensor | None, more: More) -> Tensor | None:
-    """What keys are numbered by where something drops out: the queries' own places, or the tokens of another sequence."""
+    """What keys are numbered by where something drops out: the queries' own places, or the tokens of another
+    sequence."""
     return numbers if more.starts is None or numbers is None else more.tokens
 
 
 def _by_distance(more: More) -> tuple[Tensor | None, int, int]:
     """(the bias, dense; numbers of a head; the place of distance 0)."""
-    return (None, 0, 0) if more.bias is None else (more.bias.contiguous(), more.bias.shape[1], more.bias.shape[1] // 2)
+    return (
+        (None, 0, 0)
+        if more.bias is None
+        else (more.bias.contiguous(), more.bias.shape[1], more.bias.shape[1] // 2)
+    )
 
 
 def _draw(how: Drop | None) -> tuple[Tensor | None, int | Tensor, int, float]:
-    """(numbers and base, or None and 0 where nothing is drawn; what an int32 has to reach; 1 / (1 - p), or 0 where all is dropped)."""
+    """(numbers and base, or None and 0 where nothing is drawn; what an int32 has to reach; 1 / (1 - p), or 0
+    where all is dropped)."""
     if how is None or not how.p:
         return None, 0, 0, 1.0
     return how.numbers, how.base, threshold(how.p), 1 / (1 - how.p) if how.p < 1 else 0.0
@@ -420,7 +468,8 @@ def _width(d: int) -> int:
 
 
 def _tile(dtype: torch.dtype, d: int, longest: int, biased: bool = False) -> tuple[int, int]:
-    """(queries, and keys, of a block; warps). float32 has no tensor cores here, and a thread no registers for larger blocks."""
+    """(queries, and keys, of a block; warps). float32 has no tensor cores here, and a thread no registers for
+    larger blocks."""
     wide = d > 64
     if dtype == torch.float32:
         return 16 if wide or biased or longest <= 16 else 32, 4
@@ -431,9 +480,14 @@ def _tile(dtype: torch.dtype, d: int, longest: int, biased: bool = False) -> tup
 def variants() -> Iterator[Variant]:
     """What is launched for heads of 64 and 128 columns, as `tests/kernels/gate.py` compiles it."""
     kernels: tuple[Any, ...] = (_forward_kernel, _prepare_kernel, _keys_kernel, _queries_kernel)
-    fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}  # strides, and what is not named here
-    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias"), "*fp32") | dict.fromkeys(("rescale", "scale"), "fp32")
-    fixed |= dict.fromkeys(("numbers", "places", "tokens"), "*i64") | dict.fromkeys(("starts", "others"), "*i32")
+    # strides, and what is not named here
+    fixed = {name: "i32" for kernel in kernels for name in kernel.arg_names}
+    fixed |= dict.fromkeys(("lse", "delta", "parts", "bias"), "*fp32") | dict.fromkeys(
+        ("rescale", "scale"), "fp32"
+    )
+    fixed |= dict.fromkeys(("numbers", "places", "tokens"), "*i64") | dict.fromkeys(
+        ("starts", "others"), "*i32"
+    )
     alone, drawn = ("others", "bias", "parts"), ("numbers", "places", "tokens")  # what a call may lack
     # A head's columns, the longest segment, whether causal, what it lacks, what else it has.
     cases: list[tuple[torch.dtype, int, int, bool, tuple[str, ...], dict[str, Any]]] = [
@@ -455,7 +509,21 @@ def variants() -> Iterator[Variant]:
         kind = "*bf16" if dtype == torch.bfloat16 else "*fp32"
         signature = fixed | dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind)
         signature |= {"base": "*i64" if causal else "i64"}
-        values = {"HEADS": 16, "GROUP": 1, "D": d, "W": _width(d), "BLOCK": block, "CAUSAL": causal, "LOADED": causal}
+        values = {
+            "HEADS": 16,
+            "GROUP": 1,
+            "D": d,
+            "W": _width(d),
+            "BLOCK": block,
+            "CAUSAL": causal,
+            "LOADED": causal,
+        }
         values |= {"WINDOW": 0, "CAP": 0.0} | own | dict.fromkeys(missing)
         for kernel in kernels:
-            yield kernel, signature, {name: value for name, value in values.items() if name in kernel.arg_names}, warps, _STAGES
+            yield (
+                kernel,
+                signature,
+                {name: value for name, value in values.items() if name in kernel.arg_names},
+                warps,
+                _STAGES,
+            )

@@ -1,7 +1,9 @@
-"""Dropout by index in one kernel: an element is read once and written once, and whether it stays is computed where it lies.
+"""Dropout by index in one kernel: an element is read once and written once, and whether it stays is computed
+where it lies.
 
-The arithmetic is that of `petune.rng.dropout`, whose masks these are to the bit. Importing this module makes it the one that drops whatever
-`petune.rng.dropout` is asked to drop on a CUDA device, models of plain Hugging Face layers included.
+The arithmetic is that of `petune.rng.dropout`, whose masks these are to the bit. Importing this module makes
+it the one that drops whatever `petune.rng.dropout` is asked to drop on a CUDA device, models of plain Hugging
+Face layers included.
 """
 
 from __future__ import annotations
@@ -52,7 +54,19 @@ def placed(numbers, row, rows, base, LOADED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "base", "feature", "least"])
 def _drop(
-    x, numbers, y, rows, columns, x_stride, base, feature, least, scale, LOADED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    numbers,
+    y,
+    rows,
+    columns,
+    x_stride,
+    base,
+    feature,
+    least,
+    scale,
+    LOADED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +87,9 @@ def drop(x: Tensor, how: Drop | None) -> Tensor:
     if y.numel():
         per, block = _tile(columns)
         rest = how.base, how.feature, threshold(how.p), scaled(how), isinstance(how.base, Tensor), per, block
-        _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](x, how.numbers, y, rows, columns, x.stride(0), *rest, num_warps=4)
+        _drop[(triton.cdiv(rows, per), triton.cdiv(columns, block))](
+            x, how.numbers, y, rows, columns, x.stride(0), *rest, num_warps=4
+        )
     return y
 
 

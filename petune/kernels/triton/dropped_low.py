@@ -1,11 +1,13 @@
-"""Low-rank products with an input of which each update drops elements of its own: no dropped copy of a matrix is written.
+"""Low-rank products with an input of which each update drops elements of its own: no dropped copy of a matrix
+is written.
 
-Which elements stay is computed where they lie (petune.kernels.triton.dropout), three integer products and six other instructions for each,
-about what reading them takes. What stays is multiplied as it is; 1 / (1 - p) comes into the sum in float32.
+Which elements stay is computed where they lie (petune.kernels.triton.dropout), three integer products and six
+other instructions for each, about what reading them takes. What stays is multiplied as it is; 1 / (1 - p)
+comes into the sum in float32.
 
-Updates of one rank that drop alike, those of q, k and v say, are one launch of up to `TOGETHER`; a rank above `residual.MAX_RANK` is
-computed as several updates that drop the same elements. Sums over a matrix's rows or columns are shared between programs and added up in
-one order, as in petune.kernels.triton.activation.
+Updates of one rank that drop alike, those of q, k and v say, are one launch of up to `TOGETHER`; a rank above
+`residual.MAX_RANK` is computed as several updates that drop the same elements. Sums over a matrix's rows or
+columns are shared between programs and added up in one order, as in petune.kernels.triton.activation.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ TOGETHER = 3  # updates of a launch at most
 
 @dataclass
 class _Launch:
-    """Updates of the same rank that drop with the same probability in the same places; ranks: those of all of them, from `start` on."""
+    """Updates of the same rank that drop with the same probability in the same places; ranks: those of all of
+    them, from `start` on."""
 
     start: int
     rank: int
@@ -45,7 +48,12 @@ class _Launch:
     def takes(self, rank: int, scale: float, how: Drop) -> bool:
         """Whether an update may come with those that are here."""
         one = self.hows[0]
-        alike = (one.p, one.feature, one.numbers.data_ptr(), type(one.base)) == (how.p, how.feature, how.numbers.data_ptr(), type(how.base))
+        alike = (one.p, one.feature, one.numbers.data_ptr(), type(one.base)) == (
+            how.p,
+            how.feature,
+            how.numbers.data_ptr(),
+            type(how.base),
+        )
         return len(self.hows) < TOGETHER and alike and (rank, scale) == (self.rank, self.scale)
 
     @property
@@ -58,10 +66,17 @@ class _Launch:
     @property
     def constants(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
-        return {"LOADED": isinstance(self.hows[0].base, Tensor), "PARTS": len(self.hows), "RANK": self.rank, "R": padded(self.rank)}
+        return {
+            "LOADED": isinstance(self.hows[0].base, Tensor),
+            "PARTS": len(self.hows),
+            "RANK": self.rank,
+            "R": padded(self.rank),
+        }
 
 
-def _launches(ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float] | None = None) -> list[_Launch]:
+def _launches(
+    ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float] | None = None
+) -> list[_Launch]:
     found: list[_Launch] = []
     some, start = next(how for how in hows if how is not None), 0
     for rank, how, scale in zip(ranks, hows, scales or [1.0] * len(ranks), strict=True):
@@ -144,7 +159,9 @@ def _low_kernel(
 # ------------------------------------------------------------------ scale * ds^T drop(x)
 
 
-def dropped_low_backward(ds: Tensor, x: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float]) -> Tensor:
+def dropped_low_backward(
+    ds: Tensor, x: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None], scales: Sequence[float]
+) -> Tensor:
     """`petune.kernels.reference.dropped_low_backward`."""
     if not len(x):
         return torch.zeros(ds.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
@@ -200,7 +217,9 @@ def _low_backward_kernel(
 # ------------------------------------------------------------------ dx += drop(ds a)
 
 
-def add_dropped_low_(dx: Tensor, ds: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]) -> Tensor:
+def add_dropped_low_(
+    dx: Tensor, ds: Tensor, a: Tensor, ranks: Sequence[int], hows: Sequence[Drop | None]
+) -> Tensor:
     """`petune.kernels.reference.add_dropped_low_`; rounded once for every launch."""
     if dx.numel():
         for one in _launches(ranks, hows):
@@ -245,7 +264,10 @@ def _add_kernel(
         place2, left2 = placed(numbers, row, rows, base2, LOADED)[:, None], tl.load(ds + 2 * RANK, some, 0.0)
     for start in tl.range(share * BN, columns, split * BN, num_stages=STAGES):
         col = start + tl.arange(0, BN)
-        inside, factors = (row < rows)[:, None] & (col < columns)[None], (k < RANK)[:, None] & (col < columns)[None]
+        inside, factors = (
+            (row < rows)[:, None] & (col < columns)[None],
+            (k < RANK)[:, None] & (col < columns)[None],
+        )
         feature_here, right = (feature + col)[None], a + col[None]
         value = tl.load(dx + row[:, None] * dx_stride + col[None], inside, 0.0).to(tl.float32)
         value += _update(left, right, factors, place, feature_here, least, scale)
@@ -269,11 +291,30 @@ def _update(left, right, inside, place, feature, least, scale):
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        tiles = {_low_kernel: _low_tile(dtype), _low_backward_kernel: _low_backward_tile(dtype), _add_kernel: _add_tile(dtype)}
+        tiles = {
+            _low_kernel: _low_tile(dtype),
+            _low_backward_kernel: _low_backward_tile(dtype),
+            _add_kernel: _add_tile(dtype),
+        }
         for kernel, tile in tiles.items():
-            matrices = {"x": kind, "a": kind, "ds": kind, "dx": kind, "out": kind if kernel is _low_kernel else "*fp32"}
+            matrices = {
+                "x": kind,
+                "a": kind,
+                "ds": kind,
+                "dx": kind,
+                "out": kind if kernel is _low_kernel else "*fp32",
+            }
             for loaded, count, rank in ((False, 3, 64), (True, 2, 64), (False, 1, 16)):
-                signature = {name: matrices.get(name, "i32") for name in kernel.arg_names} | {"numbers": "*i64", "scale": "fp32"}
+                signature = {name: matrices.get(name, "i32") for name in kernel.arg_names} | {
+                    "numbers": "*i64",
+                    "scale": "fp32",
+                }
                 signature |= dict.fromkeys(("base", "base1", "base2"), "*i64" if loaded else "i64")
                 values = {"LOADED": loaded, "PARTS": count, "RANK": rank, "R": padded(rank)}
-                yield kernel, signature, values | {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}, tile.warps, 3
+                yield (
+                    kernel,
+                    signature,
+                    values | {"BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages},
+                    tile.warps,
+                    3,
+                )

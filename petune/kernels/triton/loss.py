@@ -1,7 +1,8 @@
 """Cross-entropy and its gradient in the logits' own memory, a program for each row.
 
-The first pass over a row keeps a running maximum and, in every lane, the sum of exp(score - maximum), which is rescaled when the maximum
-grows (Milakov and Gimelshein 2018, arXiv:1805.02867); lanes meet once, at the end. The second pass writes the gradient over the scores.
+The first pass over a row keeps a running maximum and, in every lane, the sum of exp(score - maximum), which
+is rescaled when the maximum grows (Milakov and Gimelshein 2018, arXiv:1805.02867); lanes meet once, at the
+end. The second pass writes the gradient over the scores.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def _cross_entropy(
     lanes = tl.arange(0, BLOCK)
     if label < 0:
         for start in range(0, columns, BLOCK):
-            tl.store(row + start + lanes, tl.zeros((BLOCK,), row.dtype.element_ty), mask=start + lanes < columns)
+            tl.store(
+                row + start + lanes, tl.zeros((BLOCK,), row.dtype.element_ty), mask=start + lanes < columns
+            )
         tl.store(losses + number, 0.0)
         tl.store(logs + number, 0.0)
         return
@@ -87,7 +90,12 @@ def _cross_entropy(
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, scale: float | Tensor, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    scale: float | Tensor,
+    softcap: float = 0.0,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`petune.kernels.reference.cross_entropy_`."""
     rows, columns = logits.shape
@@ -129,7 +137,13 @@ def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]
             yield (
                 _cross_entropy,
                 {**pointers, "scale": scale, "stride": "i32", "columns": "i32"},
-                {"SCALE_LIES_IN_MEMORY": in_memory, "SOFTCAP": softcap, "SMOOTHING": smoothing, "Z_LOSS": z_loss, "BLOCK": block},
+                {
+                    "SCALE_LIES_IN_MEMORY": in_memory,
+                    "SOFTCAP": softcap,
+                    "SMOOTHING": smoothing,
+                    "Z_LOSS": z_loss,
+                    "BLOCK": block,
+                },
                 warps,
                 3,
             )

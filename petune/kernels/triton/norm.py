@@ -1,8 +1,9 @@
 """RMSNorm and LayerNorm with the residual sum before them, forward and backward: one pass over memory each.
 
-A program holds whole rows in registers, several of them where they are short, so what is read once is enough for the statistics and for the
-result. Rows of more than 32,768 columns, which no model has, go to the reference. The gradients of weight and bias are made by programs
-that walk over rows and keep a sum of their own, added up at the end in a fixed order: no atomics, the same bits every time.
+A program holds whole rows in registers, several of them where they are short, so what is read once is enough
+for the statistics and for the result. Rows of more than 32,768 columns, which no model has, go to the
+reference. The gradients of weight and bias are made by programs that walk over rows and keep a sum of their
+own, added up at the end in a fixed order: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -118,7 +119,12 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.layer_norm`; float32, bfloat16 or float16."""
     if x.shape[1] > WIDEST:
@@ -129,7 +135,12 @@ def layer_norm(
 
 
 def rms_norm_backward(
-    dy: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, weight_grad: bool = False
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor | None = None,
+    weight_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`reference.rms_norm_backward`; float32, bfloat16 or float16."""
     if dy.shape[1] > WIDEST:
@@ -172,16 +183,40 @@ def _normed(
         per, block, warps = _tile(columns)
         stride = 0 if residual is None else residual.stride(0)
         _forward[(triton.cdiv(rows, per),)](
-            *(x, residual, weight, bias, y, mean, rstd, total, rows, columns, x.stride(0), stride, y.stride(0), eps, per, block),
+            *(
+                x,
+                residual,
+                weight,
+                bias,
+                y,
+                mean,
+                rstd,
+                total,
+                rows,
+                columns,
+                x.stride(0),
+                stride,
+                y.stride(0),
+                eps,
+                per,
+                block,
+            ),
             num_warps=warps,
         )
     return y, total
 
 
 def _gradients(
-    dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dresidual: Tensor | None, wanted: int
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    wanted: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of total, sums [wanted, columns] or None): 0 sums, 1 for the weight's gradient, 2 for the weight's and the bias's."""
+    """(gradient of total, sums [wanted, columns] or None): 0 sums, 1 for the weight's gradient, 2 for the
+    weight's and the bias's."""
     rows, columns = dy.shape
     dtotal = dy.new_empty(rows, columns)
     per, block, warps = _tile(columns)
@@ -201,15 +236,21 @@ def _gradients(
 
 @lru_cache
 def _tile(columns: int) -> tuple[int, int, int]:
-    """(rows of a program, columns of its block, warps): 16 numbers a thread where rows are long, a thousand a program where short."""
+    """(rows of a program, columns of its block, warps): 16 numbers a thread where rows are long, a thousand a
+    program where short."""
     block = triton.next_power_of_2(columns)
     return max(1, 1024 // block), block, max(4, min(32, block // 512))
 
 
 def variants() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """What is launched in bfloat16 for hidden sizes from a head's 128 to the largest, as `tests/kernels/gate.py` compiles it."""
-    forward = dict.fromkeys(("x", "residual", "weight", "bias", "y", "total"), "*bf16") | dict.fromkeys(("mean", "rstd"), "*fp32")
-    forward |= dict.fromkeys(("rows", "columns", "x_stride", "residual_stride", "y_stride"), "i32") | {"eps": "fp32"}
+    """What is launched in bfloat16 for hidden sizes from a head's 128 to the largest, as
+    `tests/kernels/gate.py` compiles it."""
+    forward = dict.fromkeys(("x", "residual", "weight", "bias", "y", "total"), "*bf16") | dict.fromkeys(
+        ("mean", "rstd"), "*fp32"
+    )
+    forward |= dict.fromkeys(("rows", "columns", "x_stride", "residual_stride", "y_stride"), "i32") | {
+        "eps": "fp32"
+    }
     backward = dict.fromkeys(("dy", "total", "weight", "dresidual", "dtotal"), "*bf16")
     backward |= dict.fromkeys(("mean", "rstd", "dweight", "dbias"), "*fp32")
     backward |= dict.fromkeys(("rows", "columns", "dy_stride", "total_stride", "dresidual_stride"), "i32")

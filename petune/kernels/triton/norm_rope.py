@@ -1,8 +1,10 @@
-"""RMSNorm of the heads of queries and keys and their rotary positions as one pass over memory, forward and backward.
+"""RMSNorm of the heads of queries and keys and their rotary positions as one pass over memory, forward and
+backward.
 
-A program walks some heads of its rows, as that of petune.kernels.triton.rope does, and so reads cos, sin and both weights once. A head is
-in registers as its two halves, whose squares are summed as one row. The backward pass makes the statistics again; gradients of weights are
-one partial sum a program, added up at the end in a fixed order: no atomics, the same bits every time.
+A program walks some heads of its rows, as that of petune.kernels.triton.rope does, and so reads cos, sin and
+both weights once. A head is in registers as its two halves, whose squares are summed as one row. The backward
+pass makes the statistics again; gradients of weights are one partial sum a program, added up at the end in a
+fixed order: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from petune.kernels.triton.residual import Tile, Variant, multiprocessors, share
 WIDEST = 512  # of a head; wider ones, and those that are no power of two, go to the reference
 
 
-def norm_rope(raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+def norm_rope(
+    raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> Tensor:
     """`petune.kernels.reference.norm_rope`; float32, bfloat16 or float16."""
     (rows, columns), width = raw.shape, cos.shape[1]
     if not _fits(width):
@@ -44,7 +48,15 @@ def norm_rope(raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, 
 
 
 def norm_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor, weights: Pair, eps: float, cos: Tensor, sin: Tensor, weight_grad: bool = False
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    raw: Tensor,
+    weights: Pair,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    weight_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`petune.kernels.reference.norm_rope_backward`; float32, bfloat16 or float16."""
     (rows, columns), width = raw.shape, cos.shape[1]
@@ -54,7 +66,9 @@ def norm_rope_backward(
     tile, heads = _backward_tile(width // 2), (dq.shape[1], dk.shape[1], dv.shape[1])
     walks = triton.cdiv(rows, tile.rows)
     parts = shares(walks, max(heads), multiprocessors(dq.device) * tile.resident) if rows else 1
-    sums = torch.empty((2, walks * parts, width), dtype=torch.float32, device=dq.device) if weight_grad else None
+    sums = (
+        torch.empty((2, walks * parts, width), dtype=torch.float32, device=dq.device) if weight_grad else None
+    )
     if rows:
         _norm_rope_backward_kernel[(walks * parts,)](
             *(dq, dk, dv, raw, *weights, cos, sin, out, sums, rows, len(cos), *heads, parts),
@@ -164,13 +178,45 @@ def _norm_rope_backward_kernel(
     if sums is not None:
         own = sums + tl.program_id(0) * (2 * HALF) + t
     grad = dq + row[:, None] * dq_stride + t[None, :]
-    _turned_back(grad, dq_head, source, into, q_weight + t, own, q_heads, part, parts, inside, re, im, eps, HALF, STAGES)
+    _turned_back(
+        grad,
+        dq_head,
+        source,
+        into,
+        q_weight + t,
+        own,
+        q_heads,
+        part,
+        parts,
+        inside,
+        re,
+        im,
+        eps,
+        HALF,
+        STAGES,
+    )
     source += q_heads * (2 * HALF)
     into += q_heads * (2 * HALF)
     if sums is not None:
         own += tl.num_programs(0) * (2 * HALF)
     grad = dk + row[:, None] * dk_stride + t[None, :]
-    _turned_back(grad, dk_head, source, into, k_weight + t, own, k_heads, part, parts, inside, re, im, eps, HALF, STAGES)
+    _turned_back(
+        grad,
+        dk_head,
+        source,
+        into,
+        k_weight + t,
+        own,
+        k_heads,
+        part,
+        parts,
+        inside,
+        re,
+        im,
+        eps,
+        HALF,
+        STAGES,
+    )
     into += k_heads * (2 * HALF)
     grad = dv + row[:, None] * dv_stride + t[None, :]
     _copied(grad, dv_head, into, v_heads, part, parts, inside, HALF, STAGES)
@@ -180,7 +226,8 @@ def _norm_rope_backward_kernel(
 def _turned_back(
     grad, stride, source, into, weight, own, heads, part, parts, inside, re, im, eps, HALF: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Gradients of heads part, part + parts, ... before they were normed; the sum of the weight's goes to `own`, where that is not None."""
+    """Gradients of heads part, part + parts, ... before they were normed; the sum of the weight's goes to
+    `own`, where that is not None."""
     first, second = tl.load(weight).to(tl.float32)[None, :], tl.load(weight + HALF).to(tl.float32)[None, :]
     if own is not None:
         first_sum, second_sum = tl.zeros_like(re), tl.zeros_like(re)
@@ -215,7 +262,10 @@ def variants() -> Iterator[Variant]:
         for half in (64, 32, 128):
             matrices = dict.fromkeys(("raw", "dq", "dk", "dv", "out", "q_weight", "k_weight"), kind)
             floats = {"cos": table, "sin": table, "sums": "*fp32", "eps": "fp32"}
-            for kernel, tile in ((_norm_rope_kernel, _forward_tile(half)), (_norm_rope_backward_kernel, _backward_tile(half))):
+            for kernel, tile in (
+                (_norm_rope_kernel, _forward_tile(half)),
+                (_norm_rope_backward_kernel, _backward_tile(half)),
+            ):
                 signature = {name: "i32" for name in kernel.arg_names} | matrices | floats
                 values = {"HALF": half, "BM": tile.rows, "STAGES": tile.stages}
                 for absent in ({},) if kernel is _norm_rope_kernel else ({}, {"sums": None}):

@@ -1,9 +1,11 @@
-"""Sums of matrices: a product with its low-rank update, rows as eight-bit floats, and what many programs each summed a share of.
+"""Sums of matrices: a product with its low-rank update, rows as eight-bit floats, and what many programs each
+summed a share of.
 
-A low-rank update is a matrix product on tiles that are in registers anyway: tl.dot with the rank padded by masks to a power of two of at
-least 16, the narrowest a tensor core takes. Ranks up to `MAX_RANK` have registers to spare; above it `add_low` takes several turns, and
-other launchers raise ValueError. A sum that runs across programs is written as partial sums in float32 and added up in one order by
-`total`: the same call gives the same bits.
+A low-rank update is a matrix product on tiles that are in registers anyway: tl.dot with the rank padded by
+masks to a power of two of at least 16, the narrowest a tensor core takes. Ranks up to `MAX_RANK` have
+registers to spare; above it `add_low` takes several turns, and other launchers raise ValueError. A sum that
+runs across programs is written as partial sums in float32 and added up in one order by `total`: the same call
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ TOTAL_BLOCK = 1024
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time. resident: how many such programs one multiprocessor of an H200 holds."""
+    """What a program works on at a time. resident: how many such programs one multiprocessor of an H200
+    holds."""
 
     rows: int
     columns: int
@@ -46,11 +49,15 @@ def padded(rank: int) -> int:
 
 @lru_cache(maxsize=1024)
 def shares(walks: int, steps: int, places: int) -> int:
-    """How many programs to share each of `walks` walks of `steps` steps between, where `places` programs run at once.
+    """How many programs to share each of `walks` walks of `steps` steps between, where `places` programs run
+    at once.
 
-    The fewest rounds of the longest share, a program counting as one step more: what it costs to begin and to leave a partial sum.
+    The fewest rounds of the longest share, a program counting as one step more: what it costs to begin and to
+    leave a partial sum.
     """
-    return min(range(1, min(steps, 32) + 1), key=lambda parts: -(-walks * parts // places) * (1 - -steps // parts))
+    return min(
+        range(1, min(steps, 32) + 1), key=lambda parts: -(-walks * parts // places) * (1 - -steps // parts)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -68,7 +75,9 @@ def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
         return parts[0].to(dtype)
     result = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     size = result.numel()
-    _total_kernel[(triton.cdiv(size, TOTAL_BLOCK),)](parts, result, len(parts), size, BLOCK=TOTAL_BLOCK, num_warps=4)
+    _total_kernel[(triton.cdiv(size, TOTAL_BLOCK),)](
+        parts, result, len(parts), size, BLOCK=TOTAL_BLOCK, num_warps=4
+    )
     return result
 
 
@@ -87,7 +96,8 @@ def _total_kernel(parts, result, count, size, BLOCK: tl.constexpr):
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Low) -> Tensor:
-    """`petune.kernels.reference.linear_low`: cuBLAS gives the product in float32, which one kernel sums and rounds."""
+    """`petune.kernels.reference.linear_low`: cuBLAS gives the product in float32, which one kernel sums and
+    rounds."""
     product = matmul32(x, weight.T)
     return add_low(None if bias is None else bias.expand_as(product), product, low)
 
@@ -101,7 +111,19 @@ def add_low(x: Tensor | None, y: Tensor, low: Low) -> Tensor:
     tile, rank = _add_tile(s.dtype), s.shape[1]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),)
     _add_low_kernel[grid](
-        *(x, y, out, s, b, rows, width, 0 if x is None else x.stride(0), y.stride(0), s.stride(0), b.stride(0)),
+        *(
+            x,
+            y,
+            out,
+            s,
+            b,
+            rows,
+            width,
+            0 if x is None else x.stride(0),
+            y.stride(0),
+            s.stride(0),
+            b.stride(0),
+        ),
         RANK=rank,
         R=padded(min(rank, MAX_RANK)),
         BM=tile.rows,
@@ -130,8 +152,16 @@ def _add_low_kernel(
         value += tl.load(x + row[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     for start in range(0, RANK, R):
         k = start + tl.arange(0, R)
-        left = tl.load(s + row[:, None] * s_stride + k[None, :], mask=(row < rows)[:, None] & (k < RANK)[None, :], other=0.0)
-        right = tl.load(b + col[:, None] * b_stride + k[None, :], mask=(col < width)[:, None] & (k < RANK)[None, :], other=0.0)
+        left = tl.load(
+            s + row[:, None] * s_stride + k[None, :],
+            mask=(row < rows)[:, None] & (k < RANK)[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            b + col[:, None] * b_stride + k[None, :],
+            mask=(col < width)[:, None] & (k < RANK)[None, :],
+            other=0.0,
+        )
         value += tl.dot(left, tl.trans(right), input_precision="ieee")
     tl.store(out + row[:, None] * width + col[None, :], value.to(out.dtype.element_ty), mask=inside)
 
@@ -150,7 +180,17 @@ def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
         block = triton.next_power_of_2(width)
         bits, native = q.view(torch.uint8), x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
         by = None if by is None else by.contiguous()
-        _quantise_kernel[(rows,)](x, bits, scale, by, width, x.stride(0), BLOCK=block, NATIVE=native, num_warps=_quantise_warps(block))
+        _quantise_kernel[(rows,)](
+            x,
+            bits,
+            scale,
+            by,
+            width,
+            x.stride(0),
+            BLOCK=block,
+            NATIVE=native,
+            num_warps=_quantise_warps(block),
+        )
     return q, scale
 
 
@@ -174,11 +214,14 @@ def _quantise_kernel(x, q, scale, by, width, x_stride, BLOCK: tl.constexpr, NATI
 
 @triton.jit
 def _e4m3(value):
-    """The bits of the float8_e4m3fn nearest to each float32 up to 448, ties to even, where a device has no instruction for it."""
+    """The bits of the float8_e4m3fn nearest to each float32 up to 448, ties to even, where a device has no
+    instruction for it."""
     bits = value.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 of 23 mantissa bits stay; the bias 127 becomes 7
-    tiny = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) & 0xF  # below 2^-6 the grid is 2^-9, the last place of 2^14
+    # 3 of 23 mantissa bits stay; the bias 127 becomes 7
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 the grid is 2^-9, the last place of 2^14
+    tiny = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
     return (tl.where(size < (121 << 23), tiny, normal) | (bits >> 24 & 0x80)).to(tl.uint8)
 
 
@@ -189,14 +232,28 @@ def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
     """What every device compiles; the native form of `quantise` needs compute capability 8.9."""
     for kind, parts in (("*bf16", "*fp32"), ("*fp32", "*fp32")):
-        yield _total_kernel, {"parts": parts, "result": kind, "count": "i32", "size": "i32"}, {"BLOCK": TOTAL_BLOCK}, 4, 3
+        yield (
+            _total_kernel,
+            {"parts": parts, "result": kind, "count": "i32", "size": "i32"},
+            {"BLOCK": TOTAL_BLOCK},
+            4,
+            3,
+        )
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         tile = _add_tile(dtype)
-        signature = {name: kind if name in ("x", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names} | {"y": "*fp32"}
+        signature = {
+            name: kind if name in ("x", "out", "s", "b") else "i32" for name in _add_low_kernel.arg_names
+        } | {"y": "*fp32"}
         for rank, absent in ((16, {}), (64, {"x": None}), (256, {})):
             values = {"RANK": rank, "R": padded(min(rank, MAX_RANK)), "BM": tile.rows, "BN": tile.columns}
             yield _add_low_kernel, signature, values | absent, tile.warps, tile.stages
     signature = {"x": "*bf16", "q": "*u8", "scale": "*fp32", "by": "*fp32", "width": "i32", "x_stride": "i32"}
     for block in (4096, 16384, MAX_COLUMNS):
         for absent in ({}, {"by": None}):
-            yield _quantise_kernel, signature, {"BLOCK": block, "NATIVE": False} | absent, _quantise_warps(block), 3
+            yield (
+                _quantise_kernel,
+                signature,
+                {"BLOCK": block, "NATIVE": False} | absent,
+                _quantise_warps(block),
+                3,
+            )

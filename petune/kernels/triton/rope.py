@@ -1,7 +1,8 @@
 """Rotary positions, in place on the output of one matrix product for queries, keys and values, and back.
 
-A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on as its two halves, which are
-the parts of its complex numbers; a half that is no multiple of the tile is padded by masks.
+A program walks some heads of its rows, so that cos and sin are read once for all of them. A head is worked on
+as its two halves, which are the parts of its complex numbers; a half that is no multiple of the tile is
+padded by masks.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def _rope_kernel(
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`petune.kernels.reference.rope_backward`, for heads of an even width."""
     rows, width = len(dq), dq.shape[2]
-    out = torch.empty((rows, (dq.shape[1] + dk.shape[1] + dv.shape[1]) * width), dtype=dq.dtype, device=dq.device)
+    out = torch.empty(
+        (rows, (dq.shape[1] + dk.shape[1] + dv.shape[1]) * width), dtype=dq.dtype, device=dq.device
+    )
     if not rows:
         return out
     tile = _backward_tile(width // 2)
@@ -109,15 +112,67 @@ def _rope_backward_kernel(
     re = tl.load(cos + position[:, None] * cos_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     im = tl.load(sin + position[:, None] * sin_stride + t[None, :], mask=inside, other=0.0).to(tl.float32)
     into = out + row[:, None] * out_stride + t[None, :]
-    _turn_back(dq + row[:, None] * dq_stride + t[None, :], dq_head, into, q_heads, part, parts, inside, re, im, HALF, True, STAGES)
+    _turn_back(
+        dq + row[:, None] * dq_stride + t[None, :],
+        dq_head,
+        into,
+        q_heads,
+        part,
+        parts,
+        inside,
+        re,
+        im,
+        HALF,
+        True,
+        STAGES,
+    )
     into += q_heads * (2 * HALF)
-    _turn_back(dk + row[:, None] * dk_stride + t[None, :], dk_head, into, k_heads, part, parts, inside, re, im, HALF, True, STAGES)
+    _turn_back(
+        dk + row[:, None] * dk_stride + t[None, :],
+        dk_head,
+        into,
+        k_heads,
+        part,
+        parts,
+        inside,
+        re,
+        im,
+        HALF,
+        True,
+        STAGES,
+    )
     into += k_heads * (2 * HALF)
-    _turn_back(dv + row[:, None] * dv_stride + t[None, :], dv_head, into, v_heads, part, parts, inside, re, im, HALF, False, STAGES)
+    _turn_back(
+        dv + row[:, None] * dv_stride + t[None, :],
+        dv_head,
+        into,
+        v_heads,
+        part,
+        parts,
+        inside,
+        re,
+        im,
+        HALF,
+        False,
+        STAGES,
+    )
 
 
 @triton.jit
-def _turn_back(grad, stride, into, heads, part, parts, inside, re, im, HALF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr):
+def _turn_back(
+    grad,
+    stride,
+    into,
+    heads,
+    part,
+    parts,
+    inside,
+    re,
+    im,
+    HALF: tl.constexpr,
+    TURNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Heads part, part + parts, ... of one gradient, turned by the negative angle or as they are."""
     for head in tl.range(part, heads, parts, num_stages=STAGES):
         place = grad + tl.cast(head, tl.int64) * stride
@@ -125,8 +180,14 @@ def _turn_back(grad, stride, into, heads, part, parts, inside, re, im, HALF: tl.
         y = tl.load(place + HALF, mask=inside, other=0.0)
         place = into + head * (2 * HALF)
         if TURNS:
-            tl.store(place, (x.to(tl.float32) * re + y.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside)
-            tl.store(place + HALF, (y.to(tl.float32) * re - x.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside)
+            tl.store(
+                place, (x.to(tl.float32) * re + y.to(tl.float32) * im).to(into.dtype.element_ty), mask=inside
+            )
+            tl.store(
+                place + HALF,
+                (y.to(tl.float32) * re - x.to(tl.float32) * im).to(into.dtype.element_ty),
+                mask=inside,
+            )
         else:
             tl.store(place, x, mask=inside)
             tl.store(place + HALF, y, mask=inside)
@@ -137,10 +198,17 @@ def _turn_back(grad, stride, into, heads, part, parts, inside, re, im, HALF: tl.
 
 def variants() -> Iterator[Variant]:
     """See tests/kernels/gate.py."""
-    for dtype, kind, table in ((torch.bfloat16, "*bf16", "*bf16"), (torch.bfloat16, "*bf16", "*fp32"), (torch.float32, "*fp32", "*fp32")):
+    for dtype, kind, table in (
+        (torch.bfloat16, "*bf16", "*bf16"),
+        (torch.bfloat16, "*bf16", "*fp32"),
+        (torch.float32, "*fp32", "*fp32"),
+    ):
         for half in (64, 32, 40, 128):
             tables = {"cos": table, "sin": table}
-            for kernel, tile in ((_rope_kernel, _forward_tile(dtype, half)), (_rope_backward_kernel, _backward_tile(half))):
+            for kernel, tile in (
+                (_rope_kernel, _forward_tile(dtype, half)),
+                (_rope_backward_kernel, _backward_tile(half)),
+            ):
                 matrices = ("qkv", "dq", "dk", "dv", "out")
                 signature = {name: kind if name in matrices else "i32" for name in kernel.arg_names} | tables
                 values = {"HALF": half, "BM": tile.rows, "BN": tile.columns, "STAGES": tile.stages}

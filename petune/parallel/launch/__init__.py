@@ -1,1 +1,2 @@
-"""Processes of a parallel run: rendezvous, process group and heartbeat, launcher, and ranks that are replaced."""
+"""Processes of a parallel run: rendezvous, process group and heartbeat, launcher, and ranks that are
+replaced."""

@@ -1,4 +1,5 @@
-"""The host memory that this process and its children may take, and whether the kernel killed some of them for want of it."""
+"""The host memory that this process and its children may take, and whether the kernel killed some of them for
+want of it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _UNLIMITED = 1 << 60  # bytes: version 1 of cgroups says "no limit" with a numbe
 
 @dataclass(frozen=True)
 class _Names:
-    """Files of a version of cgroups: where kills are counted, the limit, the most that was used and what is used now."""
+    """Files of a version of cgroups: where kills are counted, the limit, the most that was used and what is
+    used now."""
 
     below: str
     kills: str
@@ -26,28 +28,43 @@ class _Names:
 
 _VERSIONS = {
     "": _Names("", "memory.events", "memory.max", "memory.peak", "memory.current"),
-    "memory": _Names("memory", "memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.usage_in_bytes"),
+    "memory": _Names(
+        "memory",
+        "memory.oom_control",
+        "memory.limit_in_bytes",
+        "memory.max_usage_in_bytes",
+        "memory.usage_in_bytes",
+    ),
 }
 
 
 class HostMemory:
-    """Counts what the kernel has killed for want of memory since this was made, in this process's cgroup or, without one, on this host."""
+    """Counts what the kernel has killed for want of memory since this was made, in this process's cgroup or,
+    without one, on this host."""
 
     def __init__(self, cgroups: Path = CGROUPS, proc: Path = PROC) -> None:
         self.cgroups, self.proc = cgroups, proc
         self.before = self._kills()
 
     def shortage(self) -> tuple[str, str] | None:
-        """The limit and what was used or killed, in words, where the kernel has killed since; None where nothing says so."""
+        """The limit and what was used or killed, in words, where the kernel has killed since; None where
+        nothing says so."""
         now = self._kills()
-        new = {place: count - self.before.get(place, 0) for place, count in now.items() if count > self.before.get(place, 0)}
+        new = {
+            place: count - self.before.get(place, 0)
+            for place, count in now.items()
+            if count > self.before.get(place, 0)
+        }
         if not new:
             return None
         killed = f"killed by the kernel for want of memory: {max(new.values())}"
         for folder, names in self._groups():
             if (limit := _number(folder / names.limit)) is not None and limit < _UNLIMITED:
                 used = _number(folder / names.peak) or _number(folder / names.now)
-                return f"at most {human(limit)} ({folder / names.limit})", f"{human(used)} in use, {killed}" if used else killed
+                return (
+                    f"at most {human(limit)} ({folder / names.limit})",
+                    f"{human(used)} in use, {killed}" if used else killed,
+                )
         total = _field(self.proc / "meminfo", "MemTotal:")
         return f"at most {human(1024 * total)}, the memory of this host" if total else "enough memory", killed
 
@@ -65,7 +82,9 @@ class HostMemory:
             root = self.cgroups / names.below
             place = root / path.strip("/")
             found += [
-                (folder, names) for folder in (place, *place.parents) if folder.is_relative_to(root) and (folder / names.kills).is_file()
+                (folder, names)
+                for folder in (place, *place.parents)
+                if folder.is_relative_to(root) and (folder / names.kills).is_file()
             ]
         return found
 

@@ -1,7 +1,9 @@
-"""Process groups that outlive the connections behind them: after a rank was replaced, whatever holds one holds the new group.
+"""Process groups that outlive the connections behind them: after a rank was replaced, whatever holds one
+holds the new group.
 
-Modules, hooks and pipeline stages hold the groups of their mesh. torch can end a group and make another, but not one that is the same
-object; this one passes every call on to torch's group of the moment. It is used only where ranks may be replaced.
+Modules, hooks and pipeline stages hold the groups of their mesh. torch can end a group and make another, but
+not one that is the same object; this one passes every call on to torch's group of the moment. It is used only
+where ranks may be replaced.
 """
 
 from __future__ import annotations
@@ -54,8 +56,14 @@ def _passing_on(name: str) -> Callable[..., Any]:
     return pass_on
 
 
-for _name, _method in vars(dist.ProcessGroup).items():  # every collective, by whatever name this version of torch calls it
-    if callable(_method) and not _name.startswith("__") and not isinstance(_method, type) and _name not in _OWN:
+# every collective, by whatever name this version of torch calls it
+for _name, _method in vars(dist.ProcessGroup).items():
+    if (
+        callable(_method)
+        and not _name.startswith("__")
+        and not isinstance(_method, type)
+        and _name not in _OWN
+    ):
         setattr(LastingGroup, _name, _passing_on(_name))
 
 
@@ -66,6 +74,7 @@ def refuse() -> None:
 
 
 def release() -> None:
-    """Let go of torch's groups, so that ending them closes their connections and frees whoever waits there for this rank."""
+    """Let go of torch's groups, so that ending them closes their connections and frees whoever waits there
+    for this rank."""
     for group in _all:
         group.now = None

@@ -1,4 +1,5 @@
-"""Starting every rank of a run on this machine with torch's elastic agent, and saying in one message how it ended.
+"""Starting every rank of a run on this machine with torch's elastic agent, and saying in one message how it
+ended.
 
 The agent starts and watches the ranks and can start all of them anew. What is added: how a stop and a failure
 end (ranks that save are waited for, ranks that hang are killed within seconds), which of several errors is
@@ -31,7 +32,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from petune.errors import DataError, DistributedError, FileError, MachineError, PetuneError, Stopped, TrainingFault, UsageError
+from petune.errors import (
+    DataError,
+    DistributedError,
+    FileError,
+    MachineError,
+    PetuneError,
+    Stopped,
+    TrainingFault,
+    UsageError,
+)
 from petune.log import say
 from petune.parallel.launch.host_memory import HostMemory
 from petune.parallel.launch.rendezvous import ERROR_FILE, LAUNCHER, lacks_files, serve, too_many_files
@@ -42,37 +52,56 @@ GRACE_S = 2.0  # how long the other ranks may take to end by themselves once one
 LOCALHOST = "127.0.0.1"
 STOPPED = Stopped.code
 INTERRUPTED = 130
-_KINDS = {kind.code: kind for kind in (UsageError, DataError, FileError, MachineError, DistributedError, TrainingFault, Stopped)}
+_KINDS = {
+    kind.code: kind
+    for kind in (UsageError, DataError, FileError, MachineError, DistributedError, TrainingFault, Stopped)
+}
 
 
 def launch(
-    command: Sequence[str], num_ranks: int, *, restarts: int = 0, log_folder: Path | None = None, on_line: Callable[[str], None] = say
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    restarts: int = 0,
+    log_folder: Path | None = None,
+    on_line: Callable[[str], None] = say,
 ) -> None:
     """Run `command` as `num_ranks` ranks on this machine and return when all have ended well.
 
-    Rank 0 keeps this process's standard output and error; what another rank prints is appended to `log_folder`/rank-N.log (made if need
-    be; None: dropped once the run ends). SIGTERM and Ctrl-C are passed on to every rank, and the ranks are waited for; a second Ctrl-C
-    ends them. A rank that is killed or frozen is replaced, or all start anew where that cannot be, up to `restarts` times, each said
-    through `on_line`; whatever a rank reports itself is final. Raises the PetuneError of the rank that failed first, its text in front of
-    anything else and with the rank's number, or KeyboardInterrupt. When it ends, however it ends, no rank is left.
+    Rank 0 keeps this process's standard output and error; what another rank prints is appended to
+    `log_folder`/rank-N.log (made if need be; None: dropped once the run ends). SIGTERM and Ctrl-C are passed
+    on to every rank, and the ranks are waited for; a second Ctrl-C ends them. A rank that is killed or frozen
+    is replaced, or all start anew where that cannot be, up to `restarts` times, each said through `on_line`;
+    whatever a rank reports itself is final. Raises the PetuneError of the rank that failed first, its text in
+    front of anything else and with the rank's number, or KeyboardInterrupt. When it ends, however it ends, no
+    rank is left.
     """
     with _noting_signals() as stops, _quiet(), tempfile.TemporaryDirectory(prefix="petune-") as scratch:
-        failure = _run(command, num_ranks, restarts, _Files(Path(scratch), log_folder or Path(scratch)), stops, on_line)
+        failure = _run(
+            command, num_ranks, restarts, _Files(Path(scratch), log_folder or Path(scratch)), stops, on_line
+        )
     if failure is not None:
         _show_cursor()
         raise failure
 
 
 def _run(
-    command: Sequence[str], num_ranks: int, restarts: int, files: _Files, stops: list[int], on_line: Callable[[str], None]
+    command: Sequence[str],
+    num_ranks: int,
+    restarts: int,
+    files: _Files,
+    stops: list[int],
+    on_line: Callable[[str], None],
 ) -> PetuneError | KeyboardInterrupt | None:
-    """Run the agent; what went wrong. In a function of its own, so that an error that is kept does not keep the store's port open."""
+    """Run the agent; what went wrong. In a function of its own, so that an error that is kept does not keep
+    the store's port open."""
     arguments = ["-I", "-S", str(Path(__file__).with_name("rank_entry.py")), *command]
     spec = WorkerSpec(
         role="petune",
         local_world_size=num_ranks,
         entrypoint=sys.executable,
-        args=tuple(word.replace("$", "$$") for word in arguments),  # the agent expands ${local_rank}, and so $$
+        # the agent expands ${local_rank}, and so $$
+        args=tuple(word.replace("$", "$$") for word in arguments),
         rdzv_handler=_Rendezvous(files.secret),
         max_restarts=restarts,
         monitor_interval=0.1,
@@ -92,7 +121,8 @@ def _run(
 
 @contextmanager
 def _noting_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT in the order they came, where a process can catch them: its main thread. The agent is kept from doing so."""
+    """SIGTERM and SIGINT in the order they came, where a process can catch them: its main thread. The agent
+    is kept from doing so."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -142,7 +172,8 @@ def _show_cursor() -> None:
 
 
 class _Rendezvous(RendezvousHandler):
-    """One machine meets itself: a new store on the loopback interface for every start, which the ranks then use too."""
+    """One machine meets itself: a new store on the loopback interface for every start, which the ranks then
+    use too."""
 
     def __init__(self, secret: str) -> None:
         self.number, self.secret = 0, secret
@@ -157,7 +188,12 @@ class _Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.number += 1
         self.store = serve(LOCALHOST)
-        return RendezvousInfo(Sealed(self.store, self.secret, "agent", 60), 0, 1, RendezvousStoreInfo(LOCALHOST, self.store.port))
+        return RendezvousInfo(
+            Sealed(self.store, self.secret, "agent", 60),
+            0,
+            1,
+            RendezvousStoreInfo(LOCALHOST, self.store.port),
+        )
 
     def is_closed(self) -> bool:
         return False
@@ -197,7 +233,9 @@ class _Files(LogsSpecs):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise MachineError(f"the folder for logs cannot be made: {error.strerror}", where=str(self.folder)) from None
+            raise MachineError(
+                f"the folder for logs cannot be made: {error.strerror}", where=str(self.folder)
+            ) from None
         threads = str(max(1, _cores() // len(envs)))
         for rank, env in envs.items():
             self.errors[rank] = self.scratch / f"error-{env['TORCHELASTIC_RESTART_COUNT']}-{rank}.json"
@@ -222,7 +260,8 @@ class _Files(LogsSpecs):
         """What the ranks reported, earliest first."""
         found = []
         for path in self.errors.values():
-            with suppress(OSError, ValueError, KeyError, TypeError):  # a rank that is no petune may write what it likes
+            # a rank that is no petune may write what it likes
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 found.append(Report(**json.loads(path.read_text(encoding="utf-8"))["petune"]))
         return sorted(found, key=lambda report: report.time)
 
@@ -244,11 +283,14 @@ def _cores() -> int:
 class _Agent(LocalElasticAgent):
     """torch's agent for one machine, with petune's way to stop and to fail.
 
-    torch's own would, as soon as one rank has ended with any code but 0, send SIGTERM to the rest and wait 30 s for each to die, though a
-    rank that is saving must not be disturbed and one that is frozen hears no SIGTERM; and it would restart after every kind of error.
+    torch's own would, as soon as one rank has ended with any code but 0, send SIGTERM to the rest and wait 30
+    s for each to die, though a rank that is saving must not be disturbed and one that is frozen hears no
+    SIGTERM; and it would restart after every kind of error.
     """
 
-    def __init__(self, spec: WorkerSpec, files: _Files, stops: list[int], on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, files: _Files, stops: list[int], on_line: Callable[[str], None]
+    ) -> None:
         super().__init__(spec, files, exit_barrier_timeout=5)
         self.files, self.stops, self.on_line = files, stops, on_line
         self.replacing, self.frozen = files.replacing, dict[int, str]()
@@ -269,18 +311,22 @@ class _Agent(LocalElasticAgent):
         self._pass_on_stops()
         self._tend()
         codes = self._codes()
-        bad = {rank: code for rank, code in codes.items() if code not in (None, 0, STOPPED)}  # a rank that stopped lets the others save
+        # a rank that stopped lets the others save
+        bad = {rank: code for rank, code in codes.items() if code not in (None, 0, STOPPED)}
         if bad and self._replace(worker_group, bad, codes):
             return RunResult(state=WorkerState.HEALTHY)
         if bad:
             self._end_the_rest()
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
-        result: RunResult = super()._monitor_workers(worker_group)  # all have ended: it only reads their codes
+        # all have ended: it only reads their codes
+        result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             self.failure = None
             return result
-        self.failure, again = judge(bad, self._codes(), self.files.reports(), self.stops, self.files.last_words, self.memory.shortage)
+        self.failure, again = judge(
+            bad, self._codes(), self.files.reports(), self.stops, self.files.last_words, self.memory.shortage
+        )
         if not again or self.stops:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
@@ -307,8 +353,11 @@ class _Agent(LocalElasticAgent):
         if None in codes.values() and (line := self.replacing.keep_spare(context, codes)):
             self.on_line(line)
 
-    def _replace(self, worker_group: WorkerGroup, bad: Mapping[int, int], codes: Mapping[int, int | None]) -> bool:
-        """Start ranks that died in their places, while the others wait with their models; whether that could be done."""
+    def _replace(
+        self, worker_group: WorkerGroup, bad: Mapping[int, int], codes: Mapping[int, int | None]
+    ) -> bool:
+        """Start ranks that died in their places, while the others wait with their models; whether that could
+        be done."""
         context, replacing = self._pcontext, self.replacing
         if not replacing or not isinstance(context, SubprocessContext):
             return False
@@ -318,9 +367,14 @@ class _Agent(LocalElasticAgent):
         if not lost or not again:
             return False
         if self.frozen.keys() & bad.keys():
-            failure = DistributedError(", ".join(self.frozen.pop(rank) for rank in bad if rank in self.frozen))
+            failure = DistributedError(
+                ", ".join(self.frozen.pop(rank) for rank in bad if rank in self.frozen)
+            )
         who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-        self.on_line(f"{str(failure).splitlines()[0]}\n{who} replaced, the others keep their model: {self._count(worker_group)}")
+        self.on_line(
+            f"{str(failure).splitlines()[0]}\n{who} replaced, the others keep their model:"
+            f" {self._count(worker_group)}"
+        )
         self._remaining_restarts -= 1
         self._kill(lost)
         for rank, handler in replacing.replace(context, lost).items():
@@ -337,7 +391,8 @@ class _Agent(LocalElasticAgent):
         return {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
 
     def _pass_on_stops(self) -> None:
-        """Give every rank the signals that came; a second Ctrl-C sets a time after which the ranks are killed, a third is that time."""
+        """Give every rank the signals that came; a second Ctrl-C sets a time after which the ranks are
+        killed, a third is that time."""
         for number in self.stops[self.passed_on :]:
             self.passed_on += 1
             for rank, code in self._codes().items():
@@ -355,24 +410,33 @@ class _Agent(LocalElasticAgent):
         if self.replacing:
             self.replacing.end()
         until = time.monotonic() + GRACE_S
-        while None in self._codes().values() and time.monotonic() < until and self.stops.count(signal.SIGINT) < 3:
+        while (
+            None in self._codes().values()
+            and time.monotonic() < until
+            and self.stops.count(signal.SIGINT) < 3
+        ):
             time.sleep(0.02)
         self._kill()
 
     def _kill(self, ranks: Sequence[int] | None = None) -> None:
-        """SIGKILL, which a frozen process heeds too, to whatever runs in the process group of these ranks; None: of all."""
+        """SIGKILL, which a frozen process heeds too, to whatever runs in the process group of these ranks;
+        None: of all."""
         pids = self._pids()
         for rank in pids if ranks is None else ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pids[rank], signal.SIGKILL)
         until = time.monotonic() + GRACE_S
-        while any(self._codes()[rank] is None for rank in (pids if ranks is None else ranks)) and time.monotonic() < until:
+        while (
+            any(self._codes()[rank] is None for rank in (pids if ranks is None else ranks))
+            and time.monotonic() < until
+        ):
             time.sleep(0.01)
 
     def _pids(self) -> dict[int, int]:
         return self._pcontext.pids() if isinstance(self._pcontext, SubprocessContext) else {}
 
-    def _shutdown(self, *arguments: Any, **named: Any) -> None:  # torch's parameters have changed between versions
+    # torch's parameters have changed between versions
+    def _shutdown(self, *arguments: Any, **named: Any) -> None:
         self._kill()
         if self.replacing:
             self.replacing.close()
@@ -404,8 +468,8 @@ def judge(
 ) -> tuple[PetuneError | KeyboardInterrupt, bool]:
     """Which of all that happened is the cause, as the error to raise, and whether starting again may help.
 
-    `bad`: rank and exit code of those seen to fail first, negative for a signal; `codes`: of all in the end; `reports`: by time.
-    `shortage`: what the kernel says of memory, where it has killed for want of it.
+    `bad`: rank and exit code of those seen to fail first, negative for a signal; `codes`: of all in the end;
+    `reports`: by time. `shortage`: what the kernel says of memory, where it has killed for want of it.
     """
     if stops.count(signal.SIGINT) > 1 or INTERRUPTED in bad.values():
         return KeyboardInterrupt(), False
@@ -436,21 +500,30 @@ def _reported(report: Report, reports: Sequence[Report]) -> tuple[PetuneError | 
     texts = [other.text for other in reports]
     shared = len(texts) > 1 and len(set(texts)) == 1
     plain = shared or report.kind != "own" or report.code == STOPPED
-    error = _KINDS.get(report.code, PetuneError)(report.text if plain else f"rank {report.rank}: {report.text}")
+    error = _KINDS.get(report.code, PetuneError)(
+        report.text if plain else f"rank {report.rank}: {report.text}"
+    )
     if report.trace:
         error.add_note(report.trace)
     return error, report.kind == "lost"
 
 
 def _who(signals: Mapping[int, int]) -> str:
-    return ", ".join(f"rank {rank} was killed by {signal.Signals(number).name}" for rank, number in signals.items())
+    return ", ".join(
+        f"rank {rank} was killed by {signal.Signals(number).name}" for rank, number in signals.items()
+    )
 
 
 def _starved(signals: Mapping[int, int], limit: str, found: str) -> MachineError:
     """Ranks that the kernel killed because the host's memory, or what this job may have of it, ran out."""
-    knobs = "fewer processes, a smaller model or dtype: bf16, a smaller batch_size or data.max_length, or a higher limit"
+    knobs = (
+        "fewer processes, a smaller model or dtype: bf16, a smaller batch_size or data.max_length, or a"
+        " higher limit"
+    )
     remedy = f"take {knobs}; then go on from the last checkpoint with --resume"
-    return MachineError(f"the host's memory ran out: {_who(signals)}", expected=limit, found=found, remedy=remedy)
+    return MachineError(
+        f"the host's memory ran out: {_who(signals)}", expected=limit, found=found, remedy=remedy
+    )
 
 
 def _killed(signals: Mapping[int, int], last_words: Callable[[int], str | None]) -> DistributedError:
@@ -458,5 +531,7 @@ def _killed(signals: Mapping[int, int], last_words: Callable[[int], str | None])
     memory = "if memory ran out, take a smaller batch_size; " if signal.SIGKILL in signals.values() else ""
     words = next((words for rank in signals if (words := last_words(rank))), None)
     return DistributedError(
-        _who(signals), found=words and f"as its last line: {words}", remedy=f"{memory}go on from the last checkpoint with --resume"
+        _who(signals),
+        found=words and f"as its last line: {words}",
+        remedy=f"{memory}go on from the last checkpoint with --resume",
     )

@@ -1,7 +1,9 @@
-"""What the launcher and its ranks tell each other when one of them is replaced, as files of a folder that only the user can enter.
+"""What the launcher and its ranks tell each other when one of them is replaced, as files of a folder that
+only the user can enter.
 
-The launcher writes `order`, rank N writes `rank-N` and a spare process waits for `place`; each file appears whole. They are files because a
-read of the rendezvous can block, and because a rank must hear of a loss while its main thread waits in a collective.
+The launcher writes `order`, rank N writes `rank-N` and a spare process waits for `place`; each file appears
+whole. They are files because a read of the rendezvous can block, and because a rank must hear of a loss while
+its main thread waits in a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Order:
-    """The launcher's last word. generation: how often ranks have been replaced. ends: nobody is replaced any more."""
+    """The launcher's last word. generation: how often ranks have been replaced. ends: nobody is replaced any
+    more."""
 
     generation: int = 0
     ends: bool = False
@@ -33,8 +36,9 @@ class Order:
 class Standing:
     """What a rank says of itself.
 
-    settled: the generation in which it last had its model and all others met it, -1 before; a rank that is not settled has nothing to keep.
-    silent: who has not answered it, and for how long. whole: why all ranks of this plan must start anew when one is lost, if so.
+    settled: the generation in which it last had its model and all others met it, -1 before; a rank that is
+    not settled has nothing to keep. silent: who has not answered it, and for how long. whole: why all ranks
+    of this plan must start anew when one is lost, if so.
     """
 
     settled: int = -1
@@ -97,7 +101,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def take_place() -> None:
-    """Wait, in a spare process, for a place among the ranks, and take it: its environment and where its output goes."""
+    """Wait, in a spare process, for a place among the ranks, and take it: its environment and where its
+    output goes."""
     path, outputs = Path(os.environ.pop(SPARE)), os.environ.pop("PETUNE_SPARE_OUTPUT").split(",")
     while not (found := _read(path)):
         time.sleep(POLL_S)

@@ -88,7 +88,8 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 class PeerLost(DistributedError):
-    """Another rank failed. `kind`: lost, this says which rank and how; consequence, only that the group broke, and others know why."""
+    """Another rank failed. `kind`: lost, this says which rank and how; consequence, only that the group
+    broke, and others know why."""
 
     def __init__(self, what: str, kind: Kind, remedy: str | None = None) -> None:
         super().__init__(what, remedy=remedy)
@@ -100,7 +101,8 @@ class PeerLost(DistributedError):
 
 @dataclass
 class _Session:
-    """What this module remembers while the process is in a group. `server` keeps the store alive on the rank that holds it."""
+    """What this module remembers while the process is in a group. `server` keeps the store alive on the rank
+    that holds it."""
 
     place: Place
     store: Sealed
@@ -118,14 +120,18 @@ _reported: int | None = None
 
 
 def join(device_type: DeviceType, timeout_s: float = 60, start_timeout_s: float = 300) -> tuple[int, int]:
-    """Join the group this process was started for: (rank, number of ranks), with torch's default group made (gloo, or nccl for cuda).
+    """Join the group this process was started for: (rank, number of ranks), with torch's default group made
+    (gloo, or nccl for cuda).
 
-    `timeout_s`: how long a collective may wait and a rank be silent; `start_timeout_s`: how long to wait for every rank to start.
-    Raises DistributedError naming who is missing or what cannot be reached, MachineError without a GPU for this rank.
+    `timeout_s`: how long a collective may wait and a rank be silent; `start_timeout_s`: how long to wait for
+    every rank to start. Raises DistributedError naming who is missing or what cannot be reached, MachineError
+    without a GPU for this rank.
     """
     here = place()
     if here is None:
-        raise DistributedError("this process is not one of several ranks", remedy="start it with petune train, torchrun or srun")
+        raise DistributedError(
+            "this process is not one of several ranks", remedy="start it with petune train, torchrun or srun"
+        )
     if _session is not None:
         raise DistributedError("this process has joined a group already")
     _enter(here, device_type, timeout_s, start_timeout_s)
@@ -150,7 +156,8 @@ def _enter(here: Place, device_type: DeviceType, timeout_s: float, start_timeout
             rank=here.rank,
             world_size=here.world,
             timeout=timedelta(seconds=timeout_s),
-            device_id=None if orders.generation() else device,  # bound to it, NCCL splits groups off, which ends in a crash after an abort
+            # bound to it, NCCL splits groups off, which ends in a crash after an abort
+            device_id=None if orders.generation() else device,
         )
     except Exception as error:
         raise explain(error) from None
@@ -162,13 +169,15 @@ def inside() -> bool:
 
 
 def leave() -> None:
-    """End a good run: wait for every rank, then take the group down. After a failure use `quit_process` instead."""
+    """End a good run: wait for every rank, then take the group down. After a failure use `quit_process`
+    instead."""
     global _session
     if _session is None:
         return
     barrier()
     session = _session
-    _all_say(session, "met", 5)  # or one would wait for what another, who does not beat any more, said at the last meeting
+    # or one would wait for what another, who does not beat any more, said at the last meeting
+    _all_say(session, "met", 5)
     session.pulse.stop()
     dist.destroy_process_group()
     _all_say(session, "gone", 5 if session.server is not None else 0)  # whoever holds the store goes last
@@ -189,11 +198,15 @@ def _all_say(session: _Session, word: str, limit_s: float) -> None:
 def _tell_refused() -> None:
     """Say how many values of somebody else were met."""
     if number := refused():
-        warn(f"the rendezvous held {number} values that are not of this run; they were ignored: who else writes to its port?")
+        warn(
+            f"the rendezvous held {number} values that are not of this run; they were ignored: who else"
+            " writes to its port?"
+        )
 
 
 def quit_process(code: int) -> NoReturn:
-    """End this process at once with `code`: torch's threads hang or abort an ordinary exit while a collective is under way."""
+    """End this process at once with `code`: torch's threads hang or abort an ordinary exit while a collective
+    is under way."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -212,7 +225,8 @@ def _check_in(here: Place, store: Sealed, limit_s: float) -> None:
     until, keys = time.monotonic() + limit_s, [f"beat/{rank}" for rank in range(here.world)]
     try:
         while True:
-            store.set(keys[here.rank], json.dumps(asdict(Beat())))  # again and again: somebody else may have written over it
+            # again and again: somebody else may have written over it
+            store.set(keys[here.rank], json.dumps(asdict(Beat())))
             now = time.monotonic()
             values = _wait(store, keys, min(until, now + BEAT_S))
             missing = [rank for rank, value in enumerate(values) if value is None]
@@ -234,11 +248,14 @@ def _check_in(here: Place, store: Sealed, limit_s: float) -> None:
 
 
 def _wait(store: Sealed, keys: list[str], until: float) -> list[str | None]:
-    """Wait for keys, one per rank, and read them; None for those that are missing at monotonic time `until`."""
+    """Wait for keys, one per rank, and read them; None for those that are missing at monotonic time
+    `until`."""
     values: list[str | None] = [None] * len(keys)
     pause = 0.002
     while True:
-        values = [store.read(key) if value is None else value for key, value in zip(keys, values, strict=True)]
+        values = [
+            store.read(key) if value is None else value for key, value in zip(keys, values, strict=True)
+        ]
         if None not in values or time.monotonic() > until:
             return values
         time.sleep(pause)
@@ -249,7 +266,8 @@ def _wait(store: Sealed, keys: list[str], until: float) -> list[str | None]:
 
 
 def gather(text: str) -> list[str]:
-    """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or falls silent meanwhile."""
+    """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or falls
+    silent meanwhile."""
     session = _required()
     session.pulse.formed = True  # nobody meets the others before
     keys = [f"meet/{session.meetings}/{rank}" for rank in range(session.place.world)]
@@ -267,12 +285,14 @@ def gather(text: str) -> list[str]:
 
 
 def barrier() -> None:
-    """Wait, however long it takes, until every rank is here: for what rank 0 does alone. Raises PeerLost as `gather` does."""
+    """Wait, however long it takes, until every rank is here: for what rank 0 does alone. Raises PeerLost as
+    `gather` does."""
     gather("")
 
 
 def agree(facts: Mapping[str, str]) -> None:
-    """Raise DistributedError, the same on every rank, unless all ranks have the same facts: recipe, data, versions, model."""
+    """Raise DistributedError, the same on every rank, unless all ranks have the same facts: recipe, data,
+    versions, model."""
     everyone = [json.loads(text) for text in gather(json.dumps(dict(facts)))]
     problems = []
     for key in dict.fromkeys(key for own in everyone for key in own):
@@ -281,10 +301,14 @@ def agree(facts: Mapping[str, str]) -> None:
             ranks.setdefault(str(own.get(key, "nothing")), []).append(rank)
         if len(ranks) > 1:
             first, *others = (f"{value} ({_ranks(which)})" for value, which in ranks.items())
-            problems.append(Problem(f"the ranks do not have the same {key}", expected=first, found=", ".join(others)))
+            problems.append(
+                Problem(f"the ranks do not have the same {key}", expected=first, found=", ".join(others))
+            )
     if problems:
         barrier()  # everyone has read, so nobody takes the store away
-        raise DistributedError([*problems, Problem("every rank needs the same recipe, data, model and packages")])
+        raise DistributedError(
+            [*problems, Problem("every rank needs the same recipe, data, model and packages")]
+        )
 
 
 def at_step(step: int) -> None:
@@ -300,9 +324,11 @@ _standing = Standing()
 
 
 def settle(whole: str | None) -> None:
-    """From here on this rank can wait, with its model where it is, until a rank that is lost has been replaced.
+    """From here on this rank can wait, with its model where it is, until a rank that is lost has been
+    replaced.
 
-    whole: why all ranks of this plan must be started anew instead, if so. Without petune's launcher and --restarts nothing happens.
+    whole: why all ranks of this plan must be started anew instead, if so. Without petune's launcher and
+    --restarts nothing happens.
     """
     _stand(Standing(orders.generation(), whole=whole))
 
@@ -324,13 +350,15 @@ def _replaced() -> PeerLost:
 
 
 def check() -> None:
-    """Raise PeerLost if a rank has been replaced: what collectives gave since then is worth nothing, as NCCL's were aborted."""
+    """Raise PeerLost if a rank has been replaced: what collectives gave since then is worth nothing, as
+    NCCL's were aborted."""
     if orders.newer():
         raise _replaced()
 
 
 def survives(error: Exception) -> bool:
-    """Whether `error` comes of the loss of a rank that petune's launcher has replaced, which is waited for. Then `rejoin`."""
+    """Whether `error` comes of the loss of a rank that petune's launcher has replaced, which is waited for.
+    Then `rejoin`."""
     if not replaces():
         return False
     if not orders.newer() and not isinstance(explain(error), PeerLost):
@@ -339,22 +367,30 @@ def survives(error: Exception) -> bool:
 
 
 def _await_order(pulse: Pulse) -> bool:
-    """Tell the launcher who is silent, which kills them, and wait for its word; whether ranks have been replaced."""
+    """Tell the launcher who is silent, which kills them, and wait for its word; whether ranks have been
+    replaced."""
     if silent := pulse.silent(SILENT_S):
-        _stand(replace(_standing, silent={str(rank): pulse.silence_of(rank, age) for rank, age in silent.items()}))
+        _stand(
+            replace(
+                _standing, silent={str(rank): pulse.silence_of(rank, age) for rank, age in silent.items()}
+            )
+        )
     until = time.monotonic() + SILENT_S + 2 * BEAT_S
     while not (ordered := orders.newer()) and not orders.given().ends and time.monotonic() < until:
         time.sleep(orders.POLL_S)
     return ordered
 
 
-_aborted: dist.ProcessGroup | None = None  # the whole group, from when this rank has aborted it until it forgets it
+# the whole group, from when this rank has aborted it until it forgets it
+_aborted: dist.ProcessGroup | None = None
 
 
 def _free_main_thread() -> None:
-    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when its connections close.
+    """Abort NCCL's collectives, in which the main thread may wait for a rank that is gone; gloo's end when
+    its connections close.
 
-    Once freed, the main thread finds no group to begin another collective on: it would make a connection of one that is being ended.
+    Once freed, the main thread finds no group to begin another collective on: it would make a connection of
+    one that is being ended.
     """
     global _aborted
     if _session is None or _session.device_type != "cuda" or not dist.is_initialized():
@@ -381,7 +417,8 @@ def _forget_groups() -> None:
 
 
 def _abort_at_once(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort groups side by side: freeing one waits for the device, and so for the collective of another that nobody has aborted."""
+    """Abort groups side by side: freeing one waits for the device, and so for the collective of another that
+    nobody has aborted."""
     threads = [threading.Thread(target=group.abort, name="petune-abort", daemon=True) for group in groups]
     for thread in threads:
         thread.start()
@@ -390,7 +427,8 @@ def _abort_at_once(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def rejoin() -> None:
-    """Leave the broken group and join the one of the newest order in the same place. Raises as `join`; PeerLost on yet another loss."""
+    """Leave the broken group and join the one of the newest order in the same place. Raises as `join`;
+    PeerLost on yet another loss."""
     session = _required()
     session.pulse.ended.set()
     session.pulse.threads[1].join()  # it may be about to abort
@@ -417,23 +455,29 @@ class Beat:
 
 
 class Pulse:
-    """Writes this rank's beat, reads the others', and ends the process when one is silent and the main thread cannot see it.
+    """Writes this rank's beat, reads the others', and ends the process when one is silent and the main thread
+    cannot see it.
 
-    One thread beats, another watches, because a read of the store has no timeout: a frozen store would hold a single thread for good.
-    Ages are counted from when something was seen to change here, so clocks of machines need not agree.
+    One thread beats, another watches, because a read of the store has no timeout: a frozen store would hold a
+    single thread for good. Ages are counted from when something was seen to change here, so clocks of
+    machines need not agree.
     """
 
     def __init__(self, here: Place, store: Sealed, silence_s: float) -> None:
         self.here, self.store, self.silence_s = here, store, silence_s
         self.own = Beat()
-        self.kept: dict[str, str] = {}  # what others may still have to read: written again with each beat, lest somebody wrote over it
+        # what others may still have to read: written again with each beat, lest somebody wrote over it
+        self.kept: dict[str, str] = {}
         self.beats = [Beat() for _ in range(here.world)]
         self.answered = time.monotonic()  # when the store last did
         self.heard = [self.answered] * here.world
         self.broken = False  # the connection to the store is
         self.formed = False  # the groups of this generation are, on this rank
         self.ended = threading.Event()
-        self.threads = [threading.Thread(target=work, name="petune-pulse", daemon=True) for work in (self._beat, self._watch)]
+        self.threads = [
+            threading.Thread(target=work, name="petune-pulse", daemon=True)
+            for work in (self._beat, self._watch)
+        ]
 
     def start(self) -> None:
         """Begin to beat."""
@@ -470,10 +514,12 @@ class Pulse:
             self.answered = time.monotonic()
             for rank, text in enumerate(texts):
                 beat = _beat_of(text)
-                if beat is not None and beat.count >= self.beats[rank].count and beat != self.beats[rank]:  # an older one is a copy
+                # an older one is a copy
+                if beat is not None and beat.count >= self.beats[rank].count and beat != self.beats[rank]:
                     self.beats[rank], self.heard[rank] = beat, self.answered
                     if beat.stopped and rank != self.here.rank and callable(signal.getsignal(signal.SIGTERM)):
-                        os.kill(os.getpid(), signal.SIGTERM)  # the handler of this rank knows best how to stop here
+                        # the handler of this rank knows best how to stop here
+                        os.kill(os.getpid(), signal.SIGTERM)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -482,38 +528,54 @@ class Pulse:
             if now - last > SILENT_S:  # this very process was frozen or starved: it cannot judge the others
                 self.answered, self.heard = now, [now] * self.here.world
             last = now
-            if self.broken and not self.ended.wait(SILENT_S):  # leave the main thread a moment to end by itself
+            # leave the main thread a moment to end by itself
+            if self.broken and not self.ended.wait(SILENT_S):
                 _give_up(PeerLost(f"{self.here.holder}, which holds the rendezvous, is gone", "consequence"))
             elif orders.newer():
                 return self._follow()
-            elif (lost := self._silence(self.silence_s + SPARE_S)) and not (replaces() and _await_order(self)):
+            elif (lost := self._silence(self.silence_s + SPARE_S)) and not (
+                replaces() and _await_order(self)
+            ):
                 _give_up(lost)
 
     def _follow(self) -> None:
-        """See that the main thread leaves a broken group. Where it cannot, as gloo may wait long for a dead rank, this one is replaced.
+        """See that the main thread leaves a broken group. Where it cannot, as gloo may wait long for a dead
+        rank, this one is replaced.
 
-        That is soon where groups are being formed, which takes no time: gloo waits for the connection of a dead rank as long as for any
-        answer, and for those of a mesh, which have no limit yet, half an hour. One that has its groups may compute or save meanwhile.
+        That is soon where groups are being formed, which takes no time: gloo waits for the connection of a
+        dead rank as long as for any answer, and for those of a mesh, which have no limit yet, half an hour.
+        One that has its groups may compute or save meanwhile.
         """
         _free_main_thread()
         if not self.ended.wait(self.silence_s if self.formed else FORMING_S):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def silent(self, limit_s: float) -> dict[int, float]:
-        """Ranks not heard for `limit_s` seconds, and for how long; empty while the store itself does not answer."""
+        """Ranks not heard for `limit_s` seconds, and for how long; empty while the store itself does not
+        answer."""
         now = time.monotonic()
         if now - self.answered > SILENT_S or self.ended.is_set():
             return {}
-        ages = {rank: now - heard for rank, heard in enumerate(self.heard) if rank != self.here.rank and not self.beats[rank].left}
+        ages = {
+            rank: now - heard
+            for rank, heard in enumerate(self.heard)
+            if rank != self.here.rank and not self.beats[rank].left
+        }
         return {rank: age for rank, age in ages.items() if age > limit_s}
 
     def _silence(self, limit_s: float) -> PeerLost | None:
         if silent := self.silent(limit_s):
             who = [self.silence_of(rank, age) for rank, age in silent.items()]
-            return PeerLost(", ".join(who), "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
+            return PeerLost(
+                ", ".join(who),
+                "lost",
+                remedy="it is frozen, or its machine or network is gone; go on with --resume",
+            )
         if (age := time.monotonic() - self.answered) > limit_s:
             what = f"{self.here.holder}, which holds the rendezvous, has not answered for {age:.0f} s"
-            return PeerLost(what, "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume")
+            return PeerLost(
+                what, "lost", remedy="it is frozen, or its machine or network is gone; go on with --resume"
+            )
         return None
 
     def silence_of(self, rank: int, age: float) -> str:
@@ -521,7 +583,8 @@ class Pulse:
         return f"rank {rank} has not answered for {age:.0f} s (last seen at step {self.beats[rank].step})"
 
     def lost(self, limit_s: float) -> PeerLost | Stopped | None:
-        """Who has failed, was stopped, or has been silent for `limit_s` seconds, as an error; None while all is well."""
+        """Who has failed, was stopped, or has been silent for `limit_s` seconds, as an error; None while all
+        is well."""
         if orders.newer():
             return _replaced()
         for rank, beat in enumerate(self.beats):
@@ -541,7 +604,8 @@ def _beat_of(text: str | None) -> Beat | None:
 
 
 def _give_up(error: PeerLost) -> NoReturn:
-    """End the process from the beating thread: the main thread waits in a collective that no exception reaches."""
+    """End the process from the beating thread: the main thread waits in a collective that no exception
+    reaches."""
     code = report(error) if _reported is None else _reported
     quit_process(code)
 
@@ -549,11 +613,14 @@ def _give_up(error: PeerLost) -> NoReturn:
 # ------------------------------------------------------------ saying who failed
 
 
-_SIGNS = re.compile(r"gloo|pair closure|Connection (closed|reset|refused)|Broken pipe|NCCL|ProcessGroup|Socket", re.IGNORECASE)
+_SIGNS = re.compile(
+    r"gloo|pair closure|Connection (closed|reset|refused)|Broken pipe|NCCL|ProcessGroup|Socket", re.IGNORECASE
+)
 
 
 def explain(error: BaseException) -> BaseException:
-    """What a failed collective means: which rank is frozen, has failed or is gone. Any other error is given back as it is."""
+    """What a failed collective means: which rank is frozen, has failed or is gone. Any other error is given
+    back as it is."""
     if isinstance(error, PetuneError):
         return error
     if lacks_files(error):
@@ -565,7 +632,8 @@ def explain(error: BaseException) -> BaseException:
     if _session is None:
         return DistributedError("the process group failed", found=first_line(error))
     session, late = _session, "timed out" in str(error).lower()
-    # The silence of a rank that froze a moment ago is not long enough yet; of one that died, petune's launcher knows at once.
+    # The silence of a rank that froze a moment ago is not long enough yet; of one that died, petune's
+    # launcher knows at once.
     until = time.monotonic() + (SILENT_S + 2 * BEAT_S if late or not launched() else 0)
     while not (lost := session.pulse.lost(SILENT_S)) and time.monotonic() < until:
         time.sleep(0.1)
@@ -574,14 +642,17 @@ def explain(error: BaseException) -> BaseException:
     if late:
         beats = session.pulse.beats
         steps = ", ".join(f"rank {rank} at step {beat.step}" for rank, beat in enumerate(beats))
-        return DistributedError(f"the ranks are alive but did not meet within {session.timeout_s:.0f} s", found=steps)
+        return DistributedError(
+            f"the ranks are alive but did not meet within {session.timeout_s:.0f} s", found=steps
+        )
     return PeerLost(f"the connection to another rank broke: {first_line(error)}", "consequence")
 
 
 def report(error: BaseException) -> int:
     """Tell the launcher, and the other ranks, how this rank failed; its exit code.
 
-    The first report counts. Under torchrun and srun, where nobody else speaks for it, the rank prints its error itself.
+    The first report counts. Under torchrun and srun, where nobody else speaks for it, the rank prints its
+    error itself.
     """
     global _reported
     error = explain(error)

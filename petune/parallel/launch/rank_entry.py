@@ -1,7 +1,8 @@
-"""What a rank runs first: it ties its life to the launcher's, sends its output where it belongs, and becomes the command.
+"""What a rank runs first: it ties its life to the launcher's, sends its output where it belongs, and becomes
+the command.
 
-Run as a file by a bare interpreter, before site packages and torch, so that a launcher that is killed leaves nothing behind and a rank
-that fails while it imports is on record. It imports the standard library alone.
+Run as a file by a bare interpreter, before site packages and torch, so that a launcher that is killed leaves
+nothing behind and a rank that fails while it imports is on record. It imports the standard library alone.
 """
 
 import ctypes
@@ -19,7 +20,8 @@ def main() -> None:
         if os.getppid() != int(os.environ["PETUNE_LAUNCHER"]):  # it died before we asked
             sys.exit(6)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if "PETUNE_SPARE" in os.environ:  # it may become the first rank, whose output is the launcher's; until then it is quiet
+    # it may become the first rank, whose output is the launcher's; until then it is quiet
+    if "PETUNE_SPARE" in os.environ:
         kept = [os.dup(number) for number in (1, 2)]
         for number, copy in zip((1, 2), kept, strict=True):
             os.set_inheritable(copy, True)

@@ -1,6 +1,8 @@
-"""Where this process stands among those that were started with it, and the store through which they find each other.
+"""Where this process stands among those that were started with it, and the store through which they find each
+other.
 
-torchrun, srun and petune's own launcher say it in the environment. Where every rank runs on this machine, nothing listens to others.
+torchrun, srun and petune's own launcher say it in the environment. Where every rank runs on this machine,
+nothing listens to others.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from petune.parallel.launch import orders
 from petune.parallel.launch.seal import Sealed, secret_of
 
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch.launcher: the process id of the launcher
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by every elastic launcher; torchrun reads the first failing rank's message from it
+# set by every elastic launcher; torchrun reads the first failing rank's message from it
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SPARE_FILES = 16  # what a store, its clients and the groups behind it open at the least
 NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
-_NO_MORE_FILES = re.compile("too many open files", re.IGNORECASE)  # torch's store and gloo say it in text alone
+# torch's store and gloo say it in text alone
+_NO_MORE_FILES = re.compile("too many open files", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that were started. `hosted`: the launcher holds the store, else rank 0 does. local_world 0: not known."""
+    """This process among those that were started. `hosted`: the launcher holds the store, else rank 0 does.
+    local_world 0: not known."""
 
     rank: int
     world: int
@@ -47,7 +52,11 @@ class Place:
     @property
     def one_machine(self) -> bool:
         """Whether all ranks are known to run on this machine."""
-        return self.local_world == self.world or self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return (
+            self.local_world == self.world
+            or self.host in ("localhost", "::1")
+            or self.host.startswith("127.")
+        )
 
     @property
     def holds(self) -> bool:
@@ -61,7 +70,8 @@ class Place:
 
 
 def place(env: Mapping[str, str] | None = None) -> Place | None:
-    """This process's place by the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or srun; None alone.
+    """This process's place by the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or
+    srun; None alone.
 
     Raises DistributedError when the environment makes no sense.
     """
@@ -69,15 +79,21 @@ def place(env: Mapping[str, str] | None = None) -> Place | None:
     try:
         if all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
             found = _by_torchrun(env)
-        elif env.get("SLURM_STEP_NUM_TASKS") and env.get("SLURM_PROCID"):  # a batch script outside srun has no step
+        elif env.get("SLURM_STEP_NUM_TASKS") and env.get(
+            "SLURM_PROCID"
+        ):  # a batch script outside srun has no step
             found = _by_slurm(env)
         else:
             return None
     except ValueError as error:
         raise DistributedError("the launcher's environment makes no sense", found=str(error)) from None
     if not (0 <= found.rank < found.world and 0 < found.port < 2**16):
-        raise DistributedError("the launcher's environment makes no sense", found=f"rank {found.rank} of {found.world}, port {found.port}")
-    if found.one_machine and not found.hosted:  # rank 0 listens on the loopback interface, whatever name its machine has
+        raise DistributedError(
+            "the launcher's environment makes no sense",
+            found=f"rank {found.rank} of {found.world}, port {found.port}",
+        )
+    # rank 0 listens on the loopback interface, whatever name its machine has
+    if found.one_machine and not found.hosted:
         found = replace(found, host="127.0.0.1")
     return found if found.world > 1 else None
 
@@ -85,17 +101,32 @@ def place(env: Mapping[str, str] | None = None) -> Place | None:
 def _by_torchrun(env: Mapping[str, str]) -> Place:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", 0))
-    return Place(rank, world, *local, env["MASTER_ADDR"], int(env["MASTER_PORT"]), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Place(
+        rank,
+        world,
+        *local,
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def _by_slurm(env: Mapping[str, str]) -> Place:
-    """One task of an srun step. Every rank takes the first node as host and derives the same port from job and step."""
+    """One task of an srun step. Every rank takes the first node as host and derives the same port from job
+    and step."""
     rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "localhost"
     job, step = (re.sub(r"\D", "", env.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = int(env.get("MASTER_PORT") or 20000 + (int(job) * 31 + int(step)) % 10000)
     local_world = world if env.get("SLURM_STEP_NUM_NODES") == "1" else 0
-    return Place(rank, world, int(env.get("SLURM_LOCALID", rank)), local_world, env.get("MASTER_ADDR") or first_node(nodes), port)
+    return Place(
+        rank,
+        world,
+        int(env.get("SLURM_LOCALID", rank)),
+        local_world,
+        env.get("MASTER_ADDR") or first_node(nodes),
+        port,
+    )
 
 
 def first_node(nodes: str) -> str:
@@ -105,7 +136,8 @@ def first_node(nodes: str) -> str:
 
 
 def joined() -> bool:
-    """Whether something has started this process as one of several ranks: torchrun, srun or petune's own launcher."""
+    """Whether something has started this process as one of several ranks: torchrun, srun or petune's own
+    launcher."""
     return place() is not None
 
 
@@ -121,22 +153,31 @@ def launched() -> bool:
 
 
 def restarted() -> int:
-    """How often a launcher has started the ranks anew, or replaced some; above 0 a run goes on from its newest checkpoint."""
+    """How often a launcher has started the ranks anew, or replaced some; above 0 a run goes on from its
+    newest checkpoint."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) + orders.generation()
 
 
 def own_gpu(here: Place) -> torch.device:
-    """The GPU of this rank, which becomes torch's current one. Raises MachineError where there is none for it."""
+    """The GPU of this rank, which becomes torch's current one. Raises MachineError where there is none for
+    it."""
     count = torch.cuda.device_count()
-    index = here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
+    index = (
+        here.local_rank if here.local_world or here.local_rank < count else here.local_rank % max(count, 1)
+    )
     if index >= count:
-        raise MachineError(f"there is no GPU for rank {here.rank}", expected=f"at least {index + 1} on this machine", found=str(count))
+        raise MachineError(
+            f"there is no GPU for rank {here.rank}",
+            expected=f"at least {index + 1} on this machine",
+            found=str(count),
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def write_error_file(path: Path, rank: int, code: int, kind: str, text: str, trace: str) -> None:
-    """torch elastic's form of an error file, which torchrun reads, with what petune's launcher wants beside it."""
+    """torch elastic's form of an error file, which torchrun reads, with what petune's launcher wants beside
+    it."""
     now = time.time()
     message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
     own = {"rank": rank, "code": code, "kind": kind, "text": text, "trace": trace, "time": now}
@@ -167,20 +208,25 @@ def connect(here: Place, limit_s: float) -> tuple[Store | None, Sealed]:
 
 
 def client(here: Place, limit_s: float) -> Sealed:
-    """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError, MachineError."""
+    """A connection to the store of its own; every restart finds keys of its own. Raises DistributedError,
+    MachineError."""
     secret = secret_of(os.environ, here.one_machine)
-    _refuse_full_table(_opening_fails())  # the store would try for long, aloud, and say nothing of it in the end
+    # the store would try for long, aloud, and say nothing of it in the end
+    _refuse_full_table(_opening_fails())
     made: list[TCPStore] = []
 
     def attempt() -> None:
         with suppress(RuntimeError):
             made.append(TCPStore(here.host, here.port, is_master=False, timeout=timedelta(seconds=limit_s)))
 
-    thread = threading.Thread(target=attempt, daemon=True)  # it would wait forever for an answer of something that is no store
+    # it would wait forever for an answer of something that is no store
+    thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(min(limit_s, 30))
     if not made:
-        raise DistributedError(f"what answers at {here.host}:{here.port} is no rendezvous", remedy="choose another MASTER_PORT")
+        raise DistributedError(
+            f"what answers at {here.host}:{here.port} is no rendezvous", remedy="choose another MASTER_PORT"
+        )
     run = f"{here.host}:{here.port} of {here.world} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return Sealed(made[0], secret, f"petune/{run}/{restarted()}", limit_s)
 
@@ -191,7 +237,9 @@ def serve(host: str, port: int = 0) -> TCPStore:
     Raises DistributedError for a port that cannot be used, MachineError where too few files may be opened.
     """
     _refuse_full_table(_opening_fails())
-    listener = socket.socket(socket.AF_INET6 if host == "" and socket.has_dualstack_ipv6() else socket.AF_INET)
+    listener = socket.socket(
+        socket.AF_INET6 if host == "" and socket.has_dualstack_ipv6() else socket.AF_INET
+    )
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if listener.family == socket.AF_INET6:
@@ -201,15 +249,20 @@ def serve(host: str, port: int = 0) -> TCPStore:
     except OSError as error:
         listener.close()
         raise DistributedError(
-            f"port {port} of this machine cannot be used: {(error.strerror or str(error)).lower()}", remedy="choose another MASTER_PORT"
+            f"port {port} of this machine cannot be used: {(error.strerror or str(error)).lower()}",
+            remedy="choose another MASTER_PORT",
         ) from None
     port = listener.getsockname()[1]
-    return TCPStore(host or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        host or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def lacks_files(error: BaseException | None) -> bool:
     """Whether `error` says that this process, or the machine, may open no more files; a socket is one."""
-    return (isinstance(error, OSError) and error.errno in NO_MORE_FILES) or _NO_MORE_FILES.search(str(error)) is not None
+    return (isinstance(error, OSError) and error.errno in NO_MORE_FILES) or _NO_MORE_FILES.search(
+        str(error)
+    ) is not None
 
 
 def _refuse_full_table(error: Exception | None) -> None:
@@ -237,7 +290,11 @@ def too_many_files() -> MachineError:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     remedy = "raise the limit where it is started: ulimit -n 4096   (or start fewer processes)"
-    return MachineError("too many open files: no further socket or file can be opened", found=f"a limit of {limit}", remedy=remedy)
+    return MachineError(
+        "too many open files: no further socket or file can be opened",
+        found=f"a limit of {limit}",
+        remedy=remedy,
+    )
 
 
 def _reach(here: Place, limit_s: float) -> None:

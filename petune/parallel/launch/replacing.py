@@ -1,10 +1,12 @@
 """The launcher's side of replacing one rank while the others keep their process and their model.
 
-torch's agent can only end all ranks and start them anew, which it still does when this cannot help. Here a rank that died gets a
-successor in its place, and an order tells the others to leave the broken group and meet it in a new one; see petune.parallel.launch.orders.
+torch's agent can only end all ranks and start them anew, which it still does when this cannot help. Here a
+rank that died gets a successor in its place, and an order tells the others to leave the broken group and meet
+it in a new one; see petune.parallel.launch.orders.
 
-A spare process has imported everything already and waits for a place: it is started when all ranks train, so that it slows no start, and
-touches no GPU. On a machine with CPUs to spare it costs its imports in host memory and nothing else.
+A spare process has imported everything already and waits for a place: it is started when all ranks train, so
+that it slows no start, and touches no GPU. On a machine with CPUs to spare it costs its imports in host
+memory and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+    get_subprocess_handler,
+)
 
 from petune.parallel.launch.orders import FOLDER, GENERATION, SPARE, Order, Standing, give, standing, write
 
@@ -36,8 +41,12 @@ class Replacing:
         self.since: float | None = None  # when a loss was noticed that is not made good yet
 
     def environment(self) -> dict[str, str]:
-        """What ranks need beside what every rank finds. NCCL's watchdog must not end a process whose peer is gone: it aborts, no more."""
-        return {FOLDER: str(self.folder), "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")}
+        """What ranks need beside what every rank finds. NCCL's watchdog must not end a process whose peer is
+        gone: it aborts, no more."""
+        return {
+            FOLDER: str(self.folder),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),
+        }
 
     def begin(self) -> None:
         """All ranks start, and nothing has been said."""
@@ -56,7 +65,8 @@ class Replacing:
         return {int(rank): text for own in said for rank, text in own.items() if codes[int(rank)] is None}
 
     def lost(self, codes: Codes) -> list[int]:
-        """The ranks to start: those that died, and those that have nothing to keep. Empty where no rank would be left, or one has ended."""
+        """The ranks to start: those that died, and those that have nothing to keep. Empty where no rank would
+        be left, or one has ended."""
         standings = self.standings(codes)
         kept = [rank for rank, own in standings.items() if own.settled >= 0 and own.whole is None]
         lost = [rank for rank in codes if rank not in kept]
@@ -78,7 +88,10 @@ class Replacing:
         """Have a spare process once all ranks train; a line to say where it has died."""
         if self.spare is not None and (code := self.spare.proc.poll()) is not None:
             self.spare, self.lost_spare = None, True
-            return f"the spare process has ended (code {code}): a rank that is lost now is replaced by one that has to import everything"
+            return (
+                f"the spare process has ended (code {code}): a rank that is lost now is replaced by one that"
+                " has to import everything"
+            )
         if self.spare is None and not self.lost_spare and self._settled(codes) and self.whole(codes) is None:
             self.place = self.folder / f"place-{self.generation}"
             self.spare = self._started(context, 0, {SPARE: str(self.place)}, output=None)
@@ -86,7 +99,9 @@ class Replacing:
 
     def _settled(self, codes: Codes) -> bool:
         standings = self.standings(codes)
-        return len(standings) == len(codes) and all(own.settled == self.generation for own in standings.values())
+        return len(standings) == len(codes) and all(
+            own.settled == self.generation for own in standings.values()
+        )
 
     def replace(self, context: SubprocessContext, lost: list[int]) -> dict[int, SubprocessHandler]:
         """Tell the others that `lost` are being replaced, and start those; the process of each."""
@@ -117,7 +132,9 @@ class Replacing:
             self.spare.proc.wait()
             self.spare = None
 
-    def _started(self, context: SubprocessContext, rank: int, more: dict[str, str], output: str | None) -> SubprocessHandler:
+    def _started(
+        self, context: SubprocessContext, rank: int, more: dict[str, str], output: str | None
+    ) -> SubprocessHandler:
         return get_subprocess_handler(
             entrypoint=str(context.entrypoint),
             args=context.args[rank],

@@ -1,8 +1,10 @@
-"""A store whose values are authenticated: what another user of the machine writes to the rendezvous is ignored, and counted.
+"""A store whose values are authenticated: what another user of the machine writes to the rendezvous is
+ignored, and counted.
 
-The rendezvous is a port of this machine, which any user may write to. Every value carries an HMAC of its key and itself under a secret that
-the ranks of a run share: petune's launcher gives them one in their environment, and ranks that another launcher has started take the
-user's own from a file that nobody else can read, or what PETUNE_SECRET says. gloo's own values go through it too, NCCL's do not.
+The rendezvous is a port of this machine, which any user may write to. Every value carries an HMAC of its key
+and itself under a secret that the ranks of a run share: petune's launcher gives them one in their
+environment, and ranks that another launcher has started take the user's own from a file that nobody else can
+read, or what PETUNE_SECRET says. gloo's own values go through it too, NCCL's do not.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from petune.errors import DistributedError
 from petune.parallel.launch import orders
 
-SECRET = "PETUNE_SECRET"  # set by petune.parallel.launch.launcher, or by whoever starts ranks on several machines
+# set by petune.parallel.launch.launcher, or by whoever starts ranks on several machines
+SECRET = "PETUNE_SECRET"
 _DIGEST = 32  # bytes of an HMAC-SHA256
 _ABSENT = "petune: there is no such key"
 _MOST = 10_000  # refused values that are told apart
@@ -37,9 +40,11 @@ def new_secret() -> str:
 
 
 def secret_of(env: Mapping[str, str], one_machine: bool) -> str | None:
-    """What the ranks of this run share: PETUNE_SECRET, else, where all of them are on this machine, the user's own; None without.
+    """What the ranks of this run share: PETUNE_SECRET, else, where all of them are on this machine, the
+    user's own; None without.
 
-    The user's own lies in ~/.cache/petune and is made when it is first asked for. Raises DistributedError where others can read it.
+    The user's own lies in ~/.cache/petune and is made when it is first asked for. Raises DistributedError
+    where others can read it.
     """
     if env.get(SECRET):
         return env[SECRET]
@@ -53,7 +58,11 @@ def secret_of(env: Mapping[str, str], one_machine: bool) -> str | None:
         with file.open(encoding="ascii") as stream:
             facts = os.fstat(stream.fileno())
             if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
-                raise DistributedError("others may know this secret", where=str(file), remedy="remove it; the next run makes another")
+                raise DistributedError(
+                    "others may know this secret",
+                    where=str(file),
+                    remedy="remove it; the next run makes another",
+                )
             return stream.read().strip() or None
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         return None
@@ -76,7 +85,8 @@ def refused() -> int:
 
 
 class Sealed(Store):
-    """`store` with every value authenticated, under keys that begin with `prefix`. Counters, which torch adds up itself, are not."""
+    """`store` with every value authenticated, under keys that begin with `prefix`. Counters, which torch adds
+    up itself, are not."""
 
     def __init__(self, store: Store, secret: str | None, prefix: str, limit_s: float) -> None:
         super().__init__()
@@ -107,7 +117,8 @@ class Sealed(Store):
         return None
 
     def beneath(self, name: str) -> Store:
-        """The store itself, in C++ alone, under a name that cannot be guessed: for NCCL, whose threads must not wait for Python."""
+        """The store itself, in C++ alone, under a name that cannot be guessed: for NCCL, whose threads must
+        not wait for Python."""
         return PrefixStore(self._digest(name, b"").hex(), self.store)
 
     # ------------------------------------------------------------ what torch calls, by torch's names
@@ -123,7 +134,9 @@ class Sealed(Store):
         until = time.monotonic() + self.limit_s
         while (value := self._opened(key, self.store.get(self._name(key)))) is None:
             if time.monotonic() > until:
-                raise DistributedError(f"somebody else writes to the rendezvous: {key} holds no value of this run")
+                raise DistributedError(
+                    f"somebody else writes to the rendezvous: {key} holds no value of this run"
+                )
             time.sleep(0.01)
         return value
 

@@ -1,13 +1,15 @@
-"""A pipeline over the pp axis: torch's schedules and transport, with the model's stages and what travels between them known beforehand.
+"""A pipeline over the pp axis: torch's schedules and transport, with the model's stages and what travels
+between them known beforehand.
 
-The rows of a batch go through the stages in pieces. Shapes change from batch to batch, and torch's own inference of them costs a forward
-and a backward pass each time. Here the first call of each kind (training, evaluation) sends one row through the stages, and each tells
-the next which tensors it will send, of which dtype, and which of them have a gradient; from then on the shapes of any batch follow. What
-has no gradient is not answered: under a ladder only the gradient of the side state comes back.
+The rows of a batch go through the stages in pieces. Shapes change from batch to batch, and torch's own
+inference of them costs a forward and a backward pass each time. Here the first call of each kind (training,
+evaluation) sends one row through the stages, and each tells the next which tensors it will send, of which
+dtype, and which of them have a gradient; from then on the shapes of any batch follow. What has no gradient is
+not answered: under a ladder only the gradient of the side state comes back.
 
-torch before 2.13 answers every tensor: there, what has no gradient is answered with zeros. `zero-bubble` splits the backward pass of a
-stage in two where that is exact (see `Ends.splits`; before torch 2.13 it is not where a tensor is used in two places), and makes it in one
-elsewhere.
+torch before 2.13 answers every tensor: there, what has no gradient is answered with zeros. `zero-bubble`
+splits the backward pass of a stage in two where that is exact (see `Ends.splits`; before torch 2.13 it is not
+where a tensor is used in two places), and makes it in one elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from petune.errors import UsageError
 from petune.log import say
@@ -50,15 +58,26 @@ def stages_of(plan: ParallelPlan, pp: int) -> list[int]:
 
 
 def cut_stages(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) -> list[nn.Module]:
-    """The stages of the rank `at`, cut out of the whole model; the first of them is `model` itself. Works on meta tensors.
+    """The stages of the rank `at`, cut out of the whole model; the first of them is `model` itself. Works on
+    meta tensors.
 
-    The others are clones of its modules that share every tensor. Raises UsageError for a plan whose stages do not fit its schedule.
+    The others are clones of its modules that share every tensor. Raises UsageError for a plan whose stages do
+    not fit its schedule.
     """
     _check_schedule(plan)
-    for name, stack in own_stacks(model, family).items():  # every rank sees what is wrong with another's stage, and none waits for it
-        spans = [(0, 0), *(stage.blocks[name] for stage in plan.stages if name in stage.blocks), (len(stack), len(stack))]
+    # every rank sees what is wrong with another's stage, and none waits for it
+    for name, stack in own_stacks(model, family).items():
+        spans = [
+            (0, 0),
+            *(stage.blocks[name] for stage in plan.stages if name in stage.blocks),
+            (len(stack), len(stack)),
+        ]
         if any(end != start for (_, end), (start, _) in pairwise(spans)):
-            raise UsageError(f"the stages do not share out the {name}'s {len(stack)} blocks", where="pp.stages", found=str(spans[1:-1]))
+            raise UsageError(
+                f"the stages do not share out the {name}'s {len(stack)} blocks",
+                where="pp.stages",
+                found=str(spans[1:-1]),
+            )
     mine = stages_of(plan, at.pp)
     modules = [model, *(_clone(model) for _ in mine[1:])]
     for module, number in zip(modules, mine, strict=True):
@@ -72,13 +91,26 @@ def _check_schedule(plan: ParallelPlan) -> None:
     several = plan.schedule in SEVERAL
     if number % ranks or (number > ranks) != several:
         wanted = f"{2 * ranks} or another multiple of {ranks}" if several else str(ranks)
-        raise UsageError(f"schedule {plan.schedule} does not fit so many stages", where="pp.stages", expected=wanted, found=str(number))
+        raise UsageError(
+            f"schedule {plan.schedule} does not fit so many stages",
+            where="pp.stages",
+            expected=wanted,
+            found=str(number),
+        )
     if several and pieces % max(1, pieces // ranks):
         wanted = f"a multiple of {ranks}"
-        raise UsageError(f"schedule {plan.schedule} works in rounds", where="pp.microbatches", expected=wanted, found=str(pieces))
+        raise UsageError(
+            f"schedule {plan.schedule} works in rounds",
+            where="pp.microbatches",
+            expected=wanted,
+            found=str(pieces),
+        )
     if plan.schedule == "1f1b" and pieces < number:
         raise UsageError(
-            "schedule 1f1b needs a micro-batch for each stage", where="pp.microbatches", expected=str(number), found=str(pieces)
+            "schedule 1f1b needs a micro-batch for each stage",
+            where="pp.microbatches",
+            expected=str(number),
+            found=str(pieces),
         )
 
 
@@ -91,12 +123,20 @@ def _clone(model: nn.Module) -> nn.Module:
 
 
 class Pipeline:
-    """This rank's stages of a pipeline and the schedule that runs them. `modules` are those of `cut_stages`, on the mesh's device.
+    """This rank's stages of a pipeline and the schedule that runs them. `modules` are those of `cut_stages`,
+    on the mesh's device.
 
     All ranks of the pp axis call the same methods with the same batch.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], family: Family, plan: ParallelPlan, mesh: Mesh, objective: Objective) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        family: Family,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        objective: Objective,
+    ) -> None:
         self.modules, self.plan, self.device = list(modules), plan, mesh.device
         self.group = mesh.groups["pp"]
         self.stacks = tuple(family.stacks)
@@ -104,21 +144,33 @@ class Pipeline:
         self.now = Now()
         numbers = stages_of(plan, mesh.at.pp)
         self.chunks = [
-            Chunk(module, number, objective, self.now, number == self.final) for module, number in zip(self.modules, numbers, strict=True)
+            Chunk(module, number, objective, self.now, number == self.final)
+            for module, number in zip(self.modules, numbers, strict=True)
         ]
-        if mesh.main and plan.schedule == "zero-bubble" and not (SELECTIVE and all(chunk.ends.splits for chunk in self.chunks)):
-            say("zero-bubble: some stages make their backward pass in one, as torch cannot split it here; interleaved does as well")
-        self.kinds: dict[tuple[bool, bool], list[tuple[Kinds, Kinds]]] = {}  # by training or not, and whether ladders climb
-        self.schedules: dict[bool, tuple[Any, Any]] = {}  # training or not: (what it was made for, the schedule)
+        if (
+            mesh.main
+            and plan.schedule == "zero-bubble"
+            and not (SELECTIVE and all(chunk.ends.splits for chunk in self.chunks))
+        ):
+            say(
+                "zero-bubble: some stages make their backward pass in one, as torch cannot split it here;"
+                " interleaved does as well"
+            )
+        # by training or not, and whether ladders climb
+        self.kinds: dict[tuple[bool, bool], list[tuple[Kinds, Kinds]]] = {}
+        # training or not: (what it was made for, the schedule)
+        self.schedules: dict[bool, tuple[Any, Any]] = {}
 
     def forget(self) -> None:
-        """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a broken step has left."""
+        """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a
+        broken step has left."""
         self.kinds.clear()
         self.schedules.clear()
         self.now.logits = []
 
     def backward(self, batch: Batch, pieces: int, total: float, key: int | None = None) -> float:
-        """Forward and backward over all rows of `batch` in `pieces` pieces: the sum of the losses over `total`, on every rank.
+        """Forward and backward over all rows of `batch` in `pieces` pieces: the sum of the losses over
+        `total`, on every rank.
 
         Gradients add to what is there. `key` is what dropout is drawn from.
         """
@@ -140,7 +192,8 @@ class Pipeline:
         return torch.cat(found) if found else None
 
     def _step(self, batch: Batch, pieces: int, **more: Any) -> None:
-        """Run the schedule. torch wraps what a stage raises; it comes out as it was raised, as its kind decides what follows."""
+        """Run the schedule. torch wraps what a stage raises; it comes out as it was raised, as its kind
+        decides what follows."""
         try:
             self._schedule(batch, pieces).step(return_outputs=False, **more, **batch)
         except RuntimeError as error:
@@ -154,26 +207,41 @@ class Pipeline:
         return pieces if pieces < self.plan.pp else pieces - pieces % self.plan.pp
 
     def _padded(self, batch: Batch, pieces: int) -> Batch:
-        """The batch on the device with rows numbered, and copies of its first row until it divides; those have the number PADDING."""
+        """The batch on the device with rows numbered, and copies of its first row until it divides; those
+        have the number PADDING."""
         batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
         number = len(batch["input_ids"])
         batch.setdefault("rows", torch.arange(number, device=self.device))
         missing = -number % pieces
         self.now.padded = missing > 0
         if missing:
-            batch = {name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])]) for name, value in batch.items()}
+            batch = {
+                name: torch.cat([value, value[:1].expand(missing, *value.shape[1:])])
+                for name, value in batch.items()
+            }
             batch["rows"][number:] = PADDING
         return batch
 
     def _schedule(self, batch: Batch, pieces: int) -> Any:
-        """The schedule for batches of these shapes. Only the last one of each kind is kept: it holds what is received of every piece."""
+        """The schedule for batches of these shapes. Only the last one of each kind is kept: it holds what is
+        received of every piece."""
         training = self.now.training
-        mode = training, all(stack.climbs for module in self.modules for stack in module.modules() if isinstance(stack, Stack))
+        mode = (
+            training,
+            all(
+                stack.climbs
+                for module in self.modules
+                for stack in module.modules()
+                if isinstance(stack, Stack)
+            ),
+        )
         if mode not in self.kinds:
             self.kinds[mode] = self._try({name: value[:1] for name, value in batch.items()})
         for chunk, (incoming, outgoing) in zip(self.chunks, self.kinds[mode], strict=True):
             chunk.incoming, chunk.outgoing = incoming, outgoing
-            chunk.shapes = [shape for shape, _ in self._facts(chunk.ends.outgoing, chunk.outgoing, batch, pieces)]
+            chunk.shapes = [
+                shape for shape, _ in self._facts(chunk.ends.outgoing, chunk.outgoing, batch, pieces)
+            ]
         made_for = (pieces, mode, tuple((name, value.shape) for name, value in batch.items()))
         if self.schedules.get(training, (None, None))[0] != made_for:
             self.schedules[training] = (made_for, self._make(batch, pieces))
@@ -198,7 +266,11 @@ class Pipeline:
                 for shape, kind in self._facts(slots, kinds, batch, pieces)
             )
 
-        outputs = (torch.empty((), dtype=LOSS, device="meta"),) if chunk.last else tensors(chunk.ends.outgoing, chunk.outgoing)
+        outputs = (
+            (torch.empty((), dtype=LOSS, device="meta"),)
+            if chunk.last
+            else tensors(chunk.ends.outgoing, chunk.outgoing)
+        )
         inputs = tensors(chunk.ends.incoming, chunk.incoming)
         return PipelineStage(
             chunk,
@@ -211,13 +283,20 @@ class Pipeline:
             dw_builder=None if SELECTIVE and chunk.ends.splits else _nothing_left,
         )
 
-    def _facts(self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int) -> list[tuple[tuple[int, ...], Kind]]:
+    def _facts(
+        self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int
+    ) -> list[tuple[tuple[int, ...], Kind]]:
         """Shape and kind of each tensor that travels with a piece of `batch`."""
         rows, lengths = len(batch["rows"]) // pieces, lengths_of(batch, self.stacks)
-        return [(slot.shape(kind.sizes, rows, lengths), kind) for slot, kind in zip(slots, kinds, strict=True) if kind is not None]
+        return [
+            (slot.shape(kind.sizes, rows, lengths), kind)
+            for slot, kind in zip(slots, kinds, strict=True)
+            if kind is not None
+        ]
 
     def _try(self, row: Batch) -> list[tuple[Kinds, Kinds]]:
-        """Send one row through the stages, one after the other; for each chunk, what it receives and what it sends."""
+        """Send one row through the stages, one after the other; for each chunk, what it receives and what it
+        sends."""
         found = []
         for chunk in self.chunks:
             kinds = self._received(chunk)
@@ -225,13 +304,23 @@ class Pipeline:
             leaving: Kinds = ()
             if not chunk.last:
                 with torch.enable_grad() if self.now.training else nullcontext():
-                    zeros = [torch.zeros(k.sizes, dtype=k.dtype, device=self.device, requires_grad=k.differentiable) for k in kinds if k]
+                    zeros = [
+                        torch.zeros(
+                            k.sizes, dtype=k.dtype, device=self.device, requires_grad=k.differentiable
+                        )
+                        for k in kinds
+                        if k
+                    ]
                     chunk.run(zeros, row)
                     leaving = tuple(Kind.of(value) for value in chunk.ends.collect())
                 for module in chunk.modules():  # no backward pass will free what this one has gathered
                     if isinstance(module, FSDPModule):
                         module.reshard()
-                dist.send(encoded(leaving, self.device), group_dst=(chunk.number + 1) % self.plan.pp, group=self.group)
+                dist.send(
+                    encoded(leaving, self.device),
+                    group_dst=(chunk.number + 1) % self.plan.pp,
+                    group=self.group,
+                )
             found.append((kinds, leaving))
         return found
 
@@ -244,7 +333,8 @@ class Pipeline:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """torch then makes the backward pass in one and asks for what is left of it; with other schedules it never asks."""
+    """torch then makes the backward pass in one and asks for what is left of it; with other schedules it
+    never asks."""
     return lambda: None
 
 

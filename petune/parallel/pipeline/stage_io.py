@@ -1,13 +1,15 @@
-"""What travels between the stages of a pipeline: where it leaves a stack and enters one, in which order, of which shape.
+"""What travels between the stages of a pipeline: where it leaves a stack and enters one, in which order, of
+which shape.
 
 From stage s to stage s + 1 go, as far as they exist:
 
     encoder goes on:   its carry (hidden states; T5: position bias), then its ladder's
     decoder goes on:   its carry, then its ladder's
-    encoder is done:   its final hidden states [b, s, width], with the ladder's beside them, which every block of the decoder reads
+    encoder is done:   its final hidden states [b, s, width], with the ladder's beside them, which every block
+                       of the decoder reads
 
-A tensor that passes through a stage gets back the sum of the gradients of all who read it. Hidden states are whole, whatever the layout
-of the tp axis; a position bias has this rank's heads.
+A tensor that passes through a stage gets back the sum of the gradients of all who read it. Hidden states are
+whole, whatever the layout of the tp axis; a position bias has this rank's heads.
 """
 
 from __future__ import annotations
@@ -24,21 +26,25 @@ from petune.models.spec import StackName
 from petune.models.stack import Carried
 from petune.parallel.objective import Batch
 
-TRAVELS = ("hidden_states", "position_bias")  # what of a block's carry goes to the next stage, see `Slot.shape`
-MADE_ANEW = ("encoder_decoder_position_bias",)  # and what does not: zeros that a block makes where it is given none
+# what of a block's carry goes to the next stage, see `Slot.shape`
+TRAVELS = ("hidden_states", "position_bias")
+# and what does not: zeros that a block makes where it is given none
+MADE_ANEW = ("encoder_decoder_position_bias",)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One place for a tensor in what travels. `name` is an argument of a block, or "encoder_states" for the finished encoder's output."""
+    """One place for a tensor in what travels. `name` is an argument of a block, or "encoder_states" for the
+    finished encoder's output."""
 
     stack: StackName
     name: str
     side: bool = False
 
     def shape(self, sizes: tuple[int, ...], rows: int, lengths: dict[StackName, int]) -> tuple[int, ...]:
-        """The shape for `rows` rows and sequences of `lengths`, where `sizes` is the shape it had for others."""
+        """The shape for `rows` rows and sequences of `lengths`, where `sizes` is the shape it had for
+        others."""
         own = lengths[self.stack]
         return (*sizes[:2], own, own) if self.name == "position_bias" else (rows, own, sizes[2])
 
@@ -48,7 +54,8 @@ STATES = Slot("encoder", "encoder_states")
 
 @dataclass
 class End:
-    """A stack's wire (see petune.models.stack.Wire): where the stack's two ends are, and what is between this stage and its neighbours."""
+    """A stack's wire (see petune.models.stack.Wire): where the stack's two ends are, and what is between this
+    stage and its neighbours."""
 
     begins: bool
     ends: bool
@@ -67,7 +74,8 @@ class End:
 
 @dataclass
 class Crossing:
-    """Hook on an encoder: its final hidden states come from an earlier stage, or go to a later one, or both."""
+    """Hook on an encoder: its final hidden states come from an earlier stage, or go to a later one, or
+    both."""
 
     arrives: bool
     leaves: bool
@@ -87,9 +95,10 @@ class Crossing:
 class Ends:
     """The ends of every stack on a stage, and the order in which tensors come in and go out.
 
-    splits: whether its backward pass can be made in two parts, for what came in and for what trains. torch finds the second part behind
-    each operation on what came in, and fails where those of two operations overlap: behind a ladder's gates, and behind a stack that begins
-    on a later stage than the first, beside what comes in.
+    splits: whether its backward pass can be made in two parts, for what came in and for what trains. torch
+    finds the second part behind each operation on what came in, and fails where those of two operations
+    overlap: behind a ladder's gates, and behind a stack that begins on a later stage than the first, beside
+    what comes in.
     """
 
     splits: bool = True
@@ -99,11 +108,16 @@ class Ends:
     outgoing: tuple[Slot, ...] = ()
 
     def put(self, arrived: Sequence[Tensor | None]) -> None:
-        """Lay out what came, in the order of `incoming`, for the stacks to take; None where a slot is empty."""
+        """Lay out what came, in the order of `incoming`, for the stacks to take; None where a slot is
+        empty."""
         by_slot = dict(zip(self.incoming, arrived, strict=True))
         for stack, wire in self.wires.items():
             parts: list[dict[str, Any]] = [
-                {slot.name: value for slot, value in by_slot.items() if (slot.stack, slot.side) == (stack, side) and slot.name in TRAVELS}
+                {
+                    slot.name: value
+                    for slot, value in by_slot.items()
+                    if (slot.stack, slot.side) == (stack, side) and slot.name in TRAVELS
+                }
                 for side in (False, True)
             ]
             if parts[0]:
@@ -156,7 +170,13 @@ def encoded(kinds: Kinds, device: torch.device) -> Tensor:
     rows = [
         [0] * WORDS
         if kind is None
-        else [len(kind.sizes), DTYPES.index(kind.dtype), int(kind.differentiable), *kind.sizes, *[0] * (4 - len(kind.sizes))]
+        else [
+            len(kind.sizes),
+            DTYPES.index(kind.dtype),
+            int(kind.differentiable),
+            *kind.sizes,
+            *[0] * (4 - len(kind.sizes)),
+        ]
         for kind in kinds
     ]
     return torch.tensor(rows, dtype=torch.int64, device=device)
@@ -165,11 +185,14 @@ def encoded(kinds: Kinds, device: torch.device) -> Tensor:
 def decoded(words: Tensor) -> Kinds:
     """Kinds of such a tensor."""
     rows = words.tolist()
-    return tuple(Kind(DTYPES[row[1]], bool(row[2]), tuple(row[3 : 3 + row[0]])) if row[0] else None for row in rows)
+    return tuple(
+        Kind(DTYPES[row[1]], bool(row[2]), tuple(row[3 : 3 + row[0]])) if row[0] else None for row in rows
+    )
 
 
 def lengths_of(batch: Batch, stacks: Sequence[StackName]) -> dict[StackName, int]:
-    """Tokens of each stack's sequences. A decoder beside an encoder reads what is asked of it, its labels, or the input again."""
+    """Tokens of each stack's sequences. A decoder beside an encoder reads what is asked of it, its labels, or
+    the input again."""
     tokens = batch["input_ids"].shape[1]
     wanted = batch.get("decoder_input_ids", batch.get("labels")) if len(stacks) > 1 else None
     found: dict[StackName, int] = dict.fromkeys(stacks, tokens)
@@ -179,9 +202,11 @@ def lengths_of(batch: Batch, stacks: Sequence[StackName]) -> dict[StackName, int
 
 
 class Leave(Function):
-    """A stage's outputs as tensors of their own: torch's schedules detach them in place, which a view or an input does not survive.
+    """A stage's outputs as tensors of their own: torch's schedules detach them in place, which a view or an
+    input does not survive.
 
-    constants: how many of the tensors are inputs without a gradient, which are answered with zeros; the rest is returned.
+    constants: how many of the tensors are inputs without a gradient, which are answered with zeros; the rest
+    is returned.
     """
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""A stage as torch's schedules call it: tensors in and the piece's batch by name, tensors out, and a part of the loss at the end."""
+"""A stage as torch's schedules call it: tensors in and the piece's batch by name, tensors out, and a part of
+the loss at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from petune.parallel.pipeline.stages import ends_of
 from petune.rng.context import Running
 from petune.rng.dropout import drawing
 
-SELECTIVE = "output_grads" in signature(PipelineStage.__init__).parameters  # torch 2.13: tensors without a gradient are not answered
+# torch 2.13: tensors without a gradient are not answered
+SELECTIVE = "output_grads" in signature(PipelineStage.__init__).parameters
 PADDING = -1  # the number of a row that only fills up the last piece
 LOSS = torch.float64  # of the scalar that the last stage gives
 
@@ -35,7 +37,8 @@ class Now:
 
 
 class Chunk(nn.Module):
-    """A stage: (what arrived, the piece's batch) -> what goes on; from the last stage its part of the loss, or nothing but `now.logits`."""
+    """A stage: (what arrived, the piece's batch) -> what goes on; from the last stage its part of the loss,
+    or nothing but `now.logits`."""
 
     def __init__(self, model: nn.Module, number: int, objective: Objective, now: Now, last: bool) -> None:
         super().__init__()
@@ -49,11 +52,20 @@ class Chunk(nn.Module):
         """What torch sends on, a flat tuple of contiguous tensors, or the scalar loss."""
         answered = not SELECTIVE and self.now.training
         kinds = [kind for kind in self.incoming if kind is not None]
-        constants = [value for value, kind in zip(received, kinds, strict=True) if answered and not kind.differentiable]
-        arrived = [value.detach() if not kind.differentiable else value for value, kind in zip(received, kinds, strict=True)]
+        constants = [
+            value for value, kind in zip(received, kinds, strict=True) if answered and not kind.differentiable
+        ]
+        arrived = [
+            value.detach() if not kind.differentiable else value
+            for value, kind in zip(received, kinds, strict=True)
+        ]
         outputs = self.run(arrived, batch)
         if self.last:
-            return self._linked(constants, [self._loss(outputs, batch)])[0] if self.now.training else self._keep(outputs.logits, batch)
+            return (
+                self._linked(constants, [self._loss(outputs, batch)])[0]
+                if self.now.training
+                else self._keep(outputs.logits, batch)
+            )
         leaving = [value.contiguous() for value in self._expected(self.ends.collect())]
         return tuple(self._linked(constants, leaving))
 
@@ -66,21 +78,29 @@ class Chunk(nn.Module):
             return self.objective.forward(self.model, asked)
 
     def _expected(self, leaving: Sequence[Tensor | None]) -> list[Tensor]:
-        """The tensors that leave. Raises DistributedError when they are not what the next stage waits for, which would hang it."""
+        """The tensors that leave. Raises DistributedError when they are not what the next stage waits for,
+        which would hang it."""
         found = [value for value in leaving if value is not None]
-        if [Kind.of(value) is None for value in leaving] != [kind is None for kind in self.outgoing] or self.shapes != [
-            tuple(value.shape) for value in found
-        ]:
+        if [Kind.of(value) is None for value in leaving] != [
+            kind is None for kind in self.outgoing
+        ] or self.shapes != [tuple(value.shape) for value in found]:
             shapes = ", ".join(str(list(value.shape)) for value in found)
             wanted = ", ".join(str(list(shape)) for shape in self.shapes)
-            raise DistributedError(f"stage {self.number} made other tensors than the next one expects", expected=wanted, found=shapes)
+            raise DistributedError(
+                f"stage {self.number} made other tensors than the next one expects",
+                expected=wanted,
+                found=shapes,
+            )
         return found
 
     def _linked(self, constants: Sequence[Tensor], leaving: Sequence[Tensor]) -> list[Tensor]:
         """What leaves, fit for torch's schedules; see `Leave`."""
         if constants:
             return list(cast("Any", Leave).apply(len(constants), *constants, *leaving))
-        return [cast("Any", Leave).apply(0, value)[0] if value.requires_grad else value.detach() for value in leaving]
+        return [
+            cast("Any", Leave).apply(0, value)[0] if value.requires_grad else value.detach()
+            for value in leaving
+        ]
 
     def _loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         asked = {name: value for name, value in batch.items() if name != "rows"}

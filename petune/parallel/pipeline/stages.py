@@ -1,9 +1,12 @@
-"""What one stage of a pipeline holds: the whole model's module tree, with everything that works on another stage taken out of it.
+"""What one stage of a pipeline holds: the whole model's module tree, with everything that works on another
+stage taken out of it.
 
-A stage runs Hugging Face's own forward around its blocks, so masks, positions and rotary embeddings are made where they are used, and no
-family needs code of its own. Modules whose parameters belong elsewhere are replaced by ones without parameters that pass their input by
-(norms, heads) or make zeros of the right shape (embeddings); what they compute is replaced by what arrives. Names of what stays do not
-change. Tensors that several stages hold are tied embeddings (tables where a stack begins, a head on the last stage), and nothing else.
+A stage runs Hugging Face's own forward around its blocks, so masks, positions and rotary embeddings are made
+where they are used, and no family needs code of its own. Modules whose parameters belong elsewhere are
+replaced by ones without parameters that pass their input by (norms, heads) or make zeros of the right shape
+(embeddings); what they compute is replaced by what arrives. Names of what stays do not change. Tensors that
+several stages hold are tied embeddings (tables where a stack begins, a head on the last stage), and nothing
+else.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class PassBy(nn.Module):
 
 
 class NoBlocks(nn.Module):
-    """In the place of a stack of which no block is here. Iterates as one block, as a Stack does, which gives back its input."""
+    """In the place of a stack of which no block is here. Iterates as one block, as a Stack does, which gives
+    back its input."""
 
     def __init__(self, rule: StackRule) -> None:
         super().__init__()
@@ -78,8 +82,8 @@ class NoBlocks(nn.Module):
 def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last: bool) -> Ends:
     """Reduce a whole model to one stage, in place, and leave the returned Ends on it as `model.petune_stage`.
 
-    Works on meta tensors and talks to nobody. Raises UsageError for blocks that the model lacks, and for a model with a part of which it
-    cannot be told on which stage it works.
+    Works on meta tensors and talks to nobody. Raises UsageError for blocks that the model lacks, and for a
+    model with a part of which it cannot be told on which stage it works.
     """
     stacks = own_stacks(model, family)
     spans = {name: _span(stack, stage.blocks.get(name), name) for name, stack in stacks.items()}
@@ -87,7 +91,9 @@ def cut_stage(model: nn.Module, family: Family, stage: Stage, first: bool, last:
     ends = _ends(stacks, spans, first, last)
     paths = stack_paths(model, family)
     around = {name: path.rpartition(".")[0] for name, path in paths.items()}
-    _take_out_the_rest(model, {path: (stacks[name], *spans[name]) for name, path in paths.items()}, first, last)
+    _take_out_the_rest(
+        model, {path: (stacks[name], *spans[name]) for name, path in paths.items()}, first, last
+    )
     if ends.crossing is not None:
         model.get_submodule(around["encoder"]).register_forward_hook(ends.crossing)
     for name, stack in stacks.items():
@@ -107,25 +113,38 @@ def _span(stack: Stack, span: tuple[int, int] | None, name: str) -> tuple[int, i
     """The numbers [start, end) of the blocks on this stage; (0, 0) for none."""
     start, end = span or (0, 0)
     if span is not None and not 0 <= start < end <= len(stack):
-        raise UsageError(f"there are no such blocks in the {name}", expected=f"[0, {len(stack)})", found=f"[{start}, {end})")
+        raise UsageError(
+            f"there are no such blocks in the {name}",
+            expected=f"[0, {len(stack)})",
+            found=f"[{start}, {end})",
+        )
     for carried in stack.rule.carry:
         if carried not in TRAVELS + MADE_ANEW:
-            raise UsageError(f"a pipeline does not know the shape of what blocks of the {name} hand on", found=carried)
+            raise UsageError(
+                f"a pipeline does not know the shape of what blocks of the {name} hand on", found=carried
+            )
     return start, end
 
 
-def _check_order(stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool) -> None:
-    """Raise UsageError unless the first stage alone has the first block, the last alone the last, and a decoder waits for its encoder."""
+def _check_order(
+    stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool
+) -> None:
+    """Raise UsageError unless the first stage alone has the first block, the last alone the last, and a
+    decoder waits for its encoder."""
     here = [name for name, (start, end) in spans.items() if start < end]
     begins = bool(here) and here[0] == next(iter(spans)) and spans[here[0]][0] == 0
     ends = bool(here) and here[-1] == list(spans)[-1] and spans[here[-1]][1] == len(stacks[here[-1]])
     waits = len(here) < 2 or (spans[here[0]][1] == len(stacks[here[0]]) and spans[here[1]][0] == 0)
     if not here or begins != first or ends != last or not waits:
         where = "first " * first + "last " * last + "stage" if first or last else "stage between"
-        raise UsageError("the blocks of a pipeline's stages do not follow one another", where=where, found=str(dict(spans)))
+        raise UsageError(
+            "the blocks of a pipeline's stages do not follow one another", where=where, found=str(dict(spans))
+        )
 
 
-def _ends(stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool) -> Ends:
+def _ends(
+    stacks: Mapping[StackName, Stack], spans: Mapping[StackName, tuple[int, int]], first: bool, last: bool
+) -> Ends:
     """Which stacks begin, end or go on here, and the slots on either side."""
     ends = Ends()
     incoming: list[Slot] = []
@@ -164,11 +183,13 @@ def _take_out_blocks(model: nn.Module, path: str, stack: Stack, span: tuple[int,
         model.set_submodule(path, NoBlocks(stack.rule))
 
 
-def _take_out_the_rest(model: nn.Module, stacks: dict[str, tuple[Stack, int, int]], first: bool, last: bool) -> None:
+def _take_out_the_rest(
+    model: nn.Module, stacks: dict[str, tuple[Stack, int, int]], first: bool, last: bool
+) -> None:
     """Replace what lies outside the stacks and works on another stage.
 
-    Embeddings, and OPENERS, work before the stack they lie beside, or before the first if they lie further up; the tail after its stack;
-    everything else outside, the heads, after the last one.
+    Embeddings, and OPENERS, work before the stack they lie beside, or before the first if they lie further
+    up; the tail after its stack; everything else outside, the heads, after the last one.
     """
     spine = {""} | {path.rpartition(".")[0] for path in stacks}
     while above := {path.rpartition(".")[0] for path in spine} - spine:
@@ -178,7 +199,10 @@ def _take_out_the_rest(model: nn.Module, stacks: dict[str, tuple[Stack, int, int
         if not last and (bias := owner._buffers.get(LOGITS_BIAS)) is not None:
             owner._buffers[LOGITS_BIAS] = bias.new_zeros(())
         if any(value is not None for value in owner._parameters.values()):
-            raise UsageError(f"it cannot be told on which stage {type(owner).__name__} uses its own tensors", where=path or "the model")
+            raise UsageError(
+                f"it cannot be told on which stage {type(owner).__name__} uses its own tensors",
+                where=path or "the model",
+            )
         beside = next((stack for stack in stacks if stack.rpartition(".")[0] == path), None)
         for name, child in list(owner.named_children()):
             full = f"{path}.{name}" if path else name
@@ -195,7 +219,11 @@ def _works_here(name: str, child: nn.Module, where: str, stack: Stack, start: in
         return start < end == len(stack)
     if _embeds(child) or name in OPENERS:
         return start == 0 < end
-    raise UsageError("it cannot be told whether this module works before the blocks or after them", where=where, found=type(child).__name__)
+    raise UsageError(
+        "it cannot be told whether this module works before the blocks or after them",
+        where=where,
+        found=type(child).__name__,
+    )
 
 
 def _embeds(module: nn.Module) -> bool:

@@ -1,14 +1,18 @@
-"""How attention on some tokens of a sequence sees the others: one object per attention module, put there as `module.exchange`.
+"""How attention on some tokens of a sequence sees the others: one object per attention module, put there as
+`module.exchange`.
 
     gather   every rank fetches all keys and values and attends with its own queries
-    ulysses  tokens are traded for heads, so every rank attends with whole sequences and some heads, and traded back (arXiv:2309.14509)
-    ring     keys and values travel from rank to rank, and the softmax is accumulated block by block (arXiv:2310.01889)
+    ulysses  tokens are traded for heads, so every rank attends with whole sequences and some heads, and
+             traded back (arXiv:2309.14509)
+    ring     keys and values travel from rank to rank, and the softmax is accumulated block by block
+             (arXiv:2310.01889)
     cross    keys and values are another sequence, whole on every rank; own queries
 
-All take what Hugging Face hands to an attention function, of own tokens: query [b, heads, own, head_dim], key and value
-[b, kv_heads, own, head_dim] (cross: whole). Masks [b, 1 | heads, 1 | all, all] and `position_bias` [1 | b, heads, all, all] are made by the
-model for the whole sequence and cut here. Out comes [b, own, heads, head_dim]. `running().sizes` says how many tokens each rank holds; a
-rank may hold none. Where it is empty the sequence is not cut, and attention is plain.
+All take what Hugging Face hands to an attention function, of own tokens: query [b, heads, own, head_dim], key
+and value [b, kv_heads, own, head_dim] (cross: whole). Masks [b, 1 | heads, 1 | all, all] and `position_bias`
+[1 | b, heads, all, all] are made by the model for the whole sequence and cut here. Out comes [b, own, heads,
+head_dim]. `running().sizes` says how many tokens each rank holds; a rank may hold none. Where it is empty the
+sequence is not cut, and attention is plain.
 """
 
 from __future__ import annotations
@@ -35,19 +39,34 @@ class Exchange(Protocol):
     """Attention of a module that holds only some tokens."""
 
     def __call__(
-        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended: ...
 
 
 @dataclass(frozen=True)
 class _Among(ABC):
-    """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a cut sequence raises."""
+    """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
+    cut sequence raises."""
 
     group: Group
     index: int
 
     def __call__(
-        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended:
         """See Exchange."""
         sizes = self._sizes()
@@ -58,7 +77,15 @@ class _Among(ABC):
 
     @abstractmethod
     def exchanged(
-        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        sizes: Sizes,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended:
         """Attention over a sequence that is cut into `sizes`, with query, key and value of one dtype."""
 
@@ -72,18 +99,22 @@ class _Among(ABC):
         return type(self), (None, self.index)
 
     def _sizes(self) -> Sizes:
-        """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group has."""
+        """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group
+        has."""
         sizes = running().sizes
         ranks = 1 if self.group is None else dist.get_world_size(self.group)
         if len(sizes) not in (0, ranks):
             raise DistributedError(
-                "this attention cannot reach the other parts of its sequence", expected=f"{len(sizes)} ranks", found=f"{ranks}"
+                "this attention cannot reach the other parts of its sequence",
+                expected=f"{len(sizes)} ranks",
+                found=f"{ranks}",
             )
         return sizes
 
 
 def _as_attended(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype to which attention under autocast casts them anyway: less travels, and all of them have the same."""
+    """In the dtype to which attention under autocast casts them anyway: less travels, and all of them have
+    the same."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -104,7 +135,8 @@ class _Rows:
         return self.end - self.first
 
     def of(self, mask: Tensor | None) -> Tensor | None:
-        """Own rows of a mask or bias [..., 1 | whole | own, keys]. Raises UsageError for one that was made for another part or length."""
+        """Own rows of a mask or bias [..., 1 | whole | own, keys]. Raises UsageError for one that was made
+        for another part or length."""
         if mask is None:
             return None
         rows, keys = mask.shape[-2:]
@@ -127,31 +159,61 @@ class Gather(_Among):
     """Own queries over the keys and values of all."""
 
     def exchanged(
-        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        sizes: Sizes,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended:
         """What a causal mask would hide from all own queries is not attended to at all."""
         part = _rows(sizes, self.index)
         pair = torch.cat([key, value], -1).transpose(1, 2)  # one message instead of two
-        key, value = gather_seq(pair, sizes, self.group).transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
+        key, value = (
+            gather_seq(pair, sizes, self.group).transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
+        )
         bias = part.of(kw.pop("position_bias", None))
         if not causal(module, mask, kw.pop("is_causal", None)):
-            return attend(module, query, key, value, part.of(mask), is_causal=False, position_bias=bias, first_query=part.first, **kw)
+            return attend(
+                module,
+                query,
+                key,
+                value,
+                part.of(mask),
+                is_causal=False,
+                position_bias=bias,
+                first_query=part.first,
+                **kw,
+            )
         seen = None if bias is None else bias[..., : part.end]
         key, value, first = key[:, :, : part.end], value[:, :, : part.end], part.first
         if first == 0:  # SDPA has kernels for this case
             return attend(module, query, key, value, None, is_causal=True, position_bias=seen, **kw)
         mask = no_later(first, part.end, query.device)
-        return attend(module, query, key, value, mask, is_causal=False, position_bias=seen, first_query=first, **kw)
+        return attend(
+            module, query, key, value, mask, is_causal=False, position_bias=seen, first_query=first, **kw
+        )
 
 
 @dataclass(frozen=True)
 class Cross:
-    """Own queries over a whole sequence of another stack. `index` is this rank's place along the cut of the queries."""
+    """Own queries over a whole sequence of another stack. `index` is this rank's place along the cut of the
+    queries."""
 
     index: int
 
     def __call__(
-        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended:
         """See Exchange; nothing is exchanged."""
         sizes = running().sizes
@@ -166,7 +228,8 @@ class Cross:
 
 
 def ulysses_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Sizes, Sizes]:
-    """Query heads and key and value heads of each rank, as evenly as groups that share keys allow. Raises UsageError when some get none."""
+    """Query heads and key and value heads of each rank, as evenly as groups that share keys allow. Raises
+    UsageError when some get none."""
     if kv_heads < ranks:
         raise UsageError(
             "exchange: ulysses gives every rank at least one head of keys and values",
@@ -182,13 +245,22 @@ class Ulysses(_Among):
     """Whole sequences of some heads. Every rank has at least one head of keys, see `ulysses_heads`."""
 
     def exchanged(
-        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        sizes: Sizes,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended:
         """Queries travel in one message with the keys and values that they share."""
         count, width, kv = query.shape[1], query.shape[3], key.shape[1]
         heads, kv_heads = ulysses_heads(count, kv, len(sizes))
         first, held = sum(heads[: self.index]), heads[self.index]
-        folded = query.unflatten(1, (kv, count // kv)).transpose(2, 3).flatten(3)  # [b, kv_heads, own, queries of a group]
+        # [b, kv_heads, own, queries of a group]
+        folded = query.unflatten(1, (kv, count // kv)).transpose(2, 3).flatten(3)
         trade = _Trade(sizes, kv_heads, self.group, self.index)
         message = transition(torch.cat([folded, key, value], -1), trade.to_heads, trade.to_tokens)
         folded, key, value = message.split([folded.shape[-1], key.shape[-1], value.shape[-1]], -1)
@@ -209,7 +281,8 @@ def _some_heads(mask: Tensor | None, count: int, first: int, held: int) -> Tenso
 
 @dataclass(frozen=True)
 class _Trade:
-    """Tokens and heads of each rank, between which tensors are traded. A trade only moves elements, so its adjoint is the way back."""
+    """Tokens and heads of each rank, between which tensors are traded. A trade only moves elements, so its
+    adjoint is the way back."""
 
     sizes: Sizes
     heads: Sizes
@@ -241,10 +314,19 @@ class _Trade:
 
 
 class Ring(_Among):
-    """Blocks of keys and values travel round the ranks; a rank holds two of them at a time. Attention dropout is not possible here."""
+    """Blocks of keys and values travel round the ranks; a rank holds two of them at a time. Attention dropout
+    is not possible here."""
 
     def exchanged(
-        self, sizes: Sizes, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        self,
+        sizes: Sizes,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
     ) -> Attended:
         """Raises UsageError for attention dropout."""
         if kw.get("dropout"):

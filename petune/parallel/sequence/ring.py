@@ -1,7 +1,8 @@
 """Attention over blocks of keys and values that travel from rank to rank (Liu et al. 2023, arXiv:2310.01889).
 
-At every step a rank looks at the block that is here while it is sent on and the next one comes in. The softmax over all keys is accumulated
-as in Milakov and Gimelshein 2018 (arXiv:1805.02867), in float32 or wider, so that no rank holds more than two blocks or sees a whole row.
+At every step a rank looks at the block that is here while it is sent on and the next one comes in. The
+softmax over all keys is accumulated as in Milakov and Gimelshein 2018 (arXiv:1805.02867), in float32 or
+wider, so that no rank holds more than two blocks or sees a whole row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from petune.parallel.collectives import Group, Sizes, Transfer, applied
 
 @dataclass(frozen=True)
 class Trip:
-    """One attention round the ring: its ranks and their tokens, whether later keys are hidden without a mask, the factor on scores."""
+    """One attention round the ring: its ranks and their tokens, whether later keys are hidden without a mask,
+    the factor on scores."""
 
     sizes: Sizes
     group: Group
@@ -34,7 +36,11 @@ class Trip:
 
     def matters(self, block: int) -> bool:
         """Whether any own query looks at a key of `block`."""
-        return bool(self.sizes[block]) and bool(self.sizes[self.index]) and not (self.hides_later and block > self.index)
+        return (
+            bool(self.sizes[block])
+            and bool(self.sizes[self.index])
+            and not (self.hides_later and block > self.index)
+        )
 
     def columns(self, x: Tensor, block: int) -> Tensor:
         """Of a mask or bias [.., own, all keys], the keys of `block`."""
@@ -46,8 +52,11 @@ class Trip:
             return no_later(0, self.sizes[block], device)
         return self.columns(mask, block) if mask is not None and mask.dtype is torch.bool else None
 
-    def scores(self, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None, block: int) -> Tensor:
-        """[b, heads, own, keys of block], float32 or wider. What is hidden is -inf, or beside a bias the lowest number as in `attend`."""
+    def scores(
+        self, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None, block: int
+    ) -> Tensor:
+        """[b, heads, own, keys of block], float32 or wider. What is hidden is -inf, or beside a bias the
+        lowest number as in `attend`."""
         scores = _by_group(query, key) @ key.transpose(-1, -2)
         scores = scores.view(*query.shape[:3], key.shape[2]).to(_wide(query)) * self.scale
         if bias is not None:
@@ -60,7 +69,8 @@ class Trip:
         return scores
 
     def pass_on(self, x: Tensor, block: int) -> Transfer:
-        """Begin to send `x` [b, kv_heads, keys of block, d] to the next rank and to receive that of the block before."""
+        """Begin to send `x` [b, kv_heads, keys of block, d] to the next rank and to receive that of the block
+        before."""
         shape = (*x.shape[:2], self.sizes[block - 1], x.shape[3])
         ranks = len(self.sizes)
         return Transfer(x, shape, self.group, (self.index + 1) % ranks, (self.index - 1) % ranks)
@@ -72,15 +82,20 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _by_group(x: Tensor, key: Tensor) -> Tensor:
-    """[b, heads, own, d] -> [b, kv_heads, heads of a group * own, d], so that heads that share keys meet them in one product."""
+    """[b, heads, own, d] -> [b, kv_heads, heads of a group * own, d], so that heads that share keys meet them
+    in one product."""
     batch, heads, own, width = x.shape
     return x.reshape(batch, key.shape[1], heads // key.shape[1] * own, width)
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, trip: Trip) -> Tensor:
-    """Attention of own queries [b, heads, own, d] over the keys and values of all ranks, [b, kv_heads, own, d] here; as the queries, out.
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, trip: Trip
+) -> Tensor:
+    """Attention of own queries [b, heads, own, d] over the keys and values of all ranks, [b, kv_heads, own,
+    d] here; as the queries, out.
 
-    bias [1 | b, 1 | heads, own, all] is added to scores and may want a gradient; mask [b, 1 | heads, 1 | own, all] is bool or added.
+    bias [1 | b, 1 | heads, own, all] is added to scores and may want a gradient; mask [b, 1 | heads, 1 | own,
+    all] is bool or added.
     """
     return applied(_Ring, query.contiguous(), key, value, bias, mask, trip)
 
@@ -88,14 +103,23 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 class _Ring(Function):
     """query, key, value, bias or None, mask or None -> output [b, heads, own, width of a value].
 
-    Forward keeps of each query the largest score m so far, and over the keys so far l = sum exp(score - m) and o = sum exp(score - m) v.
-    Backward makes the probabilities p = exp(score - m) / l again, while keys, values and their gradients go round together:
+    Forward keeps of each query the largest score m so far, and over the keys so far l = sum exp(score - m)
+    and o = sum exp(score - m) v. Backward makes the probabilities p = exp(score - m) / l again, while keys,
+    values and their gradients go round together:
 
         dv = p^T do,   ds = p * (do v^T - sum(do * o)),   dq = ds k scale,   dk = ds^T q scale,   dbias = ds
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, trip: Trip) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        trip: Trip,
+    ) -> Tensor:
         pair, widths, wide = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]], _wide(query)
         lowest = torch.finfo(wide).min  # where nothing was seen yet, exp(-inf - lowest) is 0 and not NaN
         largest = query.new_full((*query.shape[:3], 1), lowest, dtype=wide)
@@ -139,7 +163,9 @@ class _Ring(Function):
                 ds = _by_group((ds * trip.scale).to(query.dtype), block_key)
                 query_grad += (ds @ block_key).view(query.shape)
                 pair_grad[..., : widths[0]] = ds.transpose(-1, -2) @ _by_group(query, block_key)
-                pair_grad[..., widths[0] :] = _by_group(p.to(grad.dtype), block_key).transpose(-1, -2) @ _by_group(grad, block_key)
+                pair_grad[..., widths[0] :] = _by_group(p.to(grad.dtype), block_key).transpose(
+                    -1, -2
+                ) @ _by_group(grad, block_key)
             arriving = trip.pass_on(pair_grad if arriving is None else pair_grad + arriving.wait(), block)
             if passing is not None:
                 pair = passing.wait()
@@ -150,7 +176,8 @@ class _Ring(Function):
 
 
 def _add_bias_grad(into: Tensor, scores_grad: Tensor, visible: Tensor | None) -> None:
-    """Add what reaches a bias: nothing where a mask took its place, and the sum over what it is the same for."""
+    """Add what reaches a bias: nothing where a mask took its place, and the sum over what it is the same
+    for."""
     if visible is not None:
         scores_grad = scores_grad.masked_fill(~visible, 0.0)
     into += scores_grad.sum_to_size(into.shape)

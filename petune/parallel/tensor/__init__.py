@@ -1,1 +1,2 @@
-"""Tensor and Galaxy parallelism: sharded parameters, hooks around regions, a sharded vocabulary, overlapped communication."""
+"""Tensor and Galaxy parallelism: sharded parameters, hooks around regions, a sharded vocabulary, overlapped
+communication."""

@@ -1,7 +1,9 @@
-"""Transitions hooked on where regions are entered and left, so that a model that `slices.cut` has narrowed computes what the whole did.
+"""Transitions hooked on where regions are entered and left, so that a model that `slices.cut` has narrowed
+computes what the whole did.
 
-What is hooked follows from the layouts of neighbouring regions: no backend, no method and no family knows of it. A hook that does not find
-its input raises. All state lies on modules and hook objects, never in closures, so that copying a model copies it whole.
+What is hooked follows from the layouts of neighbouring regions: no backend, no method and no family knows of
+it. A hook that does not find its input raises. All state lies on modules and hook objects, never in closures,
+so that copying a model copies it whole.
 
         connection   region    enter                                leave
         whole        heads     copy (backward: sum)                 reduce
@@ -47,29 +49,42 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
         for index, block in stack.numbered:
             for region in stack.rule.regions:
                 if child_of(block, region.enter) is not None:
-                    _cross_region(block, region, f"{stack.name}.{index}", StackEdges(plan, group, rank), shape, overlap)
+                    _cross_region(
+                        block, region, f"{stack.name}.{index}", StackEdges(plan, group, rank), shape, overlap
+                    )
         ladder = stack._modules.get("side")
         if ladder is not None and plan.connection == "sequence":  # one more region in the connection's layout
             for block in cast("nn.ModuleList", ladder.blocks):
                 for region in stack.rule.regions:
                     if region.kind == "attention" and child_of(block, region.enter) is not None:
-                        _attend_across(block, region, module_at(block, region.enter, "side")[1], plan, group, rank)
+                        _attend_across(
+                            block, region, module_at(block, region.enter, "side")[1], plan, group, rank
+                        )
 
 
 def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group: Group = None) -> None:
-    """Say of every sub-layer that `cut` has narrowed which boundary it has. Without a group nothing can be computed, only foretold."""
+    """Say of every sub-layer that `cut` has narrowed which boundary it has. Without a group nothing can be
+    computed, only foretold."""
     shape = family.shape(cast("Any", model).config)
-    kind: type[WholeBoundary | SequenceBoundary] = WholeBoundary if plan.connection == "whole" else SequenceBoundary
+    kind: type[WholeBoundary | SequenceBoundary] = (
+        WholeBoundary if plan.connection == "whole" else SequenceBoundary
+    )
     for _, stack in stacks_of(model, family):
         for _, block in stack.numbered:
             for region in stack.rule.regions:
                 enter = child_of(block, region.enter)
                 if enter is not None and plan.layout(region.kind) == "heads":
-                    way_out = next(features_of(region, plan, shape)[role] for role, path in region.sites.items() if path == region.leave)
+                    way_out = next(
+                        features_of(region, plan, shape)[role]
+                        for role, path in region.sites.items()
+                        if path == region.leave
+                    )
                     put_boundary(enter[1], kind(group, sum(way_out[:rank]), plan.overlap))
 
 
-def _attend_across(block: nn.Module, region: Region, enter: nn.Module, plan: Cut, group: dist.ProcessGroup, rank: int) -> None:
+def _attend_across(
+    block: nn.Module, region: Region, enter: nn.Module, plan: Cut, group: dist.ProcessGroup, rank: int
+) -> None:
     """Let attention on own tokens see the others'."""
     kinds: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
     cast("Any", enter).exchange = Cross(rank) if region.cross else kinds[plan.exchange](group, rank)
@@ -80,7 +95,9 @@ def _attend_across(block: nn.Module, region: Region, enter: nn.Module, plan: Cut
             found[1].register_forward_hook(across.after)
 
 
-def _cross_region(block: nn.Module, region: Region, where: str, edges: StackEdges, shape: Shape, overlap: Overlap | None) -> None:
+def _cross_region(
+    block: nn.Module, region: Region, where: str, edges: StackEdges, shape: Shape, overlap: Overlap | None
+) -> None:
     plan, group, rank = edges.plan, edges.group, edges.rank
     enter = module_at(block, region.enter, where)[1]
     if plan.layout(region.kind) == "sequence":
@@ -89,9 +106,13 @@ def _cross_region(block: nn.Module, region: Region, where: str, edges: StackEdge
         return
     leave, sizes = module_at(block, region.leave, where)[1], features_of(region, plan, shape)
     boundary = cast("Boundary", boundary_of(enter))
-    enter.register_forward_pre_hook(Enter(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True)
+    enter.register_forward_pre_hook(
+        Enter(boundary, group, f"{where}.{region.enter}", overlap), with_kwargs=True
+    )
     out: nn.Module = leave.after_sum() if isinstance(leave, TunedLinear) else leave
-    out.register_forward_hook(Leave(boundary, group, rank, overlap.row(leave) if overlap is not None else None))
+    out.register_forward_hook(
+        Leave(boundary, group, rank, overlap.row(leave) if overlap is not None else None)
+    )
     if region.kind == "attention":
         cast("Any", enter).first_head = sum(plan.heads[:rank])
     for role, choices in region.sites.items():
@@ -106,7 +127,8 @@ def _cross_region(block: nn.Module, region: Region, where: str, edges: StackEdge
 
 
 class Shared:
-    """A hook that knows nothing of the module it hangs on: a copy of the model has the same one, as a process group cannot be copied."""
+    """A hook that knows nothing of the module it hangs on: a copy of the model has the same one, as a process
+    group cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
@@ -114,8 +136,8 @@ class Shared:
 
 @dataclass
 class Features(BoundaryHook):
-    """Hooks on a site of a region cut by heads, which tell dropout where features lie: whole before a column site, from `first` after it
-    and before a row site."""
+    """Hooks on a site of a region cut by heads, which tell dropout where features lie: whole before a column
+    site, from `first` after it and before a row site."""
 
     first: int
     row: bool
@@ -131,7 +153,8 @@ class Features(BoundaryHook):
 
 @dataclass
 class Across:
-    """Hooks on what reads a whole encoder from a decoder cut by sequence: its tokens are the encoder's, from the first on."""
+    """Hooks on what reads a whole encoder from a decoder cut by sequence: its tokens are the encoder's, from
+    the first on."""
 
     rank: int
 
@@ -153,7 +176,9 @@ class Enter(Shared, BoundaryHook):
     where: str
     overlap: Overlap | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with its first input as the region needs it. Raises RuntimeError when there is none."""
         if args:
             return (self.widen(args[0]), *args[1:]), kwargs
@@ -162,7 +187,8 @@ class Enter(Shared, BoundaryHook):
         raise RuntimeError(f"{self.where} was called without hidden states, found {sorted(kwargs)}")
 
     def widen(self, hidden: Tensor) -> Tensor:
-        """Hidden states of every token, or what stands in for them; their gradient is summed over the ranks."""
+        """Hidden states of every token, or what stands in for them; their gradient is summed over the
+        ranks."""
         now = running()
         now.token = now.feature = 0
         if self.overlap is not None:
@@ -211,12 +237,16 @@ class RefuseRecording(Shared):
             if getattr(config, name, False) if given is None else given:
                 if name == "output_hidden_states" and self.plan.connection == "whole":
                     continue
-                raise UsageError(f"{name} would give one rank's part of them", remedy="record them in a single process: parallel=none")
+                raise UsageError(
+                    f"{name} would give one rank's part of them",
+                    remedy="record them in a single process: parallel=none",
+                )
 
 
 @dataclass
 class StackEdges(Shared):
-    """How a call enters and leaves a stack: where the connection is cut by sequence, each rank takes its tokens and gives them back."""
+    """How a call enters and leaves a stack: where the connection is cut by sequence, each rank takes its
+    tokens and gives them back."""
 
     plan: Cut
     group: dist.ProcessGroup
@@ -229,7 +259,9 @@ class StackEdges(Shared):
         length = carry["hidden_states"].shape[1]
         if length < len(self.plan.sequence):
             found = f"{length} tokens for {len(self.plan.sequence)} ranks"
-            raise UsageError("a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch")
+            raise UsageError(
+                "a sequence cut across ranks needs a token for each", found=found, remedy="pad the batch"
+            )
         sizes = apportion(length, self.plan.sequence)
         here = replace(here, sizes=sizes, token=sum(sizes[: self.rank]))
         carry = carry | {"hidden_states": self.part(carry["hidden_states"], here)}
@@ -238,12 +270,12 @@ class StackEdges(Shared):
         return carry, here
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """See petune.models.stack.Edges: own positions for whoever works on own tokens, which are attention cut by sequence
-        and a ladder, which makes its rotary from the ids."""
+        """See petune.models.stack.Edges: own positions for whoever works on own tokens, which are attention
+        cut by sequence and a ladder, which makes its rotary from the ids."""
         by_sequence = self.plan.connection == "sequence"
         if name == "encoder_hidden_states" and (by_sequence or stack.ladder is None):
-            # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and its backbone
-            # has no gradient
+            # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and
+            # its backbone has no gradient
             return copy(value, self.group)
         own = slice(here.token, here.token + here.sizes[self.rank]) if by_sequence else slice(None)
         if name == "position_ids":
@@ -251,10 +283,13 @@ class StackEdges(Shared):
         return value[:, own] if name == "position_embeddings" and self.plan.attention == "sequence" else value
 
     def _bias(self, stack: Stack, first: nn.Module, carry: Call, length: int) -> Call:
-        """A learned position bias is made by the first block from the lengths it sees: that of the whole sequence instead."""
+        """A learned position bias is made by the first block from the lengths it sees: that of the whole
+        sequence instead."""
         if stack.rule.bias is None or carry.get("position_bias") is not None or stack.numbered[0][0] != 0:
             return {}
-        makers = [module for module in first.modules() if getattr(module, "has_relative_attention_bias", False)]
+        makers = [
+            module for module in first.modules() if getattr(module, "has_relative_attention_bias", False)
+        ]
         device = carry["hidden_states"].device
         return {"position_bias": cast("Any", makers[0]).compute_bias(length, length, device=device)}
 
@@ -262,7 +297,9 @@ class StackEdges(Shared):
         """See petune.models.stack.Edges."""
         if self.plan.connection == "whole" or stack.numbered[0][0] != 0:
             return carry
-        return carry | self._bias(stack, cast("Any", stack._modules["side"]).blocks[0], carry, sum(here.sizes))
+        return carry | self._bias(
+            stack, cast("Any", stack._modules["side"]).blocks[0], carry, sum(here.sizes)
+        )
 
     def part(self, hidden: Tensor, here: Running) -> Tensor:
         """See petune.models.stack.Edges."""

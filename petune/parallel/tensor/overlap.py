@@ -1,24 +1,30 @@
-"""`overlap`: what a region cut by heads says to its neighbours, hidden behind the matmul beside it, tile by tile.
+"""`overlap`: what a region cut by heads says to its neighbours, hidden behind the matmul beside it, tile by
+tile.
 
-The plain form stands still while hidden states are gathered, and again while partial sums are scattered. Here tokens go in tiles, one per
-rank, and while one tile travels another is computed:
+The plain form stands still while hidden states are gathered, and again while partial sums are scattered. Here
+tokens go in tiles, one per rank, and while one tile travels another is computed:
 
     connection   entry, forward         entry, backward          exit, forward            exit, backward
     sequence     gather | first site    first site | scatter     way out | scatter        gather | way out
     whole        -                      first site | all-reduce  way out | all-reduce     -
 
-where `a | b` says which runs beside which: at the entry the own tile is computed first, while the next one comes in, and at the exit last,
-when the sums of the others are on their way. The backward passes are the same in reverse, as autograd runs nodes in reverse order of their
-making: the exit gathers gradients beside the way out's own backward matmuls, and the entry sends off the gradient of each tile as soon as
-the first site has made it. Only the first site of an entry is computed in tiles (q, or gate), the others then take the whole. Sums over
-ranks are made in another order than by the collectives of the plain form, and equal them up to rounding.
+where `a | b` says which runs beside which: at the entry the own tile is computed first, while the next one
+comes in, and at the exit last, when the sums of the others are on their way. The backward passes are the same
+in reverse, as autograd runs nodes in reverse order of their making: the exit gathers gradients beside the way
+out's own backward matmuls, and the entry sends off the gradient of each tile as soon as the first site has
+made it. Only the first site of an entry is computed in tiles (q, or gate), the others then take the whole.
+Sums over ranks are made in another order than by the collectives of the plain form, and equal them up to
+rounding.
 
-How tiles travel is told in `petune.parallel.tensor.tiles`. Sites are called with tiles and must treat tokens one by one, as linears do;
-dropout by index is told where a tile lies. Until a site asks for hidden states, a stand-in goes through the model's own code: nothing but
-its shape, dtype and device may be read, and as its numbers are NaN, nothing else goes unnoticed. Every rank makes the same calls of a site,
-for a tile without tokens too, so that all save as many tensors: recomputing stops once it has as many, on all ranks at the same step.
+How tiles travel is told in `petune.parallel.tensor.tiles`. Sites are called with tiles and must treat tokens
+one by one, as linears do; dropout by index is told where a tile lies. Until a site asks for hidden states, a
+stand-in goes through the model's own code: nothing but its shape, dtype and device may be read, and as its
+numbers are NaN, nothing else goes unnoticed. Every rank makes the same calls of a site, for a tile without
+tokens too, so that all save as many tensors: recomputing stops once it has as many, on all ranks at the same
+step.
 
-The file is long because an entry and an exit are told three times: as autograd's nodes, as one call, and as hooks.
+The file is long because an entry and an exit are told three times: as autograd's nodes, as one call, and as
+hooks.
 """
 
 from __future__ import annotations
@@ -41,16 +47,19 @@ from petune.parallel.plan import Cut, apportion
 from petune.parallel.tensor.tiles import Incoming, Outgoing, Route, Tiles, choose, receiving, sending
 from petune.rng.context import running
 
-TILES = 4  # of a region whose tokens are whole on every rank: three quarters of a sum are hidden, and matmuls stay large
+# of a region whose tokens are whole on every rank: three quarters of a sum are hidden, and matmuls stay large
+TILES = 4
 
 
 # ---------------------------------------------------------------- autograd
 
 
 class Link:
-    """What the autograd nodes of one entry or one exit in one call share: their tiles, in the order of the backward pass.
+    """What the autograd nodes of one entry or one exit in one call share: their tiles, in the order of the
+    backward pass.
 
-    It holds tensors only while a backward pass is in it: a graph whose activations are recomputed keeps this object.
+    It holds tensors only while a backward pass is in it: a graph whose activations are recomputed keeps this
+    object.
     """
 
     def __init__(self, tiles: Tiles) -> None:
@@ -86,7 +95,8 @@ class Link:
 
 
 class _Begin(Function):
-    """Hidden states -> the first tile, and a token on which the other tiles hang, so that backward comes here after it has been there."""
+    """Hidden states -> the first tile, and a token on which the other tiles hang, so that backward comes here
+    after it has been there."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, link: Link, source: Incoming) -> tuple[Tensor, Tensor]:
@@ -148,13 +158,15 @@ class _End(Function):
 
 
 def _at(token: int, drawn: int) -> None:
-    """Tell dropout that the tile which begins at `token` is next, and that for all tiles of a site it is the same draw."""
+    """Tell dropout that the tile which begins at `token` is next, and that for all tiles of a site it is the
+    same draw."""
     now = running()
     now.token, now.drawn = token, drawn
 
 
 class Arriving:
-    """Hidden states on their way into a region. They hang on the stand-in that is handed to it, for as long as the call lasts."""
+    """Hidden states on their way into a region. They hang on the stand-in that is handed to it, for as long
+    as the call lasts."""
 
     def __init__(self, hidden: Tensor, tiles: Tiles) -> None:
         self.tiles, self.link = tiles, Link(tiles)
@@ -168,7 +180,9 @@ class Arriving:
     def stand_in(self) -> Tensor:
         """NaN in the shape of the whole, in the memory of one number."""
         part = self.parts[0]
-        found = part.new_full((), math.nan).expand(*part.shape[:SEQ], sum(self.tiles.sizes), *part.shape[SEQ + 1 :])
+        found = part.new_full((), math.nan).expand(
+            *part.shape[:SEQ], sum(self.tiles.sizes), *part.shape[SEQ + 1 :]
+        )
         cast("Any", found).arriving = self
         return found
 
@@ -192,7 +206,8 @@ class Arriving:
         return self.tiles.joined(outputs)
 
     def whole(self) -> Tensor:
-        """Hidden states of all tokens, once they are here. Made for whoever asks, as many regions have one site only."""
+        """Hidden states of all tokens, once they are here. Made for whoever asks, as many regions have one
+        site only."""
         if self.joined is None:
             self.joined, self.parts = self.tiles.joined(self.parts), []
         return self.joined
@@ -259,7 +274,8 @@ class Overlap:
         return Tiles(sizes, order, self.group, self.index, self.route)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Hidden states that enter a region -> what stands in for those of all tokens until a site takes them."""
+        """Hidden states that enter a region -> what stands in for those of all tokens until a site takes
+        them."""
         if self.route is None and not (torch.is_grad_enabled() and hidden.requires_grad):
             return hidden  # nothing will come back either
         return Arriving(hidden, self.tiles(hidden, leaving=False)).stand_in()
@@ -277,7 +293,8 @@ class Overlap:
 
 
 def before_column(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
-    """Hook before a column site: the first tile instead of a stand-in that nobody has taken, else the whole."""
+    """Hook before a column site: the first tile instead of a stand-in that nobody has taken, else the
+    whole."""
     _open.arriving = None
     arriving: Arriving | None = getattr(args[0], "arriving", None) if args else None
     if arriving is None:
@@ -297,9 +314,11 @@ def after_column(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles through the site a region is left by: the site is called with the first, and `summed` makes the rest from its way out.
+    """Tiles through the site a region is left by: the site is called with the first, and `summed` makes the
+    rest from its way out.
 
-    Where the way out is not the site itself, it passes on what the base layer makes, and `plain` is the base layer.
+    Where the way out is not the site itself, it passes on what the base layer makes, and `plain` is the base
+    layer.
     """
 
     overlap: Overlap
@@ -311,10 +330,13 @@ class Row:
         return (_open.departing.begin(),)
 
     def summed(self, out: nn.Module, first: Tensor) -> Tensor:
-        """The sum over ranks, whole or own tokens, of what leaves `out`, which has made the first tile of it."""
+        """The sum over ranks, whole or own tokens, of what leaves `out`, which has made the first tile of
+        it."""
         departing, _open.departing = _open.departing, None
         if departing is None:
-            raise RuntimeError(f"the way out of {type(self.site).__name__} was called without the layer itself")
+            raise RuntimeError(
+                f"the way out of {type(self.site).__name__} was called without the layer itself"
+            )
         linear = self.site if out is self.site else cast("TunedLinear", self.site).plain()
         return departing.through(linear.forward, first)
 

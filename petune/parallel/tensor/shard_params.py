@@ -1,11 +1,13 @@
-"""What of a model one rank holds: tensors narrowed in place to its heads and columns, and what is remembered of it.
+"""What of a model one rank holds: tensors narrowed in place to its heads and columns, and what is remembered
+of it.
 
-`cut` talks to nobody, so it runs on meta tensors too. It learns how a layer is cut from the layer itself (`splits`), and which tensor is
-whose from the family's table.
+`cut` talks to nobody, so it runs on meta tensors too. It learns how a layer is cut from the layer itself
+(`splits`), and which tensor is whose from the family's table.
 
-**Which gradients are sums.** A whole tuned tensor inside a region cut by heads sees only this rank's heads or columns: its gradient is one
-term of a sum over the axis. Where the connection is cut by sequence, so is that of every whole tensor inside a stack. The bias of a row
-site lies on the first rank alone and is added before the sum.
+**Which gradients are sums.** A whole tuned tensor inside a region cut by heads sees only this rank's heads or
+columns: its gradient is one term of a sum over the axis. Where the connection is cut by sequence, so is that
+of every whole tensor inside a stack. The bias of a row site lies on the first rank alone and is added before
+the sum.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from petune.parallel.plan import Cut, ParallelPlan
 
 @dataclass(frozen=True)
 class Slice:
-    """How one tensor lies across the tp axis: `sizes` along `dim`, in the order of ranks; "owner": whole, on the first rank alone."""
+    """How one tensor lies across the tp axis: `sizes` along `dim`, in the order of ranks; "owner": whole, on
+    the first rank alone."""
 
     dim: int | Literal["owner"]
     sizes: tuple[int, ...] = ()
@@ -36,8 +39,8 @@ class Slice:
 class Placed:
     """What saving, clipping and the one sum of gradients need to know, by full tensor name.
 
-    slices: every tensor that is cut, tuned or frozen. partial: tensors that are whole but whose gradient is one term of a sum over the
-    tp axis, if they train.
+    slices: every tensor that is cut, tuned or frozen. partial: tensors that are whole but whose gradient is
+    one term of a sum over the tp axis, if they train.
     """
 
     slices: dict[str, Slice] = field(default_factory=dict)
@@ -58,7 +61,9 @@ def cut(model: nn.Module, family: Family, plan: ParallelPlan, at: Coordinate) ->
         for index, block in stack.numbered:
             for region in stack.rule.regions:
                 if child_of(block, region.enter) is not None and plan.cut.layout(region.kind) == "heads":
-                    placed.partial |= _cut_region(block, region, f"{path}.{index}", plan.cut, shape, at.tp, placed.slices)
+                    placed.partial |= _cut_region(
+                        block, region, f"{path}.{index}", plan.cut, shape, at.tp, placed.slices
+                    )
         if plan.cut.connection == "sequence":
             placed.partial |= inside - set(placed.slices)
     return placed
@@ -70,7 +75,9 @@ def stacks_of(model: nn.Module, family: Family) -> Iterator[tuple[str, Stack]]:
     yield from stacks_in(model).items()
 
 
-def _cut_region(block: nn.Module, region: Region, where: str, cut: Cut, shape: Shape, rank: int, slices: dict[str, Slice]) -> set[str]:
+def _cut_region(
+    block: nn.Module, region: Region, where: str, cut: Cut, shape: Shape, rank: int, slices: dict[str, Slice]
+) -> set[str]:
     """Narrow one region; returns the full names of its whole tensors, which become partial."""
     sizes = features_of(region, cut, shape)
     whole: set[str] = set()
@@ -88,7 +95,9 @@ def _cut_region(block: nn.Module, region: Region, where: str, cut: Cut, shape: S
     for name, dim in region.by_head.items():
         if (owner := child_of(enter[1], name.rpartition(".")[0])) is not None:
             heads = cut.heads
-            whole |= _narrow(owner[1], name.rpartition(".")[2], dim, heads, rank, f"{where}.{enter[0]}.{owner[0]}", slices)
+            whole |= _narrow(
+                owner[1], name.rpartition(".")[2], dim, heads, rank, f"{where}.{enter[0]}.{owner[0]}", slices
+            )
             seen.add(f"{enter[0]}.{name}")
     for name in region.head_counts:
         setattr(enter[1], name, cut.heads[rank])
@@ -100,7 +109,9 @@ def features_of(region: Region, cut: Cut, shape: Shape) -> dict[str, tuple[int, 
     """Features per rank of what each role makes or, for the way out, takes."""
     if region.kind == "mlp":
         return dict.fromkeys(region.sites, cut.columns)
-    queries, keys = (tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads))
+    queries, keys = (
+        tuple(count * shape.head_dim for count in counts) for counts in (cut.heads, cut.kv_heads)
+    )
     return {role: keys if role in ("k", "v") else queries for role in region.sites}
 
 
@@ -113,15 +124,29 @@ def splits_of(layer: nn.Module, kind: CutKind, where: str) -> Mapping[str, Split
         return {"weight": 0, "bias": 0} if kind == "column" else {"weight": 1, "bias": "owner"}
     if not isinstance(layer, TunedLinear):
         expected = "a torch.nn.Linear itself, or a TunedLinear"
-        raise UsageError(f"{type(layer).__name__} does not say how it is cut across ranks", where=where, expected=expected)
+        raise UsageError(
+            f"{type(layer).__name__} does not say how it is cut across ranks", where=where, expected=expected
+        )
     declared = layer.splits(kind)
     if unsaid := [name for name, _ in layer.named_parameters() if name not in declared]:
         sides = {"expected": ", ".join(declared), "found": ", ".join(unsaid)}
-        raise UsageError(f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut", where=where, **sides)
+        raise UsageError(
+            f"`splits` of {type(layer).__name__} does not say how all of its tensors are cut",
+            where=where,
+            **sides,
+        )
     return declared
 
 
-def _narrow(layer: nn.Module, own: str, split: Split, sizes: tuple[int, ...], rank: int, where: str, slices: dict[str, Slice]) -> set[str]:
+def _narrow(
+    layer: nn.Module,
+    own: str,
+    split: Split,
+    sizes: tuple[int, ...],
+    rank: int,
+    where: str,
+    slices: dict[str, Slice],
+) -> set[str]:
     """Narrow one tensor of `layer`; returns its full name if it stays whole inside the region."""
     module = layer.get_submodule(own.rpartition(".")[0])
     leaf = own.rpartition(".")[2]
@@ -137,7 +162,9 @@ def _narrow(layer: nn.Module, own: str, split: Split, sizes: tuple[int, ...], ra
         return set()
     if sum(sizes) != value.shape[split]:
         sides = {"expected": str(sum(sizes)), "found": f"{value.shape[split]} in dim {split}"}
-        raise UsageError("the plan's shares do not add up to this tensor's size", where=f"{where}.{own}", **sides)
+        raise UsageError(
+            "the plan's shares do not add up to this tensor's size", where=f"{where}.{own}", **sides
+        )
     slices[f"{where}.{own}"] = Slice(split, sizes)
     part = value.detach().narrow(split, sum(sizes[:rank]), sizes[rank]).clone()
     setattr(module, leaf, nn.Parameter(part, requires_grad=value.requires_grad))
@@ -148,7 +175,8 @@ def _narrow(layer: nn.Module, own: str, split: Split, sizes: tuple[int, ...], ra
 
 
 def module_at(block: nn.Module, path: str, where: str) -> tuple[str, nn.Module]:
-    """The module of `block` that a path of the family's table means, with the choice that exists. Raises UsageError when none does."""
+    """The module of `block` that a path of the family's table means, with the choice that exists. Raises
+    UsageError when none does."""
     found = child_of(block, path)
     if found is None:
         raise UsageError("the family's table names a module that is not there", where=where, expected=path)

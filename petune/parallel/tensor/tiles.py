@@ -1,11 +1,12 @@
-"""How tokens travel between the ranks of a region in tiles, one after another, while what is here already is worked on.
+"""How tokens travel between the ranks of a region in tiles, one after another, while what is here already is
+worked on.
 
-Tiles go in pairs of a send and a receive, by one of two routes: in the ring each rank talks to its neighbours and passes on what it got,
-in the star each tile goes straight to whoever needs it. `choose` measures which is faster. Where every rank has every tile nothing is
-fetched, and sums of tiles are all-reduces.
+Tiles go in pairs of a send and a receive, by one of two routes: in the ring each rank talks to its neighbours
+and passes on what it got, in the star each tile goes straight to whoever needs it. `choose` measures which is
+faster. Where every rank has every tile nothing is fetched, and sums of tiles are all-reduces.
 
-**Every rank does the same thing at the same step**, whatever tile it is on, so that transfers always meet: no step is left out for a tile
-without tokens.
+**Every rank does the same thing at the same step**, whatever tile it is on, so that transfers always meet: no
+step is left out for a tile without tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from petune.parallel.collectives import SEQ, Sizes, Transfer, all_max_
 
 Route = Literal["ring", "star"]
 ROUTES: tuple[Route, ...] = ("ring", "star")
-PROBE = 2**14  # numbers in each rank's tile when routes are timed: 64 KiB, where latency counts more than bandwidth
+# numbers in each rank's tile when routes are timed: 64 KiB, where latency counts more than bandwidth
+PROBE = 2**14
 TIMINGS = 9
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tokens of one region in tiles: how many in each, in which order this rank takes them, and how they travel.
+    """The tokens of one region in tiles: how many in each, in which order this rank takes them, and how they
+    travel.
 
-    With a route, tile i is rank i's, and `order` walks round the ranks one way or the other. Without, every rank has every tile.
+    With a route, tile i is rank i's, and `order` walks round the ranks one way or the other. Without, every
+    rank has every tile.
     """
 
     sizes: Sizes
@@ -77,14 +81,18 @@ class Gathering:
 
     def __init__(self, x: Tensor, tiles: Tiles) -> None:
         if x.shape[SEQ] != tiles.sizes[tiles.index]:
-            raise ValueError(f"dim {SEQ} of {tuple(x.shape)} does not have this rank's {tiles.sizes[tiles.index]} of {tiles.sizes}")
+            raise ValueError(
+                f"dim {SEQ} of {tuple(x.shape)} does not have this rank's {tiles.sizes[tiles.index]} of"
+                f" {tiles.sizes}"
+            )
         self.tiles, self.found = tiles, [x.contiguous()]
         self.transfers: list[Transfer] = []
         for step in range(1, tiles.steps if tiles.route == "star" else 2):
             self._fetch(step)
 
     def _fetch(self, step: int) -> None:
-        """Begin to receive the tile of `step`: from its rank, or from the neighbour, who had it a step ago."""
+        """Begin to receive the tile of `step`: from its rank, or from the neighbour, who had it a step
+        ago."""
         hop = step if self.tiles.route == "star" else 1
         to, source = self.tiles.peers(hop)
         shape = self.tiles.shape(self.found[0], self.tiles.order[step])
@@ -100,14 +108,16 @@ class Gathering:
 
 
 class Scattering:
-    """Sums over ranks, of which each gets its own tile: partial sums go off in the order of steps, the own one last."""
+    """Sums over ranks, of which each gets its own tile: partial sums go off in the order of steps, the own
+    one last."""
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
         self.transfers: list[Transfer] = []
 
     def put(self, part: Tensor) -> None:
-        """Send off the next tile: to its rank, or in the ring, with what has come in for it, to the neighbour."""
+        """Send off the next tile: to its rank, or in the ring, with what has come in for it, to the
+        neighbour."""
         step = len(self.transfers)
         ring = self.tiles.route == "ring"
         to, source = self.tiles.peers(0 if ring else step)
@@ -190,10 +200,11 @@ _chosen: WeakKeyDictionary[dist.ProcessGroup, Route] = WeakKeyDictionary()
 
 
 def choose(group: dist.ProcessGroup, device: torch.device) -> Route:
-    """The route by which tiles of 64 KiB get round the ranks of `group` faster, the same on all of them; rank 0 of the world says which.
+    """The route by which tiles of 64 KiB get round the ranks of `group` faster, the same on all of them; rank
+    0 of the world says which.
 
-    Each route is timed on every rank, and counts as long as on the slowest. Every rank of the group must call it; it is measured once.
-    Between two ranks both routes are the same.
+    Each route is timed on every rank, and counts as long as on the slowest. Every rank of the group must call
+    it; it is measured once. Between two ranks both routes are the same.
     """
     if (known := _chosen.get(group)) is not None:
         return known
@@ -201,11 +212,15 @@ def choose(group: dist.ProcessGroup, device: torch.device) -> Route:
     if ranks == 2:
         route, why = ROUTES[0], "the only route between 2 ranks"
     else:
-        seconds = torch.tensor([_seconds(route, group, device) for route in ROUTES], dtype=torch.float64, device=device)
+        seconds = torch.tensor(
+            [_seconds(route, group, device) for route in ROUTES], dtype=torch.float64, device=device
+        )
         all_max_([seconds], group)
         times = [1000 * float(one) for one in seconds]
         route = ROUTES[times.index(min(times))]
-        why = f"{ranks} ranks; " + ", ".join(f"{name} {one:.3g} ms" for name, one in zip(ROUTES, times, strict=True))
+        why = f"{ranks} ranks; " + ", ".join(
+            f"{name} {one:.3g} ms" for name, one in zip(ROUTES, times, strict=True)
+        )
     if dist.get_rank() == 0:
         say(f"overlap: tiles travel by the {route} ({why})")
     _chosen[group] = route

@@ -1,13 +1,16 @@
-"""Embedding, output head and cross-entropy cut by vocabulary over the tp axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+"""Embedding, output head and cross-entropy cut by vocabulary over the tp axis (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3).
 
-Each rank holds the rows [first, first + count) of the token table and of the head. An embedding looks up its own rows, gives zeros for the
-others, and the ranks' results are summed. The head's input is copied (its gradient summed), and its output is
+Each rank holds the rows [first, first + count) of the token table and of the head. An embedding looks up its
+own rows, gives zeros for the others, and the ranks' results are summed. The head's input is copied (its
+gradient summed), and its output is
 
-    with gradients      this rank's logits [..., count]: take the loss of them with `vocabulary_loss`, never with a plain cross-entropy
+    with gradients      this rank's logits [..., count]: take the loss of them with `vocabulary_loss`, never
+                        with a plain cross-entropy
     under no_grad       whole logits [..., vocabulary], gathered, so that scoring and generation need not know
 
-A table tied to several modules is cut once and stays tied. `cut_vocabulary` only narrows, so it runs on meta tensors; `hook_vocabulary`
-then hooks what is there, of a pipeline's stage too.
+A table tied to several modules is cut once and stays tied. `cut_vocabulary` only narrows, so it runs on meta
+tensors; `hook_vocabulary` then hooks what is there, of a pipeline's stage too.
 """
 
 from __future__ import annotations
@@ -35,12 +38,15 @@ BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its 
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Why this model's vocabulary cannot be cut, or None where it can. Works on meta tensors, on a tuned model too."""
+    """Why this model's vocabulary cannot be cut, or None where it can. Works on meta tensors, on a tuned
+    model too."""
     tables = _tables(model)
     if not tables:
         return "the model has no table of tokens"
     head = _head(model)
-    rows = {table.weight.shape[0] for table in tables} | ({cast("Tensor", head.weight).shape[0]} if head is not None else set())
+    rows = {table.weight.shape[0] for table in tables} | (
+        {cast("Tensor", head.weight).shape[0]} if head is not None else set()
+    )
     if len(rows) > 1:
         return f"its token tables and its head differ in rows: {', '.join(map(str, sorted(rows)))}"
     for table in tables:
@@ -54,21 +60,32 @@ def refusal(model: nn.Module) -> str | None:
 
 
 def has_cut_head(model: nn.Module) -> bool:
-    """Whether `model` holds a head that is cut by vocabulary: with gradients on, its logits are this rank's alone."""
-    return any(hasattr(module, FIRST_ROW) and not isinstance(module, nn.Embedding) for module in model.modules())
+    """Whether `model` holds a head that is cut by vocabulary: with gradients on, its logits are this rank's
+    alone."""
+    return any(
+        hasattr(module, FIRST_ROW) and not isinstance(module, nn.Embedding) for module in model.modules()
+    )
 
 
 def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
-    """Narrow every token table and the head of `model` to the rows of rank `index`, in place; `sizes` are the rows of each rank.
+    """Narrow every token table and the head of `model` to the rows of rank `index`, in place; `sizes` are the
+    rows of each rank.
 
     Raises UsageError where `refusal` has a reason, and for rows that do not add up or a rank without any.
     """
     if (reason := refusal(model)) is not None:
-        raise UsageError(f"the vocabulary of this {type(model).__name__} cannot be cut: {reason}", remedy="set vocabulary: false")
+        raise UsageError(
+            f"the vocabulary of this {type(model).__name__} cannot be cut: {reason}",
+            remedy="set vocabulary: false",
+        )
     tables, head = _tables(model), _head(model)
     rows = tables[0].weight.shape[0]
     if sum(sizes) != rows or min(sizes) < 1:
-        raise UsageError("shares of the vocabulary must add up, with at least a row for each rank", expected=str(rows), found=str(sizes))
+        raise UsageError(
+            "shares of the vocabulary must add up, with at least a row for each rank",
+            expected=str(rows),
+            found=str(sizes),
+        )
     splits: dict[int, Split] = {id(table.weight): 0 for table in tables}
     if head is not None:
         declared = splits_of(head, "column", "the head")
@@ -87,18 +104,28 @@ def cut_vocabulary(model: nn.Module, sizes: Sizes, index: int) -> Placed:
 
 
 def _tables(model: nn.Module) -> list[nn.Embedding]:
-    """Every embedding of tokens: the model's own, its encoder's and decoder's, and whatever is tied to one of them."""
-    owners = [model, *(part() for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None)))]
+    """Every embedding of tokens: the model's own, its encoder's and decoder's, and whatever is tied to one of
+    them."""
+    owners = [
+        model,
+        *(part() for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))),
+    ]
     found = [owner.get_input_embeddings() for owner in owners if hasattr(owner, "get_input_embeddings")]
     weights = {id(table.weight) for table in found if isinstance(table, nn.Embedding)}
-    return [module for module in model.modules() if isinstance(module, nn.Embedding) and id(module.weight) in weights]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and id(module.weight) in weights
+    ]
 
 
 def _head(model: nn.Module) -> nn.Module | None:
     """The linear that makes logits of the vocabulary; None for a classifier."""
     ask = getattr(model, "get_output_embeddings", None)
     found = ask() if callable(ask) else None
-    return found if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor) else None
+    return (
+        found if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor) else None
+    )
 
 
 def _narrow(model: nn.Module, wanted: set[int], sizes: Sizes, index: int) -> None:
@@ -122,14 +149,17 @@ def _mark(module: nn.Module, sizes: Sizes, index: int) -> None:
         return
     module.num_embeddings = sizes[index]
     if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
-        module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + sizes[index] else None
+        module.padding_idx = (
+            module.padding_idx - first if first <= module.padding_idx < first + sizes[index] else None
+        )
 
 
 # ---------------------------------------------------------------- hooks
 
 
 def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | None, index: int) -> None:
-    """Hook the communication onto whatever `cut_vocabulary` has cut in `model`, or in a stage made from it."""
+    """Hook the communication onto whatever `cut_vocabulary` has cut in `model`, or in a stage made from
+    it."""
     for module in model.modules():
         if hasattr(module, FIRST_ROW):
             hook: Rows | Logits = (Rows if isinstance(module, nn.Embedding) else Logits)(sizes, group, index)
@@ -143,14 +173,16 @@ def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | N
 
 @dataclass
 class _Hook:
-    """A hook of rank `index`. Copies share the group; it does not survive pickling, and then a call raises."""
+    """A hook of rank `index`. Copies share the group; it does not survive pickling, and then a call
+    raises."""
 
     sizes: Sizes
     group: Group
     index: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = found = type(self)(self.sizes, self.group, self.index)  # before and after find the one copy
+        # before and after find the one copy
+        memo[id(self)] = found = type(self)(self.sizes, self.group, self.index)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,18 +197,22 @@ class _Hook:
         """The group. Raises DistributedError where it is lost."""
         if self.group is None and len(self.sizes) > 1:
             raise DistributedError(
-                "this layer cannot reach the other parts of its vocabulary", expected=f"{len(self.sizes)} ranks", found="1"
+                "this layer cannot reach the other parts of its vocabulary",
+                expected=f"{len(self.sizes)} ranks",
+                found="1",
             )
         return self.group
 
 
 class Rows(_Hook):
-    """Hooks on an embedding that holds some of the rows: any ids [...] -> vectors [..., width], the same on all ranks."""
+    """Hooks on an embedding that holds some of the rows: any ids [...] -> vectors [..., width], the same on
+    all ranks."""
 
     others: Tensor | None = None  # between before and after
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Number ids from this rank's first row; the other ranks' ids look up any row. An id of no rank stays out of range, and fails."""
+        """Number ids from this rank's first row; the other ranks' ids look up any row. An id of no rank stays
+        out of range, and fails."""
         if not args:
             raise RuntimeError("an embedding cut by vocabulary was called without ids")
         ids = args[0]
@@ -192,7 +228,8 @@ class Rows(_Hook):
 
 
 class Logits(_Hook):
-    """Hooks on a head that holds some of the rows: hidden states, the same on all ranks -> logits, see the top of this file."""
+    """Hooks on a head that holds some of the rows: hidden states, the same on all ranks -> logits, see the
+    top of this file."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Copy the hidden states: every rank's logits add to their gradient."""
@@ -202,11 +239,16 @@ class Logits(_Hook):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Own logits in training, whole ones where nothing is differentiated."""
-        return output if torch.is_grad_enabled() else gather_dim(output, self.sizes, output.dim() - 1, self.talk())
+        return (
+            output
+            if torch.is_grad_enabled()
+            else gather_dim(output, self.sizes, output.dim() - 1, self.talk())
+        )
 
 
 class Bias(_Hook):
-    """Hooks on a model that adds a bias to its head's logits itself: in training it finds this rank's part of it."""
+    """Hooks on a model that adds a bias to its head's logits itself: in training it finds this rank's part of
+    it."""
 
     whole: Tensor | None = None  # between before and after
 
@@ -227,17 +269,19 @@ class Bias(_Hook):
 
 
 def vocabulary_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
-    """The summed cross-entropy in nats of logits that are cut by vocabulary: the same scalar, float32 or wider, on every rank.
+    """The summed cross-entropy in nats of logits that are cut by vocabulary: the same scalar, float32 or
+    wider, on every rank.
 
-    logits: this rank's [n, count], for the rows of the vocabulary from `first` on. labels: [n] in the whole vocabulary, the same on all
-    ranks; negative ones count nothing. A label that no rank has makes the loss NaN, on all ranks alike. The gradient of `logits` is exact
-    for this rank's part and needs no sum.
+    logits: this rank's [n, count], for the rows of the vocabulary from `first` on. labels: [n] in the whole
+    vocabulary, the same on all ranks; negative ones count nothing. A label that no rank has makes the loss
+    NaN, on all ranks alike. The gradient of `logits` is exact for this rank's part and needs no sum.
     """
     return applied(_CrossEntropy, logits, labels, group, first)
 
 
 class _CrossEntropy(Function):
-    """sum_i (max_i + log sum_v exp(x_iv - max_i) - x_i,label_i), with max and both sums taken over all ranks."""
+    """sum_i (max_i + log sum_v exp(x_iv - max_i) - x_i,label_i), with max and both sums taken over all
+    ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int) -> Tensor:

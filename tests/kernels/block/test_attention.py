@@ -1,4 +1,5 @@
-"""Attention without autograd: each form against softmax(q k^T) v in wide arithmetic, forward and backward, and why a form is chosen."""
+"""Attention without autograd: each form against softmax(q k^T) v in wide arithmetic, forward and backward,
+and why a form is chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def segments_of(lengths: tuple[int, ...], device: str = "cpu") -> Segments:
     return Segments(starts, lengths, None, (1, sum(lengths)))
 
 
-def split(m: int, heads: int, kv: int, d: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+def split(
+    m: int, heads: int, kv: int, d: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> list[Tensor]:
     """q, k and v as views of one matrix, which has columns of something else beside them."""
     torch.manual_seed(0)
     whole = torch.randn(m, (heads + 2 * kv) * d + 3 * d, dtype=torch.float64).to(device, dtype)
@@ -86,7 +89,11 @@ def test_no_tokens_give_no_tokens(way: How) -> None:
     q, k, v = split(0, 4, 2, 8)
     out, kept = attending.forward(q, k, v, way)
     assert out.shape == (0, 4, 8)
-    assert [x.shape for x in attending.backward(out, q, k, v, out, kept, way)] == [(0, 4, 8), (0, 2, 8), (0, 2, 8)]
+    assert [x.shape for x in attending.backward(out, q, k, v, out, kept, way)] == [
+        (0, 4, 8),
+        (0, 2, 8),
+        (0, 2, 8),
+    ]
 
 
 def test_backward_works_inside_no_grad_and_leaves_no_graph() -> None:
@@ -139,7 +146,14 @@ def test_on_the_cpu_torch_attends() -> None:
     ],
 )
 def test_the_form_follows_from_device_dtype_and_call(
-    device: Any, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, tokens: int, kind: str, expected: str, reason: str
+    device: Any,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    kind: str,
+    expected: str,
+    reason: str,
 ) -> None:
     device.capability = capability
     found = choose(GPU, dtype, head_dim, tokens, segmented=kind == "segmented", masked=kind == "masked")
@@ -167,7 +181,9 @@ def test_the_form_follows_from_device_dtype_and_call(
         ({"capped": True, "head_dim": 256}, "sdpa", "head dim 256"),
     ],
 )
-def test_what_other_families_ask_for_has_the_form_that_knows_it(device: Any, asked: dict[str, Any], expected: str, reason: str) -> None:
+def test_what_other_families_ask_for_has_the_form_that_knows_it(
+    device: Any, asked: dict[str, Any], expected: str, reason: str
+) -> None:
     given = {"dtype": BF16, "head_dim": 64, "tokens": 512, **asked}
     found = choose(GPU, **given)
     assert found.backend == expected
@@ -202,11 +218,12 @@ def test_a_run_that_must_be_deterministic_is_not_given_cudnn(device: Any) -> Non
         torch.use_deterministic_algorithms(False)
 
 
-# ------------------------------------------------------------------ what the library's operations are called with
+# -------------------------------------------------------------- what the library's operations are called with
 
 
 class Recorder:
-    """Stands in for torch.ops.aten: each operation checks what it is given, and computes the same by way of `sdpa`."""
+    """Stands in for torch.ops.aten: each operation checks what it is given, and computes the same by way of
+    `sdpa`."""
 
     def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, lse, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
         assert (bias, lse, dropout, debug) == (None, True, 0.0, False)
@@ -215,9 +232,34 @@ class Recorder:
         return out.transpose(1, 2), "lse", None, None, q.shape[2], k.shape[2], "seed", "offset", None
 
     def _scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-untyped-def]
-        self, dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        seed,
+        offset,
+        bias,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        *,
+        scale,
     ):
-        assert (lse, seed, offset, bias, cum_q, cum_k, dropout) == ("lse", "seed", "offset", None, None, None, 0.0)
+        assert (lse, seed, offset, bias, cum_q, cum_k, dropout) == (
+            "lse",
+            "seed",
+            "offset",
+            None,
+            None,
+            None,
+            0.0,
+        )
         assert (max_q, max_k) == (q.shape[2], k.shape[2]) and out.shape == q.shape == dout.shape
         found = self._gradients(*(x.transpose(1, 2) for x in (dout, q, k, v)), causal, scale)
         return tuple(x.transpose(1, 2) for x in found)
@@ -231,10 +273,32 @@ class Recorder:
         return out, "lse", "state", "unused", None
 
     def _flash_attention_backward(  # type: ignore[no-untyped-def]
-        self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale, **window
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        state,
+        unused,
+        *,
+        scale,
+        **window,
     ):
         self._check(q, k, v, cum_q, cum_k, max_q, max_k)
-        assert (lse, dropout, state, unused) == ("lse", 0.0, "state", "unused") and dout.shape == out.shape == q.shape
+        assert (lse, dropout, state, unused) == (
+            "lse",
+            0.0,
+            "state",
+            "unused",
+        ) and dout.shape == out.shape == q.shape
         return self._gradients(dout, q, k, v, causal, scale, cum_q, cum_k, **window)
 
     def _check(self, q, k, v, cum_q, cum_k, max_q, max_k):  # type: ignore[no-untyped-def]
@@ -274,7 +338,9 @@ FUSED |= {f"causal {name}": replace(how, causal=True) for name, how in FUSED.ite
 FUSED |= {f"windows of {name}": replace(FUSED[f"causal {name}"], window=3) for name in ("flash", "varlen")}
 ACROSS = {f"{name} across": FUSED[name] for name in ("cudnn", "flash")} | {
     "varlen across": replace(FUSED["varlen"], memory=segments_of((3, 2, 1, 9, 13))),
-    "varlen across, rows of queries": replace(FUSED["flash"], backend="varlen", memory=segments_of((3, 2, 1, 22))),
+    "varlen across, rows of queries": replace(
+        FUSED["flash"], backend="varlen", memory=segments_of((3, 2, 1, 22))
+    ),
 }
 
 
@@ -326,13 +392,17 @@ def test_fused_forms_agree_with_float32_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_last_of_half_a_million_tokens_are_right_on_a_gpu() -> None:
-    """At 524,288 tokens the heads of a Llama have 2^31 numbers; the last rows depend on all keys, the last keys on the last rows alone."""
+    """At 524,288 tokens the heads of a Llama have 2^31 numbers; the last rows depend on all keys, the last
+    keys on the last rows alone."""
     tokens, heads, kv, head_dim, last = 524_288, 32, 8, 128, 64
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB")
     torch.manual_seed(0)
     both = torch.randn(tokens, (heads + 2 * kv) * head_dim, device="cuda", dtype=torch.bfloat16)
-    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in both.split([heads * head_dim, kv * head_dim, kv * head_dim], -1))
+    q, k, v = (
+        part.unflatten(-1, (-1, head_dim))
+        for part in both.split([heads * head_dim, kv * head_dim, kv * head_dim], -1)
+    )
     backend = attending.choose(q.device, q.dtype, head_dim, tokens).backend
     how = How(True, head_dim**-0.5, 1, backend=backend)
     dout = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,5 @@
-"""Attention of BART, T5 and Gemma within fused blocks: against Hugging Face's own eager attention on the padded batch."""
+"""Attention of BART, T5 and Gemma within fused blocks: against Hugging Face's own eager attention on the
+padded batch."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ BUCKETS, MAX_DISTANCE = 8, 20
 
 
 class Case(NamedTuple):
-    """One kind of attention. tokens: of each text; keys: of its memory, None for attention to itself; rows: which
-    of the two are rows of equal length, padding and all, of "queries", "keys" or both."""
+    """One kind of attention. tokens: of each text; keys: of its memory, None for attention to itself; rows:
+    which of the two are rows of equal length, padding and all, of "queries", "keys" or both."""
 
     eager: Any
     tokens: tuple[int, ...] = QUERIES
@@ -72,14 +73,18 @@ CASES = {
 
 
 def here(case: Case) -> Running:
-    return Running(key=step_key(0, 3), site="decoder.4", rows=torch.tensor(ROWS[: len(case.tokens)], device=DEVICE))
+    return Running(
+        key=step_key(0, 3), site="decoder.4", rows=torch.tensor(ROWS[: len(case.tokens)], device=DEVICE)
+    )
 
 
 def segments(lengths: tuple[int, ...]) -> Segments:
     """Of texts padded on the right to the longest."""
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
     kept = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return Segments(starts, lengths, kept.flatten().nonzero().squeeze(1).to(DEVICE), (len(lengths), max(lengths)))
+    return Segments(
+        starts, lengths, kept.flatten().nonzero().squeeze(1).to(DEVICE), (len(lengths), max(lengths))
+    )
 
 
 class Given(NamedTuple):
@@ -96,7 +101,12 @@ def given(case: Case, dtype: torch.dtype = F64) -> Given:
     torch.manual_seed(0)
     queries = segments(case.tokens)
     keys = queries if case.keys is None else segments(case.keys)
-    sizes = (queries.total, case.heads), (keys.total, case.kv), (keys.total, case.kv), (queries.total, case.heads)
+    sizes = (
+        (queries.total, case.heads),
+        (keys.total, case.kv),
+        (keys.total, case.kv),
+        (queries.total, case.heads),
+    )
     *tensors, dout = (torch.randn(*size, case.d, dtype=F64).to(DEVICE, dtype) for size in sizes)
     longest = queries.longest
     shape = (BUCKETS, case.heads) if case.bias == "distance" else (1, case.heads, longest, longest)
@@ -117,13 +127,29 @@ def ours(case: Case, ask: Given, backend: Backend = "sdpa") -> list[Tensor]:
     if table is not None and case.bias == "distance":
         table = table.detach().requires_grad_()
         bias = from_table(table, ask.queries.longest + 2, not case.causal, MAX_DISTANCE)
-    how = How(case.causal, case.scale, len(case.tokens), own, None, backend, drop, memory, case.window, bias, case.softcap)
+    how = How(
+        case.causal,
+        case.scale,
+        len(case.tokens),
+        own,
+        None,
+        backend,
+        drop,
+        memory,
+        case.window,
+        bias,
+        case.softcap,
+    )
     out, kept = attending.forward(*ask.tensors, how)
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+    dbias = (
+        None if bias is None else torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+    )
     dbias = None if dbias is None else dbias.contiguous()
     found = [out, *attending.backward(ask.dout, *ask.tensors, out, kept, how, dbias)]
     if table is not None and bias is not None and dbias is not None:
-        found += torch.autograd.grad(bias, table, dbias.to(bias.dtype)) if case.bias == "distance" else [dbias]
+        found += (
+            torch.autograd.grad(bias, table, dbias.to(bias.dtype)) if case.bias == "distance" else [dbias]
+        )
     return found
 
 
@@ -187,7 +213,9 @@ def test_the_bias_of_a_table_is_hugging_faces_at_every_distance(decoder: bool) -
     far, longest = config.relative_attention_max_distance, 200
     found = from_table(table, longest, not decoder, far)
     assert found.shape == (heads, 2 * longest - 1)
-    buckets = T5Attention._relative_position_bucket(torch.arange(1 - longest, longest), not decoder, len(table), far)
+    buckets = T5Attention._relative_position_bucket(
+        torch.arange(1 - longest, longest), not decoder, len(table), far
+    )
     assert torch.equal(found, table[buckets].T)
 
 
@@ -212,7 +240,9 @@ def test_masks_and_a_bias_by_distance_act_together_on_padded_rows() -> None:
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-6}  # of the largest element
 KERNELS = {
     "across": Case(t5, LONG, SHORT, heads=2, kv=1, d=32, p=0.3),
-    "across, full rows of queries": Case(t5, (17,) * 4, (3, 33, 1, 7), "queries", heads=1, kv=1, d=64, scale=0.2),
+    "across, full rows of queries": Case(
+        t5, (17,) * 4, (3, 33, 1, 7), "queries", heads=1, kv=1, d=64, scale=0.2
+    ),
     "across, full rows, dropout": Case(t5, (3,) * 4, (18,) * 4, "queries keys", heads=1, kv=1, d=32, p=0.3),
     "bias": Case(t5, LONG, bias="distance", heads=2, kv=2, d=32, p=0.1, scale=0.4),
     "bias, decoder": Case(t5, LONG, bias="distance", causal=True, heads=2, kv=2, d=64, scale=0.2),
@@ -220,14 +250,18 @@ KERNELS = {
     "window": Case(bart, LONG, causal=True, window=7, heads=2, kv=2, d=32, scale=0.4),
     "window past a block": Case(gemma, LONG, causal=True, window=33, heads=2, kv=1, d=64, scale=0.2, p=0.1),
     "window of one token": Case(bart, (33, 1, 2, 5), causal=True, window=1, heads=1, kv=1, d=32),
-    "soft cap": Case(gemma, LONG, causal=True, window=16, softcap=0.7, heads=2, kv=1, d=32, bias="", scale=0.4),
+    "soft cap": Case(
+        gemma, LONG, causal=True, window=16, softcap=0.7, heads=2, kv=1, d=32, bias="", scale=0.4
+    ),
 }
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, times: int = 1) -> None:
     for one, exact in zip(found, expected, strict=True):
         assert one.shape == exact.shape and one.isfinite().all()
-        assert float((one.double() - exact).abs().max()) <= times * NEAR[dtype] * max(float(exact.abs().max()), 0.5)
+        assert float((one.double() - exact).abs().max()) <= times * NEAR[dtype] * max(
+            float(exact.abs().max()), 0.5
+        )
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -246,7 +280,8 @@ def test_our_kernels_sum_bfloat16_in_float32(name: str) -> None:
 
 
 def test_a_bias_of_any_size_leaves_what_is_no_token_alone() -> None:
-    """Where a block goes on behind a segment's end there are zeros instead of queries, which a bias may blow up."""
+    """Where a block goes on behind a segment's end there are zeros instead of queries, which a bias may blow
+    up."""
     case = KERNELS["bias"]._replace(tokens=(17, 40), heads=1, kv=1, p=0.0)
     ask = given(case, torch.float32)
     assert ask.bias is not None
@@ -285,22 +320,50 @@ def test_queries_without_keys_get_zeros(backend: Backend) -> None:
 # ------------------------------------------------------------------ on devices
 
 GPU = {
-    "across": (Case(t5, (300, 1, 77, 130), (512, 64, 1, 300), heads=8, kv=8, d=64, scale=0.125), ("varlen", "triton")),
-    "across, full rows": (Case(t5, (128,) * 4, (300,) * 4, "queries keys", heads=8, kv=8, d=64, scale=0.125), ("cudnn", "flash", "triton")),
-    "window": (Case(gemma, (300, 1, 77, 513), causal=True, window=100, heads=8, kv=2, d=128, scale=0.09), ("varlen", "triton")),
-    "window, wide": (Case(gemma, (300, 1, 77, 513), causal=True, window=100, heads=4, kv=1, d=256, scale=0.06), ("varlen",)),
-    "window, full rows": (Case(gemma, (513,) * 4, None, "queries", True, 100, heads=8, kv=2, d=128, scale=0.09), ("flash",)),
-    "bias": (Case(t5, (300, 1, 77, 512), bias="distance", heads=8, kv=8, d=64, p=0.1, scale=0.125), ("triton",)),
-    "bias, decoder": (Case(t5, (300, 1, 77, 512), None, "", True, bias="distance", heads=8, kv=8, d=128, scale=0.09), ("triton",)),
-    "soft cap": (Case(gemma, (300, 1, 77, 512), causal=True, softcap=5.0, heads=8, kv=2, d=128, scale=0.09), ("triton",)),
+    "across": (
+        Case(t5, (300, 1, 77, 130), (512, 64, 1, 300), heads=8, kv=8, d=64, scale=0.125),
+        ("varlen", "triton"),
+    ),
+    "across, full rows": (
+        Case(t5, (128,) * 4, (300,) * 4, "queries keys", heads=8, kv=8, d=64, scale=0.125),
+        ("cudnn", "flash", "triton"),
+    ),
+    "window": (
+        Case(gemma, (300, 1, 77, 513), causal=True, window=100, heads=8, kv=2, d=128, scale=0.09),
+        ("varlen", "triton"),
+    ),
+    "window, wide": (
+        Case(gemma, (300, 1, 77, 513), causal=True, window=100, heads=4, kv=1, d=256, scale=0.06),
+        ("varlen",),
+    ),
+    "window, full rows": (
+        Case(gemma, (513,) * 4, None, "queries", True, 100, heads=8, kv=2, d=128, scale=0.09),
+        ("flash",),
+    ),
+    "bias": (
+        Case(t5, (300, 1, 77, 512), bias="distance", heads=8, kv=8, d=64, p=0.1, scale=0.125),
+        ("triton",),
+    ),
+    "bias, decoder": (
+        Case(t5, (300, 1, 77, 512), None, "", True, bias="distance", heads=8, kv=8, d=128, scale=0.09),
+        ("triton",),
+    ),
+    "soft cap": (
+        Case(gemma, (300, 1, 77, 512), causal=True, softcap=5.0, heads=8, kv=2, d=128, scale=0.09),
+        ("triton",),
+    ),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("name", "backend"), [(name, form) for name, (_, forms) in GPU.items() for form in forms])
-def test_every_form_agrees_with_hugging_face_on_a_gpu(name: str, backend: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, form) for name, (_, forms) in GPU.items() for form in forms]
+)
+def test_every_form_agrees_with_hugging_face_on_a_gpu(
+    name: str, backend: Backend, dtype: torch.dtype
+) -> None:
     if backend == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN is not chosen here")
     case = GPU[name][0]

@@ -1,4 +1,5 @@
-"""Blocks as a fold over steps: which operations a block calls, in which order, on each rung of the memory ladder."""
+"""Blocks as a fold over steps: which operations a block calls, in which order, on each rung of the memory
+ladder."""
 
 from __future__ import annotations
 
@@ -45,9 +46,13 @@ def program_of(name: str) -> Program:
 
 @contextmanager
 def recorded(program: Program, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ops, list[str]]]:
-    """(operations, a list in which they, products of groups and attention write down that they are called)."""
+    """(operations, a list in which they, products of groups and attention write down that they are
+    called)."""
     log: list[str] = []
-    kinds = {place.first: "qkv" if place.kind == "in" else {"out": "o"}.get(place.kind, place.kind) for place in program.groups}
+    kinds = {
+        place.first: "qkv" if place.kind == "in" else {"out": "o"}.get(place.kind, place.kind)
+        for place in program.groups
+    }
 
     def watched(name: str, own: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +68,12 @@ def recorded(program: Program, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
         patch.setattr(attending, "backward", watched("attention_backward", attending.backward))
         own = {name: getattr(reference_ops(), name) for name in NAMES}
         inside = ("linear_low", "add_low")  # a product's own affair
-        yield Ops("recording", **{name: op if name in inside else watched(name, op) for name, op in own.items()}), log
+        yield (
+            Ops(
+                "recording", **{name: op if name in inside else watched(name, op) for name, op in own.items()}
+            ),
+            log,
+        )
 
 
 def groups_of(program: Program, ops: Ops, rank: dict[str, int]) -> list[Group]:
@@ -91,7 +101,9 @@ def groups_of(program: Program, ops: Ops, rank: dict[str, int]) -> list[Group]:
             factors = (random(own, inputs), random(outputs, own)) if own else (None, None)
             parts.append(LowRank(random(outputs, inputs), random(outputs), *factors, 0.5))
         total = sum(0 if part.a is None else len(part.a) for part in parts)
-        whole = torch.zeros(sum(len(part.weight) for part in parts), parts[0].weight.shape[1] + total, dtype=torch.float64)
+        whole = torch.zeros(
+            sum(len(part.weight) for part in parts), parts[0].weight.shape[1] + total, dtype=torch.float64
+        )
         k = parts[0].weight.shape[1]
         whole[:, :k] = torch.cat([part.weight for part in parts])
         bias = torch.cat([part.bias for part in parts if part.bias is not None])
@@ -104,19 +116,31 @@ def run_of(program: Program, ops: Ops) -> Run:
     """A pass of a block with LoRA."""
     generator = torch.Generator().manual_seed(1)
     norms = [
-        tuple(torch.rand(DIM if one.over == "head" else WIDTH, generator=generator, dtype=torch.float64) + 0.5 for _ in range(tensors))
+        tuple(
+            torch.rand(DIM if one.over == "head" else WIDTH, generator=generator, dtype=torch.float64) + 0.5
+            for _ in range(tensors)
+        )
         for one in program.norms
         for tensors in (1 if one.kind == "rms" else 2,)
     ]
     angle = torch.rand(TOKENS // 2, DIM // 2, generator=generator, dtype=torch.float64).repeat(1, 2)
     how = How(True, DIM**-0.5, 2)
-    return Run(ops, groups_of(program, ops, LORA), norms, [None] * len(program.dropouts), [how], (angle.cos(), angle.sin()))
+    return Run(
+        ops,
+        groups_of(program, ops, LORA),
+        norms,
+        [None] * len(program.dropouts),
+        [how],
+        (angle.cos(), angle.sin()),
+    )
 
 
 def needs_of(program: Program) -> list[bool]:
     """Which tensors train: the factors of LoRA."""
     linears = sum(len(place.paths) for place in program.groups)
-    return [at % 4 > 1 for at in range(4 * linears)] + [False] * sum(1 if one.kind == "rms" else 2 for one in program.norms)
+    return [at % 4 > 1 for at in range(4 * linears)] + [False] * sum(
+        1 if one.kind == "rms" else 2 for one in program.norms
+    )
 
 
 # What a block of LoRA calls: operations, products of groups, attention, in order; of the way
@@ -124,89 +148,151 @@ def needs_of(program: Program) -> list[bool]:
 # passes that were once written out by hand: a kernel more, or one in another place, has to be a decision.
 CALLS = {
     ("llama", "all"): (
-        "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
-        "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
-        "rms_norm_backward o.dproducts o.learn o.dupdated attention_backward rope_backward "
-        "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate"
+            " down.product"
+        ),
+        (
+            "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
+            "rms_norm_backward o.dproducts o.learn o.dupdated attention_backward rope_backward "
+            "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("llama", "projections"): (
-        "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
-        "rms_norm up.low up.product down.dproducts activate_backward down.learn up.dproducts "
-        "up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated attention_backward "
-        "rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate"
+            " down.product"
+        ),
+        (
+            "rms_norm up.low up.product down.dproducts activate_backward down.learn up.dproducts "
+            "up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated attention_backward "
+            "rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("llama", "attention"): (
-        "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
-        "o.product rms_norm up.low up.product down.dproducts activate_backward down.learn "
-        "up.dproducts up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated "
-        "rms_norm qkv.low qkv.product rope_ attention_backward rope_backward qkv.dproducts "
-        "qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate"
+            " down.product"
+        ),
+        (
+            "o.product rms_norm up.low up.product down.dproducts activate_backward down.learn "
+            "up.dproducts up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated "
+            "rms_norm qkv.low qkv.product rope_ attention_backward rope_backward qkv.dproducts "
+            "qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("llama", "input"): (
-        "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate down.product",
-        "rms_norm qkv.low qkv.product rope_ attention o.product rms_norm up.low up.product "
-        "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
-        "rms_norm_backward o.dproducts o.learn o.dupdated attention_backward rope_backward "
-        "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product rope_ attention o.low o.product rms_norm up.low up.product activate"
+            " down.product"
+        ),
+        (
+            "rms_norm qkv.low qkv.product rope_ attention o.product rms_norm up.low up.product "
+            "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
+            "rms_norm_backward o.dproducts o.learn o.dupdated attention_backward rope_backward "
+            "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("qwen3", "all"): (
-        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
-        "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
-        "rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
-        "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product"
+            " activate down.product"
+        ),
+        (
+            "down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
+            "rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
+            "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("qwen3", "projections"): (
-        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
-        "rms_norm up.low up.product down.dproducts activate_backward down.learn up.dproducts "
-        "up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
-        "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product"
+            " activate down.product"
+        ),
+        (
+            "rms_norm up.low up.product down.dproducts activate_backward down.learn up.dproducts "
+            "up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
+            "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("qwen3", "attention"): (
-        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
-        "o.product rms_norm up.low up.product down.dproducts activate_backward down.learn "
-        "up.dproducts up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated "
-        "rms_norm qkv.low qkv.product norm_rope attention_backward norm_rope_backward "
-        "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product"
+            " activate down.product"
+        ),
+        (
+            "o.product rms_norm up.low up.product down.dproducts activate_backward down.learn "
+            "up.dproducts up.learn up.dupdated rms_norm_backward o.dproducts o.learn o.dupdated "
+            "rms_norm qkv.low qkv.product norm_rope attention_backward norm_rope_backward "
+            "qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("qwen3", "input"): (
-        "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product activate down.product",
-        "rms_norm qkv.low qkv.product norm_rope attention o.product rms_norm up.low "
-        "up.product down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
-        "rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
-        "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward",
+        (
+            "rms_norm qkv.low qkv.product norm_rope attention o.low o.product rms_norm up.low up.product"
+            " activate down.product"
+        ),
+        (
+            "rms_norm qkv.low qkv.product norm_rope attention o.product rms_norm up.low "
+            "up.product down.dproducts activate_backward down.learn up.dproducts up.learn up.dupdated "
+            "rms_norm_backward o.dproducts o.learn o.dupdated norm_rope "
+            "attention_backward norm_rope_backward qkv.dproducts qkv.learn qkv.dupdated rms_norm_backward"
+        ),
     ),
     ("bert", "all"): (
-        "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product layer_norm",
-        "layer_norm_backward down.dproducts activate_backward down.learn up.dproducts up.learn "
-        "layer_norm up.dupdated layer_norm_backward o.dproducts o.learn o.dupdated "
-        "attention_backward qkv.dproducts qkv.learn qkv.dupdated",
+        (
+            "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product"
+            " layer_norm"
+        ),
+        (
+            "layer_norm_backward down.dproducts activate_backward down.learn up.dproducts up.learn "
+            "layer_norm up.dupdated layer_norm_backward o.dproducts o.learn o.dupdated "
+            "attention_backward qkv.dproducts qkv.learn qkv.dupdated"
+        ),
     ),
     ("bert", "projections"): (
-        "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product layer_norm",
-        "layer_norm_backward layer_norm up.low up.product down.dproducts activate_backward "
-        "down.learn up.dproducts up.learn up.dupdated layer_norm_backward o.dproducts o.learn "
-        "o.dupdated attention_backward qkv.dproducts qkv.learn qkv.dupdated",
+        (
+            "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product"
+            " layer_norm"
+        ),
+        (
+            "layer_norm_backward layer_norm up.low up.product down.dproducts activate_backward "
+            "down.learn up.dproducts up.learn up.dupdated layer_norm_backward o.dproducts o.learn "
+            "o.dupdated attention_backward qkv.dproducts qkv.learn qkv.dupdated"
+        ),
     ),
     ("bert", "attention"): (
-        "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product layer_norm",
-        "o.product layer_norm up.low up.product activate down.product layer_norm "
-        "layer_norm_backward down.dproducts activate_backward down.learn up.dproducts up.learn "
-        "up.dupdated layer_norm_backward o.dproducts o.learn o.dupdated qkv.low qkv.product "
-        "attention_backward qkv.dproducts qkv.learn qkv.dupdated",
+        (
+            "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product"
+            " layer_norm"
+        ),
+        (
+            "o.product layer_norm up.low up.product activate down.product layer_norm "
+            "layer_norm_backward down.dproducts activate_backward down.learn up.dproducts up.learn "
+            "up.dupdated layer_norm_backward o.dproducts o.learn o.dupdated qkv.low qkv.product "
+            "attention_backward qkv.dproducts qkv.learn qkv.dupdated"
+        ),
     ),
     ("bert", "input"): (
-        "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product layer_norm",
-        "qkv.low qkv.product attention o.product layer_norm up.low up.product activate down.product "
-        "layer_norm layer_norm_backward down.dproducts activate_backward down.learn up.dproducts "
-        "up.learn up.dupdated layer_norm_backward o.dproducts o.learn o.dupdated attention_backward "
-        "qkv.dproducts qkv.learn qkv.dupdated",
+        (
+            "qkv.low qkv.product attention o.low o.product layer_norm up.low up.product activate down.product"
+            " layer_norm"
+        ),
+        (
+            "qkv.low qkv.product attention o.product layer_norm up.low up.product activate down.product "
+            "layer_norm layer_norm_backward down.dproducts activate_backward down.learn up.dproducts "
+            "up.learn up.dupdated layer_norm_backward o.dproducts o.learn o.dupdated attention_backward "
+            "qkv.dproducts qkv.learn qkv.dupdated"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
-def test_a_block_calls_what_is_on_record_in_that_order(name: str, keep: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_calls_what_is_on_record_in_that_order(
+    name: str, keep: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = program_of(name)
     ahead, back = CALLS[name, keep]
     with recorded(program, monkeypatch) as (ops, log):
@@ -219,7 +305,9 @@ def test_a_block_calls_what_is_on_record_in_that_order(name: str, keep: Level, m
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_first_block_makes_no_gradient_that_nobody_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_block_makes_no_gradient_that_nobody_asks_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = program_of(name)
     with recorded(program, monkeypatch) as (ops, log):
         run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
@@ -238,12 +326,18 @@ def test_nothing_below_what_trains_is_gone_back_through(monkeypatch: pytest.Monk
         _, kept = fold.forward(program, run, [x], "attention", None)
         log.clear()
         fold.backward(program, run, x, kept, needs, [False], "attention", None)
-    assert not [call for call in log if call.startswith(("attention", "qkv", "o.d", "up.d", "up.learn", "rms_norm_backward"))]
+    assert not [
+        call
+        for call in log
+        if call.startswith(("attention", "qkv", "o.d", "up.d", "up.learn", "rms_norm_backward"))
+    ]
     assert run.sink.found
 
 
 @pytest.mark.parametrize(("name", "again"), [("llama", {"gate", "up"}), ("bert", {"up"})])
-def test_a_bottleneck_has_no_product_made_again_that_would_not_be_without_it(name: str, again: set[str]) -> None:
+def test_a_bottleneck_has_no_product_made_again_that_would_not_be_without_it(
+    name: str, again: set[str]
+) -> None:
     program = program_of(name)
     adapted = compiled(tuple(replace(one, bottleneck=4) for one in program.sublayers), program.sizes)
     assert adapted.bottlenecks == (adapted.groups[1].paths[0], adapted.groups[3].paths[0])
@@ -271,17 +365,25 @@ def cut(program: Program) -> Program:
     return compiled(tuple(replace(one, connection="whole") for one in program.sublayers), program.sizes)
 
 
-# What is said in a backward pass: by a block that is cut, on each rung, the sum of what attention left a second time where it is gone.
+# What is said in a backward pass: by a block that is cut, on each rung, the sum of what attention left a
+# second time where it is gone.
 AHEAD, BACK = ["leave", "leave"], ["leave_backward", "enter_backward", "leave_backward", "enter_backward"]
 SAID = {
     "llama": {"all": BACK, "projections": BACK, "attention": ["leave", *BACK], "input": ["leave", *BACK]},
-    "bert": {"all": BACK, "projections": BACK, "attention": ["leave", "leave", *BACK], "input": ["leave", "leave", *BACK]},
+    "bert": {
+        "all": BACK,
+        "projections": BACK,
+        "attention": ["leave", "leave", *BACK],
+        "input": ["leave", "leave", *BACK],
+    },
 }
 
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_block_that_is_cut_calls_the_same_and_talks_as_is_on_record(name: str, keep: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_cut_calls_the_same_and_talks_as_is_on_record(
+    name: str, keep: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, said = cut(program_of(name)), list[str]()
     with recorded(program, monkeypatch) as (ops, log):
         run, x = run_of(program, ops), torch.ones(TOKENS, WIDTH, dtype=torch.float64)
@@ -291,7 +393,9 @@ def test_a_block_that_is_cut_calls_the_same_and_talks_as_is_on_record(name: str,
         log.clear()
         said.clear()
         fold.backward(program, run, x, kept, needs_of(program), [True], keep, None)
-        assert sorted(log) == sorted(CALLS[name, keep][1].split()) and sorted(said) == sorted(SAID[name][keep])
+        assert sorted(log) == sorted(CALLS[name, keep][1].split()) and sorted(said) == sorted(
+            SAID[name][keep]
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])

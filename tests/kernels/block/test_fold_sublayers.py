@@ -1,7 +1,8 @@
-"""Tables of families as steps: a block computes what Hugging Face's own does, and every gradient of it, on each rung.
+"""Tables of families as steps: a block computes what Hugging Face's own does, and every gradient of it, on
+each rung.
 
-Blocks that attend to an encoder, or with a bias of relative positions, are folded here by hand: `fuse` does not yet hand
-them what they read.
+Blocks that attend to an encoder, or with a bias of relative positions, are folded here by hand: `fuse` does
+not yet hand them what they read.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def t5_config(act: str, decoder: bool) -> T5Config:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of block: how it is made, the table of its stack, its activation and the epsilon of its norms."""
+    """A kind of block: how it is made, the table of its stack, its activation and the epsilon of its
+    norms."""
 
     make: Callable[[], nn.Module]
     rule: StackRule
@@ -71,7 +73,12 @@ KINDS = {
     "bart encoder": Kind(lambda: BartEncoderLayer(BART), bart.FAMILY.stacks["encoder"], "gelu", 1e-5),
     "bart decoder": Kind(lambda: BartDecoderLayer(BART, 0), bart.FAMILY.stacks["decoder"], "gelu", 1e-5),
     "t5 encoder": Kind(lambda: T5Block(t5_config("relu", False)), t5.FAMILY.stacks["encoder"], "relu", 1e-6),
-    "t5 decoder": Kind(lambda: T5Block(t5_config("gated-gelu", True), layer_idx=0), t5.FAMILY.stacks["decoder"], "gelu_tanh", 1e-6),
+    "t5 decoder": Kind(
+        lambda: T5Block(t5_config("gated-gelu", True), layer_idx=0),
+        t5.FAMILY.stacks["decoder"],
+        "gelu_tanh",
+        1e-6,
+    ),
 }
 
 
@@ -93,21 +100,37 @@ def own(block: nn.Module, x: Tensor, memory: Tensor, bias: Tensor, masks: tuple[
 
 
 def folded(
-    program: Program, block: nn.Module, inputs: Sequence[Tensor], masks: Sequence[Tensor], dy: Tensor, keep: Level, tile: int | None
+    program: Program,
+    block: nn.Module,
+    inputs: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    dy: Tensor,
+    keep: Level,
+    tile: int | None,
 ) -> tuple[Tensor, list[Tensor | None], dict[str, Tensor]]:
     """(y, the gradients of the inputs, those of the block's parameters) of both passes as steps."""
     names = {id(value): name for name, value in block.named_parameters()}
     layers = [[block.get_submodule(path) for path in place.paths] for place in program.groups]
-    parts = [[LowRank(one.weight.detach(), None if one.bias is None else one.bias.detach()) for one in group] for group in layers]
-    behind = [cast("BottleneckPart", bottleneck_of(block.get_submodule(path))) for path in program.bottlenecks]
+    parts = [
+        [LowRank(one.weight.detach(), None if one.bias is None else one.bias.detach()) for one in group]
+        for group in layers
+    ]
+    behind = [
+        cast("BottleneckPart", bottleneck_of(block.get_submodule(path))) for path in program.bottlenecks
+    ]
     inner = [value for part in behind for value in part.tensors or ()]
     groups = [
         Group(own, torch.float64, place.first, reference_ops(), gates=place.kind == "up")
         for own, place in zip(parts, program.groups, strict=True)
     ]
-    norms = [tuple(value.detach() for value in block.get_submodule(one.path).parameters()) for one in program.norms]
+    norms = [
+        tuple(value.detach() for value in block.get_submodule(one.path).parameters()) for one in program.norms
+    ]
     hows = [How(False, one.scale, ROWS, mask=masks[at]) for at, one in enumerate(program.attends)]
-    own = [(part._replace(tensors=tuple(value.detach() for value in part.tensors or ())), None) for part in behind]
+    own = [
+        (part._replace(tensors=tuple(value.detach() for value in part.tensors or ())), None)
+        for part in behind
+    ]
     run = Run(reference_ops(), groups, norms, [None] * len(program.dropouts), hows, None, bottlenecks=own)
     needs = [value is not None for group in parts for part in group for value in part.tensors]
     needs += [True] * (len(inner) + sum(map(len, norms)))
@@ -125,11 +148,16 @@ def adapted(block: nn.Module, rule: StackRule) -> None:
     """Put an adapter behind every linear by which a sub-layer is left."""
     for sublayer in read_sublayers(block, rule):
         path = sublayer.core.region.leave
-        block.set_submodule(path, tune(cast("nn.Linear", block.get_submodule(path)), AdapterConfig(reduction=4), path))
+        block.set_submodule(
+            path, tune(cast("nn.Linear", block.get_submodule(path)), AdapterConfig(reduction=4), path)
+        )
 
 
 @pytest.mark.parametrize("tile", [None, 5])
-@pytest.mark.parametrize(("kind", "method"), [*((kind, "full") for kind in KINDS), ("bart decoder", "adapter"), ("t5 decoder", "adapter")])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*((kind, "full") for kind in KINDS), ("bart decoder", "adapter"), ("t5 decoder", "adapter")],
+)
 def test_a_block_of_steps_is_the_familys_own_on_every_rung(
     kind: str, method: str, tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +185,9 @@ def test_a_block_of_steps_is_the_familys_own_on_every_rung(
     expected = own(block, *given, masks)  # type: ignore[arg-type]
     expected.backward(dy)
     wanted = {name: value.grad for name, value in block.named_parameters() if value.grad is not None}
-    program = compiled(read_sublayers(block, made.rule), Sizes(HEADS, HEADS, WIDTH // HEADS, made.act, made.eps))
+    program = compiled(
+        read_sublayers(block, made.rule), Sizes(HEADS, HEADS, WIDTH // HEADS, made.act, made.eps)
+    )
     by_name = {"x": x.detach().flatten(0, 1), "memory": memory.detach().flatten(0, 1), "bias": bias.detach()}
     shapes = dict(zip(("x", "memory", "bias"), given, strict=True))
     for keep in KEEPS if tile is None else KEEPS[1:]:

@@ -1,4 +1,5 @@
-"""Frozen weights in eight bits: as near to the product as e4m3 with a scale per row allows, and refused where they cannot be had."""
+"""Frozen weights in eight bits: as near to the product as e4m3 with a scale per row allows, and refused where
+they cannot be had."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from tests.kernels.fused_pairs import batch, blocks, gradients
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEP = 2.0**-4  # half a unit in the last place of e4m3, relative: three bits of mantissa
-CONFIG = LlamaConfig(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+CONFIG = LlamaConfig(
+    vocab_size=50,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +51,28 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
 
 
 def assert_near(found: Tensor, left: Tensor, right: Tensor) -> None:
-    """left @ right but for the rounding of each factor: at most 2 STEP of the sum of magnitudes, and what underflows."""
+    """left @ right but for the rounding of each factor: at most 2 STEP of the sum of magnitudes, and what
+    underflows."""
     exact, most = left.double() @ right.double(), left.double().abs() @ right.double().abs()
-    floor = 2.0**-10 / 448 * (left.abs().amax(1, keepdim=True).double() * right.abs().amax(0).double()) * left.shape[1]
-    assert bool(((found.double() - exact).abs() <= (2 * STEP + STEP**2) * most + floor + 2**-8 * exact.abs()).all())
+    floor = (
+        2.0**-10
+        / 448
+        * (left.abs().amax(1, keepdim=True).double() * right.abs().amax(0).double())
+        * left.shape[1]
+    )
+    assert bool(
+        ((found.double() - exact).abs() <= (2 * STEP + STEP**2) * most + floor + 2**-8 * exact.abs()).all()
+    )
     scale = (left.double().norm(dim=1, keepdim=True) * right.double().norm(dim=0)).mean()
-    assert float((found.double() - exact).abs().mean()) < 0.03 * float(scale)  # errors of rounding are independent
+    # errors of rounding are independent
+    assert float((found.double() - exact).abs().mean()) < 0.03 * float(scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_as_near_as_the_rounding_of_their_factors_allows(ops: Ops, dtype: torch.dtype, bias: bool) -> None:
+def test_products_are_as_near_as_the_rounding_of_their_factors_allows(
+    ops: Ops, dtype: torch.dtype, bias: bool
+) -> None:
     weight, x, dy = torch.randn(48, 64).to(dtype), torch.randn(9, 64).to(dtype), torch.randn(9, 48).to(dtype)
     weight[3] *= 1000  # a row of another size spoils no other
     offset = torch.randn(48).to(dtype) if bias else None
@@ -69,7 +88,9 @@ def test_a_product_with_its_update_is_the_product_and_the_update(ops: Ops, bias:
     weight, x, s, b = torch.randn(48, 64), torch.randn(9, 64), torch.randn(9, 4), torch.randn(48, 4)
     weight[3] *= 1000
     eight = PackedFp8(Fp8.of(weight), torch.randn(48) if bias else None, ops)
-    torch.testing.assert_close(eight.linear_low(x, (s, b), ops, None), eight.linear(x) + s @ b.T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        eight.linear_low(x, (s, b), ops, None), eight.linear(x) + s @ b.T, rtol=1e-5, atol=1e-4
+    )
 
 
 def test_the_low_rank_part_of_the_backward_product_is_exact(ops: Ops) -> None:
@@ -101,9 +122,16 @@ def test_sizes_that_are_no_multiples_of_sixteen_are_refused(sizes: tuple[int, in
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "fits"),
-    [((9, 0), torch.bfloat16, True), ((8, 9), torch.bfloat16, True), ((8, 0), torch.bfloat16, False), ((9, 0), torch.float32, False)],
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((8, 9), torch.bfloat16, True),
+        ((8, 0), torch.bfloat16, False),
+        ((9, 0), torch.float32, False),
+    ],
 )
-def test_what_a_device_must_be(capability: tuple[int, int], dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_must_be(
+    capability: tuple[int, int], dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if fits:
         refuse_fp8(torch.device("cuda"), dtype, (32, 32))
@@ -127,13 +155,19 @@ def pair_of(**settings: Any) -> tuple[nn.Module, nn.Module]:
     return eight.train(), plain.train()
 
 
-TUNINGS: list[dict[str, Any]] = [{"method": "lora"}, {"method": "adapter", "reduction": 2}, {"method": "side", "reduction": 2}]
+TUNINGS: list[dict[str, Any]] = [
+    {"method": "lora"},
+    {"method": "adapter", "reduction": 2},
+    {"method": "side", "reduction": 2},
+]
 
 
 @pytest.mark.parametrize("settings", TUNINGS, ids=str)
 def test_every_frozen_product_of_a_block_is_in_eight_bits(settings: dict[str, Any]) -> None:
     eight, _ = pair_of(**settings)
-    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [True] * 8
+    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [
+        True
+    ] * 8
 
 
 @pytest.mark.parametrize("settings", TUNINGS[:2], ids=str)
@@ -167,11 +201,15 @@ def reachable(model: nn.Module) -> int:
 def test_a_base_in_eight_bits_holds_a_byte_a_weight_and_its_scales() -> None:
     eight, plain = pair_of()
     for steps in range(2):
-        weights = [layer.weight for block in blocks(eight) for layers in block.spec.layers for layer in layers]
-        own = sum(weight.numel() + 4 * len(weight) + 32 for weight in weights)  # and the samples it is known again by
+        weights = [
+            layer.weight for block in blocks(eight) for layers in block.spec.layers for layer in layers
+        ]
+        # and the samples it is known again by
+        own = sum(weight.numel() + 4 * len(weight) + 32 for weight in weights)
         assert len(weights) == 14 and own < 1.2 * sum(weight.numel() for weight in weights)
         saved = reachable(plain) - reachable(eight)
-        assert saved == pytest.approx(4 * sum(weight.numel() for weight in weights) - own, abs=512), steps  # what else fusing holds
+        # what else fusing holds
+        assert saved == pytest.approx(4 * sum(weight.numel() for weight in weights) - own, abs=512), steps
         gradients(eight, batch("llama"))
         for value in (*eight.parameters(), *plain.parameters()):
             value.grad = None
@@ -189,7 +227,10 @@ def test_unfused_forward_and_backward_are_those_of_the_fused_blocks(settings: di
     for name, value in wanted.items():
         assert float((found[name] - value).norm()) < 0.02 * float(value.norm()), name
     with torch.no_grad():
-        one, two = (model.eval()(input_ids=torch.arange(24).view(2, 12), use_cache=False).logits for model in (eight, other))
+        one, two = (
+            model.eval()(input_ids=torch.arange(24).view(2, 12), use_cache=False).logits
+            for model in (eight, other)
+        )
     assert float((one - two).norm()) < 0.01 * float(two.norm())
 
 
@@ -210,7 +251,9 @@ def test_linears_that_are_fused_alone_leave_quantised_ones_to_themselves() -> No
     assert not any(isinstance(module, FusedLora) for module in eight.modules())
     again, found = gradients(eight, batch("llama"))
     assert float(again) == pytest.approx(float(loss), rel=1e-4)
-    assert all(float((found[name] - value).norm()) < 0.05 * float(value.norm()) for name, value in wanted.items())
+    assert all(
+        float((found[name] - value).norm()) < 0.05 * float(value.norm()) for name, value in wanted.items()
+    )
 
 
 def test_loss_and_gradients_are_near_those_in_float64_of_the_weights_they_stand_for() -> None:
@@ -261,17 +304,25 @@ def test_weights_that_are_loaded_later_count(steps: int) -> None:
     eight, plain = pair_of()
     for _ in range(steps):
         gradients(eight, batch("llama"))
-    state = {name: value * 1.5 if "proj.weight" in name else value for name, value in plain.state_dict().items()}
+    state = {
+        name: value * 1.5 if "proj.weight" in name else value for name, value in plain.state_dict().items()
+    }
     for model in (eight, plain):
         model.load_state_dict(state)
-    assert float(gradients(eight, batch("llama"))[0]) == pytest.approx(float(gradients(plain, batch("llama"))[0]), rel=0.01)
+    assert float(gradients(eight, batch("llama"))[0]) == pytest.approx(
+        float(gradients(plain, batch("llama"))[0]), rel=0.01
+    )
     y, x = blocks(eight)[0].spec.banks[1].base, torch.eye(64)
     torch.testing.assert_close(y.linear(x), blocks(eight)[0].self_attn.o_proj.weight.T, rtol=0.1, atol=0.01)
 
 
-@pytest.mark.parametrize("change", [lambda model: model.double().float(), copy.deepcopy], ids=["moved", "copied"])
+@pytest.mark.parametrize(
+    "change", [lambda model: model.double().float(), copy.deepcopy], ids=["moved", "copied"]
+)
 @pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_a_model_that_was_moved_or_copied_multiplies_in_eight_bits_all_the_same(change: Any, first: str) -> None:
+def test_a_model_that_was_moved_or_copied_multiplies_in_eight_bits_all_the_same(
+    change: Any, first: str
+) -> None:
     eight, _ = pair_of()
     inputs = batch("llama")
     with torch.no_grad():
@@ -280,10 +331,16 @@ def test_a_model_that_was_moved_or_copied_multiplies_in_eight_bits_all_the_same(
     other = change(eight)
     if first == "training":
         assert gradients(other.train(), inputs)[0] == loss
-        pairs = [pair for block in blocks(other) for pair in zip(block.spec.banks, block.linears().groups, strict=True)]
+        pairs = [
+            pair
+            for block in blocks(other)
+            for pair in zip(block.spec.banks, block.linears().groups, strict=True)
+        ]
         assert all(bank.intact(parts) for bank, parts in pairs)
     with torch.no_grad():
-        torch.testing.assert_close(other.eval()(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            other.eval()(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_fusing_again_what_was_unfused_is_in_eight_bits_again() -> None:
@@ -291,11 +348,15 @@ def test_fusing_again_what_was_unfused_is_in_eight_bits_again() -> None:
     loss = gradients(eight, batch("llama"))[0]
     unfuse(eight)
     assert fuse(eight, family_of(eight), "reference")
-    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [True] * 8
+    assert [isinstance(bank.base, PackedFp8) for block in blocks(eight) for bank in block.spec.banks] == [
+        True
+    ] * 8
     assert gradients(eight, batch("llama"))[0] == loss
 
 
-@pytest.mark.parametrize("settings", [{"method": "full"}, {"method": "lora", "also_train": ("self_attn",)}], ids=["full", "some"])
+@pytest.mark.parametrize(
+    "settings", [{"method": "full"}, {"method": "lora", "also_train": ("self_attn",)}], ids=["full", "some"]
+)
 def test_weights_that_train_are_refused(settings: dict[str, Any]) -> None:
     model = petune.wrap(LlamaForCausalLM(copy.deepcopy(CONFIG)), kernels="off", **settings)
     with pytest.raises(UsageError, match="base_dtype"):

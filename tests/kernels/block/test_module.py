@@ -1,4 +1,5 @@
-"""Fused blocks compute what Hugging Face's own do, whatever is kept, recomputed, tiled or parked, for every method that can be fused."""
+"""Fused blocks compute what Hugging Face's own do, whatever is kept, recomputed, tiled or parked, for every
+method that can be fused."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ from petune.rng.context import Running
 from petune.rng.dropout import drawing, step_key
 from tests.kernels.fused_pairs import METHODS, MODELS, assert_alike, batch, blocks, gradients, pair, stand_on
 
-RUNGS = [Rung(keep, offload) for keep in ("all", "projections", "attention", "input") for offload in ("none", "input")] + [
-    Rung("attention", "attention")
-]
+RUNGS = [
+    Rung(keep, offload)
+    for keep in ("all", "projections", "attention", "input")
+    for offload in ("none", "input")
+] + [Rung("attention", "attention")]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +48,9 @@ TOLERANCE = {"bert": 1e-12}
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.keep}-{rung.offload}")
 @pytest.mark.parametrize("settings", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
-def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(name: str, settings: dict[str, Any], rung: Rung) -> None:
+def test_loss_and_every_gradient_are_those_of_the_unfused_model_on_every_rung(
+    name: str, settings: dict[str, Any], rung: Rung
+) -> None:
     fused, plain = pair(name, settings)
     stand_on(fused, rung)
     assert_alike(fused, plain, batch(name), TOLERANCE.get(name, 2e-6))
@@ -76,8 +81,12 @@ def test_state_names_and_values_survive_fusing(name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", ["all", "projections", "attention", "input"])
-@pytest.mark.parametrize(("name", "method"), [("llama", "lora"), ("bert", "lora"), ("llama", "adapter"), ("bert", "adapter")])
-def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, method: str, keep: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama", "lora"), ("bert", "lora"), ("llama", "adapter"), ("bert", "adapter")]
+)
+def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(
+    name: str, method: str, keep: Any
+) -> None:
     fused, plain = pair(name, METHODS[method] | {"dropout": 0.3})
     for module in (*fused.modules(), *plain.modules()):
         if name == "bert" and isinstance(module, nn.Dropout):
@@ -94,7 +103,9 @@ def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, m
             found.append(gradients(model, inputs))
     torch.testing.assert_close(found[0][0].float(), found[1][0].float(), rtol=2e-6, atol=0)
     for key, value in found[1][1].items():
-        torch.testing.assert_close(found[0][1][key], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()) + 1e-12)
+        torch.testing.assert_close(
+            found[0][1][key], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()) + 1e-12
+        )
 
 
 class Largest(TorchDispatchMode):
@@ -115,7 +126,8 @@ def test_recomputing_never_runs_the_product_with_the_down_projection_again() -> 
     stand_on(fused, Rung("input"))
     with Largest() as seen:
         gradients(fused, batch("llama"))
-    forward = [shape for shape in seen.matmuls if shape == (56 + 4, 32)]  # [W_down | b]^T, the right factor of the forward product
+    # [W_down | b]^T, the right factor of the forward product
+    forward = [shape for shape in seen.matmuls if shape == (56 + 4, 32)]
     assert len(forward) == 3  # once per block
 
 
@@ -142,7 +154,9 @@ def test_evaluation_generation_and_unfusing_give_what_the_model_gave() -> None:
     ask = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     with torch.no_grad():
         torch.testing.assert_close(fused(**ask).logits, plain(**ask).logits, rtol=1e-5, atol=1e-6)
-    answers = [model.generate(**ask, max_new_tokens=4, do_sample=False, pad_token_id=0) for model in (fused, plain)]
+    answers = [
+        model.generate(**ask, max_new_tokens=4, do_sample=False, pad_token_id=0) for model in (fused, plain)
+    ]
     assert torch.equal(*answers)
     unfuse(fused)
     assert not blocks(fused)
@@ -162,7 +176,9 @@ def test_a_tuning_that_is_passed_by_is_not_computed(method: str) -> None:
         )
 
 
-def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_fused_keep_fused_norms_and_loss_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.fuse.say", said.append)
@@ -182,7 +198,9 @@ def test_blocks_beside_a_ladder_run_ahead_alone_and_it_reads_what_they_give(
     fused, plain = pair(name, {"method": "side", "reduction": 2})
     assert len(blocks(fused)) == 3
     rungs: list[str] = []
-    monkeypatch.setattr(fold, "forward", lambda *args, own=fold.forward: (rungs.append(args[3]), own(*args))[1])
+    monkeypatch.setattr(
+        fold, "forward", lambda *args, own=fold.forward: (rungs.append(args[3]), own(*args))[1]
+    )
     assert_alike(fused, plain, batch(name, padded), TOLERANCE.get(name, 2e-6))
     assert rungs == ["input"] * 3 and not blocks(fused)[0].spec.said
 

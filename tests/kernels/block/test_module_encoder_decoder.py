@@ -1,4 +1,5 @@
-"""BART and T5 with fused blocks: whole models against Hugging Face's own, on every rung, padded and with dropout."""
+"""BART and T5 with fused blocks: whole models against Hugging Face's own, on every rung, padded and with
+dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from tests.kernels.fused_pairs import blocks, stand_on
 from tests.methods.zoo import GENERATE, assert_same_gradients, batch, gradients, stir, tiny
 
 NAMES = ("bart-seq2seq", "bart-classify", "t5-seq2seq", "t5-gated", "t5-classify")
-METHODS: dict[str, dict[str, Any]] = {"lora": {"r": 4}, "full": {}, "adapter": {"reduction": 4}, "side": {"reduction": 2}}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4},
+    "full": {},
+    "adapter": {"reduction": 4},
+    "side": {"reduction": 2},
+}
 KEEPS = ("all", "projections", "attention", "input")
 
 
@@ -45,7 +51,9 @@ def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def pair(name: str, method: str = "lora", dtype: torch.dtype = torch.float64, p: float = 0.0, **changes: Any) -> tuple[Any, Any]:
+def pair(
+    name: str, method: str = "lora", dtype: torch.dtype = torch.float64, p: float = 0.0, **changes: Any
+) -> tuple[Any, Any]:
     """A tuned model twice, fused and not, in training and away from the start. p: of the updates' dropout."""
     plain = tiny(name, **changes).to(dtype)
     petune.wrap(plain, method, **METHODS[method], **({"dropout": p} if p else {}), kernels="off")
@@ -63,7 +71,11 @@ def padded(name: str, rows: str = "both") -> dict[str, Tensor]:
         return inputs
     there = torch.arange(6) < torch.tensor([6, 3, 1])[:, None]
     ids = inputs["labels"]
-    return inputs | {"labels": ids.masked_fill(~there, -100), "decoder_input_ids": ids, "decoder_attention_mask": there.long()}
+    return inputs | {
+        "labels": ids.masked_fill(~there, -100),
+        "decoder_input_ids": ids,
+        "decoder_attention_mask": there.long(),
+    }
 
 
 def said(model: nn.Module) -> set[str]:
@@ -82,7 +94,9 @@ def assert_alike(fused: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_model_is_hugging_faces_to_the_last_bits_of_float64_on_every_rung(name: str, method: str) -> None:
+def test_a_whole_model_is_hugging_faces_to_the_last_bits_of_float64_on_every_rung(
+    name: str, method: str
+) -> None:
     fused, plain = pair(name, method)
     for rows in ("both", "encoder"):
         inputs = padded(name, rows)
@@ -97,11 +111,17 @@ def test_a_whole_model_is_hugging_faces_to_the_last_bits_of_float64_on_every_run
 
 @pytest.mark.parametrize("way", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["bart-seq2seq", "t5-gated"])
-def test_in_float32_it_is_hugging_faces_to_its_rounding_with_masks_of_either_kind(name: str, way: str) -> None:
-    gentle = {"initializer_factor": 0.3} if name.startswith("t5") else {}  # else it attends too steeply for float32
+def test_in_float32_it_is_hugging_faces_to_its_rounding_with_masks_of_either_kind(
+    name: str, way: str
+) -> None:
+    # else it attends too steeply for float32
+    gentle = {"initializer_factor": 0.3} if name.startswith("t5") else {}
     fused, plain = pair(name, "full", torch.float32, attn_implementation=way, **gentle)
     assert_alike(fused, plain, padded(name), 2e-6)
-    left = {key: value.flip(1) if key in ("input_ids", "attention_mask") else value for key, value in padded(name).items()}
+    left = {
+        key: value.flip(1) if key in ("input_ids", "attention_mask") else value
+        for key, value in padded(name).items()
+    }
     assert_alike(fused, plain, left, 2e-6)  # padding that is computed, and has masks
     full = {key: value for key, value in padded(name).items() if "mask" not in key}
     assert_alike(fused, plain, full, 2e-6)
@@ -112,7 +132,12 @@ def test_in_float32_it_is_hugging_faces_to_its_rounding_with_masks_of_either_kin
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, left: bool) -> None:
-    drops: dict[str, Any] = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.1, "classifier_dropout": 0.1}
+    drops: dict[str, Any] = {
+        "dropout": 0.2,
+        "attention_dropout": 0.3,
+        "activation_dropout": 0.1,
+        "classifier_dropout": 0.1,
+    }
     fused, plain = pair(name, p=0.2, **(drops if name.startswith("bart") else {"dropout_rate": 0.2}))
     own_stacks(plain, family_of(plain))  # type: ignore[arg-type]
     attention.use(plain)
@@ -124,7 +149,8 @@ def test_dropout_of_every_kind_draws_the_masks_of_the_unfused_model(name: str, l
         with drawing(Running(rows=torch.tensor([5, -1, 7]), key=step_key(7, 3))):
             found.append(gradients(model, inputs))
     assert not said(fused)
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-6, atol=0)  # softmax is float32 where probabilities drop out
+    # softmax is float32 where probabilities drop out
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-6, atol=0)
     assert_same_gradients(found[0][1], found[1][1], 2e-6)
 
 
@@ -134,7 +160,9 @@ def test_the_blocks_see_what_padding_leaves_and_the_memory_too() -> None:
     for stack in ("encoder", "decoder"):
         block = getattr(fused, stack).block.blocks[1]
         before = block.inputs
-        block.inputs = lambda *args, before=before: seen.append(tuple(x.shape for x in before(*args))) or before(*args)
+        block.inputs = lambda *args, before=before: (
+            seen.append(tuple(x.shape for x in before(*args))) or before(*args)
+        )
     inputs = padded("t5-seq2seq")
     fused(**inputs)
     kept, own = int(inputs["attention_mask"].sum()), int(inputs["decoder_attention_mask"].sum())
@@ -154,7 +182,10 @@ def test_bf16_autocast_is_near_the_unfused_models(name: str) -> None:
         (loss, found), (expected, wanted) = gradients(fused, padded(name)), gradients(plain, padded(name))
     assert not said(fused)
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
-    close = [torch.nn.functional.cosine_similarity(found[key].flatten(), value.flatten(), 0) for key, value in wanted.items()]
+    close = [
+        torch.nn.functional.cosine_similarity(found[key].flatten(), value.flatten(), 0)
+        for key, value in wanted.items()
+    ]
     assert sorted(close)[len(close) // 10] > 0.98
 
 
@@ -168,7 +199,9 @@ def test_generation_and_attentions_are_the_models_own(name: str) -> None:
     assert torch.equal(fused.generate(**inputs, **GENERATE), plain.generate(**inputs, **GENERATE))
     call = padded(name) | {"use_cache": False}
     with torch.no_grad():
-        found, expected = (model(**call, output_attentions=True, output_hidden_states=True) for model in (fused, plain))
+        found, expected = (
+            model(**call, output_attentions=True, output_hidden_states=True) for model in (fused, plain)
+        )
     for key in ("encoder_hidden_states", "decoder_hidden_states", "cross_attentions", "decoder_attentions"):
         for one, two in zip(found[key], expected[key], strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -187,7 +220,9 @@ def test_half_precision_whose_overflow_the_models_clamp_is_declined() -> None:
     for name, fused in (("t5-seq2seq", 0), ("bart-seq2seq", 2)):  # of BART only the encoder clamps
         model = petune.wrap(tiny(name).half(), "lora", r=4, kernels="off")
         done = fuse(model, family_of(model), "reference")
-        assert len(blocks(model)) == fused and all("float16 its own forward clamps" in reason for reason in done.reasons)
+        assert len(blocks(model)) == fused and all(
+            "float16 its own forward clamps" in reason for reason in done.reasons
+        )
     late, _ = pair("t5-seq2seq", dtype=torch.float32)
     assert "float16" in str(blocks(late.half())[0].unready(torch.device("cpu")))
 
@@ -219,8 +254,13 @@ def test_unfused_again_it_is_what_it_was_bit_by_bit() -> None:
     fused, plain = pair("t5-gated", dtype=torch.float32)
     unfuse(fused)
     assert not any(isinstance(module, FusedBlock) for module in fused.modules())
-    (loss, found), (expected, wanted) = gradients(fused, padded("t5-gated")), gradients(plain, padded("t5-gated"))
-    assert torch.equal(loss, expected) and all(torch.equal(found[key], value) for key, value in wanted.items())
+    (loss, found), (expected, wanted) = (
+        gradients(fused, padded("t5-gated")),
+        gradients(plain, padded("t5-gated")),
+    )
+    assert torch.equal(loss, expected) and all(
+        torch.equal(found[key], value) for key, value in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["bart-classify", "t5-seq2seq"])

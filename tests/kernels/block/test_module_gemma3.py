@@ -1,4 +1,5 @@
-"""Gemma 3 with fused blocks: whole models against Hugging Face's own, on every rung; norms of 1 + weight to the bit; what is refused."""
+"""Gemma 3 with fused blocks: whole models against Hugging Face's own, on every rung; norms of 1 + weight to
+the bit; what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ from tests.kernels.fused_pairs import blocks, stand_on
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-METHODS: dict[str, dict[str, Any]] = {"lora": {"r": 4}, "full": {}, "adapter": {"reduction": 4}, "side": {"reduction": 2}}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4},
+    "full": {},
+    "adapter": {"reduction": 4},
+    "side": {"reduction": 2},
+}
 KEEPS = ("all", "projections", "attention", "input")
 
 
@@ -51,8 +57,11 @@ def _float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def pair(name: str, method: str = "lora", dtype: torch.dtype = torch.float64, p: float = 0.0, **changes: Any) -> tuple[Any, Any]:
-    """A tuned model twice, fused and not, in training; updates and norms away from their start. p: of the updates' dropout."""
+def pair(
+    name: str, method: str = "lora", dtype: torch.dtype = torch.float64, p: float = 0.0, **changes: Any
+) -> tuple[Any, Any]:
+    """A tuned model twice, fused and not, in training; updates and norms away from their start. p: of the
+    updates' dropout."""
     plain = tiny(name, **changes).to(dtype)
     petune.wrap(plain, method, **METHODS[method], **({"dropout": p} if p else {}), kernels="off")
     stir(plain, std=0.1)
@@ -71,7 +80,9 @@ def said(model: nn.Module) -> set[str]:
 
 BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
     "padded": lambda inputs: inputs,
-    "padded on the left": lambda inputs: {name: value.flip(1) if value.dim() > 1 else value for name, value in inputs.items()},
+    "padded on the left": lambda inputs: {
+        name: value.flip(1) if value.dim() > 1 else value for name, value in inputs.items()
+    },
     "whole rows": lambda inputs: inputs | {"attention_mask": torch.ones_like(inputs["attention_mask"])},
     "packed": lambda inputs: {
         "input_ids": inputs["input_ids"],
@@ -87,8 +98,11 @@ BATCHES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_whole_model_is_hugging_faces_to_the_last_bits_of_float64_on_every_rung(method: str, rows: str) -> None:
-    name = "gemma3-causal" if rows == "packed" else "gemma3-classify"  # the loss of a language model is float32
+def test_a_whole_model_is_hugging_faces_to_the_last_bits_of_float64_on_every_rung(
+    method: str, rows: str
+) -> None:
+    # the loss of a language model is float32
+    name = "gemma3-causal" if rows == "packed" else "gemma3-classify"
     near = 1e-6 if rows == "packed" else 1e-11
     fused, plain = pair(name, method)
     inputs = BATCHES[rows](batch(name))
@@ -102,11 +116,14 @@ def test_a_whole_model_is_hugging_faces_to_the_last_bits_of_float64_on_every_run
 
 
 OWN = [(rows, "sdpa", dtype) for rows in BATCHES for dtype in (torch.float32, torch.float64)]
-OWN += [(rows, "eager", torch.float32) for rows in ("padded", "whole rows")]  # whose float64 overflows where padding attends
+# whose float64 overflows where padding attends
+OWN += [(rows, "eager", torch.float32) for rows in ("padded", "whole rows")]
 
 
 @pytest.mark.parametrize(("rows", "way", "dtype"), OWN)
-def test_it_is_hugging_faces_own_with_its_own_norms_and_masks(rows: str, way: str, dtype: torch.dtype) -> None:
+def test_it_is_hugging_faces_own_with_its_own_norms_and_masks(
+    rows: str, way: str, dtype: torch.dtype
+) -> None:
     fused, plain = pair("gemma3-causal", "full", dtype, attn_implementation=way, final_logit_softcapping=None)
     inputs = BATCHES[rows](batch("gemma3-causal"))
     (loss, found), (expected, wanted) = gradients(fused, inputs), gradients(plain, inputs)
@@ -144,7 +161,10 @@ def test_an_unfused_model_is_the_one_it_was() -> None:
     fused, plain = pair("gemma3-causal", "full", torch.float32)
     unfuse(fused)
     assert not blocks(fused)
-    (loss, found), (expected, wanted) = gradients(fused, batch("gemma3-causal")), gradients(plain, batch("gemma3-causal"))
+    (loss, found), (expected, wanted) = (
+        gradients(fused, batch("gemma3-causal")),
+        gradients(plain, batch("gemma3-causal")),
+    )
     assert torch.equal(loss, expected)
     assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
@@ -203,8 +223,16 @@ def become_llamas(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], str]] = {
-    "a norm that computes something else": (become_halved, {}, "its norm Halved is not an RMS norm that scales by 1 + weight"),
-    "a norm that scales by its weight": (become_llamas, {}, "its norm LlamaRMSNorm is not an RMS norm that scales by 1 + weight"),
+    "a norm that computes something else": (
+        become_halved,
+        {},
+        "its norm Halved is not an RMS norm that scales by 1 + weight",
+    ),
+    "a norm that scales by its weight": (
+        become_llamas,
+        {},
+        "its norm LlamaRMSNorm is not an RMS norm that scales by 1 + weight",
+    ),
     "both directions": (lambda model: None, {"use_bidirectional_attention": True}, "sees later tokens too"),
     "scores with a soft cap": (lambda model: None, {"attn_logit_softcapping": 5.0}, "caps its scores"),
 }
@@ -219,12 +247,17 @@ def test_what_the_table_does_not_say_is_not_fused_and_computed_as_it_was(what: s
     fused = copy.deepcopy(plain)
     done = fuse(fused, family_of(fused), "reference")
     assert not done.blocks and words in done.reasons[0]
-    (loss, found), (expected, wanted) = gradients(fused, batch("gemma3-causal")), gradients(plain, batch("gemma3-causal"))
+    (loss, found), (expected, wanted) = (
+        gradients(fused, batch("gemma3-causal")),
+        gradients(plain, batch("gemma3-causal")),
+    )
     torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
     assert_same_gradients(found, wanted, 2e-6)
 
 
-def test_graphs_take_blocks_of_one_kind_of_attention_and_say_why_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_take_blocks_of_one_kind_of_attention_and_say_why_not_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(replay, "say", lines.append)
     monkeypatch.setattr(Graphs, "__call__", lambda *args: lines.append("asked"))
@@ -233,7 +266,9 @@ def test_graphs_take_blocks_of_one_kind_of_attention_and_say_why_not_two(monkeyp
         (stack,) = own_stacks(fused, family_of(fused)).values()  # type: ignore[arg-type]
         stack.whole = Graphs()
         lines.clear()
-        assert_same_gradients(gradients(fused, batch("gemma3-causal"))[1], gradients(plain, batch("gemma3-causal"))[1], 2e-6)
+        assert_same_gradients(
+            gradients(fused, batch("gemma3-causal"))[1], gradients(plain, batch("gemma3-causal"))[1], 2e-6
+        )
         assert any("only some of its blocks have a sliding window" in line for line in lines) is mixed
         assert ("asked" in lines) is not mixed
 
@@ -244,7 +279,10 @@ def test_graphs_take_blocks_of_one_kind_of_attention_and_say_why_not_two(monkeyp
 def test_a_window_costs_as_many_keys_as_it_sees() -> None:
     fused, _ = pair("gemma3-causal", sliding_window=16)
     sliding, full = (shape_of(block.spec) for block in blocks(fused))
-    cost = [sum(one.cost.flop for one in block_cost.forward(shape, 64, 64) if one.kind == "attention") for shape in (sliding, full)]
+    cost = [
+        sum(one.cost.flop for one in block_cost.forward(shape, 64, 64) if one.kind == "attention")
+        for shape in (sliding, full)
+    ]
     assert cost[1] == 4 * 8 * 16 * 64 * 32 and cost[0] == 4 * 8 * 16 * 64 * 16 * (1 - 16 / 128)
     norms = [one for one in block_cost.forward(full, 64, 64) if one.stage in ("attention.n", "mlp.n")]
     assert len(norms) == 2  # those before the sums
@@ -252,6 +290,8 @@ def test_a_window_costs_as_many_keys_as_it_sees() -> None:
 
 def test_the_commonest_block_stands_for_a_stack() -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    fused = petune.wrap(tiny("gemma3-causal", num_hidden_layers=3, layer_types=kinds), "lora", kernels="reference", r=4)
+    fused = petune.wrap(
+        tiny("gemma3-causal", num_hidden_layers=3, layer_types=kinds), "lora", kernels="reference", r=4
+    )
     specs = [block.spec for block in blocks(fused)]
     assert typical(specs) is specs[1] and typical(specs[:2]) is specs[0]

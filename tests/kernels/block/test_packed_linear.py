@@ -1,4 +1,5 @@
-"""Linears of one input as one: values and gradients of autograd in float64, whatever is tuned, banked, dropped out of or tiled."""
+"""Linears of one input as one: values and gradients of autograd in float64, whatever is tuned, banked,
+dropped out of or tiled."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def _float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def parts_of(ranks: tuple[int, ...], bias: bool, scales: tuple[float, ...] = (1.5, 1.5, 1.5)) -> list[LowRank]:
+def parts_of(
+    ranks: tuple[int, ...], bias: bool, scales: tuple[float, ...] = (1.5, 1.5, 1.5)
+) -> list[LowRank]:
     """Linears of WIDTHS outputs; a rank of 0 is no update."""
     made = []
     for width, r, scale in zip(WIDTHS, ranks, scales, strict=True):
@@ -51,7 +54,9 @@ def oracle(parts: list[LowRank], drops: list[Any], x: Tensor) -> Tensor:
     for part, drop in zip(parts, drops, strict=True):
         y = F.linear(x, part.weight, part.bias)
         if part.a is not None and part.b is not None:
-            y = y + part.scale * F.linear(F.linear(x if drop is None else reference.drop(x, drop), part.a), part.b)
+            y = y + part.scale * F.linear(
+                F.linear(x if drop is None else reference.drop(x, drop), part.a), part.b
+            )
         outs.append(y)
     return torch.cat(outs, 1)
 
@@ -133,12 +138,19 @@ def test_gradients_leave_a_group_as_they_were_summed_in_float32() -> None:
     _, s = group(x)
     group.learn(sink, dy, Rows.of(x), s, group.dlow(dy))
     grads = group.gradients(sink)
-    assert [None if one is None else one.dtype for one in grads] == [torch.float32, None, torch.float32, torch.float32]
+    assert [None if one is None else one.dtype for one in grads] == [
+        torch.float32,
+        None,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 def test_a_product_in_float32_is_not_rounded_on_the_way() -> None:
     x, y = torch.randn(3, 64).bfloat16(), torch.randn(64, 5).bfloat16()
-    torch.testing.assert_close(matmul32(x, y, 0.3), 0.3 * (x.double() @ y.double()).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        matmul32(x, y, 0.3), 0.3 * (x.double() @ y.double()).float(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_gradient_of_a_normed_matrix_needs_no_normed_matrix() -> None:
@@ -186,7 +198,9 @@ def test_a_linear_and_a_tuned_one_are_parts_and_nothing_else_is() -> None:
     linear = nn.Linear(4, 4)
     tuned = tune(nn.Linear(4, 4), LoraConfig(r=2, alpha=6))
     assert low_rank_of(linear) == LowRank(linear.weight, linear.bias)
-    assert low_rank_of(tuned) == LowRank(tuned.weight, tuned.bias, tuned.lora_A, tuned.lora_B, 3.0, tuned.dropout)
+    assert low_rank_of(tuned) == LowRank(
+        tuned.weight, tuned.bias, tuned.lora_A, tuned.lora_B, 3.0, tuned.dropout
+    )
     tuned.active = False
     assert low_rank_of(tuned) == LowRank(tuned.weight, tuned.bias)
 
@@ -206,7 +220,9 @@ def test_a_bank_leaves_parameters_values_and_state_as_they_were(room: int) -> No
     assert all(layer.weight is value for layer, value in zip(own, parameters, strict=True))
     assert all(torch.equal(value, old) for value, old in zip(parameters, before, strict=True))
     torch.testing.assert_close(bank.base.linear(x), torch.cat([layer(x) for layer in own], 1))
-    torch.testing.assert_close(bank.base.dlinear(torch.ones(M, sum(WIDTHS))), sum(value.sum(0) for value in before).expand(M, K))
+    torch.testing.assert_close(
+        bank.base.dlinear(torch.ones(M, sum(WIDTHS))), sum(value.sum(0) for value in before).expand(M, K)
+    )
     assert bank.intact([low_rank_of(layer) for layer in own])
 
 
@@ -275,12 +291,18 @@ def test_what_is_written_into_a_layer_is_in_the_bank() -> None:
     with torch.no_grad():
         own[2].weight.fill_(7.0)
         own[2].bias.fill_(8.0)
-    assert torch.equal(bank.base.linear(torch.ones(1, K))[0, -WIDTHS[2] :], torch.full((WIDTHS[2],), 7.0 * K + 8))
+    assert torch.equal(
+        bank.base.linear(torch.ones(1, K))[0, -WIDTHS[2] :], torch.full((WIDTHS[2],), 7.0 * K + 8)
+    )
 
 
-@pytest.mark.parametrize(("with_bias", "expected"), [((True, True, True), True), ((False, False, False), False)])
+@pytest.mark.parametrize(
+    ("with_bias", "expected"), [((True, True, True), True), ((False, False, False), False)]
+)
 def test_a_bank_has_a_bias_where_all_layers_have_one(with_bias: tuple[bool, ...], expected: bool) -> None:
-    own = [nn.Linear(K, width, bias).requires_grad_(False) for width, bias in zip(WIDTHS, with_bias, strict=True)]
+    own = [
+        nn.Linear(K, width, bias).requires_grad_(False) for width, bias in zip(WIDTHS, with_bias, strict=True)
+    ]
     assert (Bank(own, reference_ops()).bias is not None) is expected
 
 
@@ -288,7 +310,10 @@ def test_memory_behind_the_rows_of_an_inlet_counts_nothing() -> None:
     """oneDNN reads behind rows of bf16 whose columns are no multiple of eight."""
     layer = nn.Linear(64, 128, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     base = Bank([layer], reference_ops(), 12).base
-    x, low = torch.randn(128, 64).bfloat16(), (torch.randn(128, 12).bfloat16(), torch.randn(128, 12).bfloat16())
+    x, low = (
+        torch.randn(128, 64).bfloat16(),
+        (torch.randn(128, 12).bfloat16(), torch.randn(128, 12).bfloat16()),
+    )
     torch.use_deterministic_algorithms(True)  # what is not written is NaN then
     try:
         inlet = base.inlet(len(x), 12)
@@ -297,4 +322,6 @@ def test_memory_behind_the_rows_of_an_inlet_counts_nothing() -> None:
     assert inlet is not None and inlet.shape == (128, 76)
     inlet[:, :64] = x
     expected = torch.cat((x, low[0]), 1).double() @ torch.cat((layer.weight, low[1]), 1).double().T
-    torch.testing.assert_close(base.linear_low(inlet[:, :64], low, reference_ops(), inlet).double(), expected, rtol=1e-2, atol=1e-1)
+    torch.testing.assert_close(
+        base.linear_low(inlet[:, :64], low, reference_ops(), inlet).double(), expected, rtol=1e-2, atol=1e-1
+    )

@@ -1,4 +1,5 @@
-"""What is not exactly known is not fused: blocks, single modules and heads with other mathematics inside compute it, and a line says so."""
+"""What is not exactly known is not fused: blocks, single modules and heads with other mathematics inside
+compute it, and a line says so."""
 
 from __future__ import annotations
 
@@ -72,16 +73,37 @@ def other_epsilon(model: Any) -> None:
 
 # What is changed in a tuned model, and words of the reason why it is not fused then.
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a subclass of LoRA": (lambda m: become(m.model.layers[1].self_attn.v_proj, Thrice), "self_attn.v_proj is a Thrice"),
-    "a subclass of a linear": (lambda m: become(m.model.layers[0].mlp.up_proj, Negated), "mlp.up_proj is a Negated"),
-    "a patched linear": (lambda m: patch(m.model.layers[0].mlp.up_proj, "forward"), "mlp.up_proj is a Linear"),
+    "a subclass of LoRA": (
+        lambda m: become(m.model.layers[1].self_attn.v_proj, Thrice),
+        "self_attn.v_proj is a Thrice",
+    ),
+    "a subclass of a linear": (
+        lambda m: become(m.model.layers[0].mlp.up_proj, Negated),
+        "mlp.up_proj is a Negated",
+    ),
+    "a patched linear": (
+        lambda m: patch(m.model.layers[0].mlp.up_proj, "forward"),
+        "mlp.up_proj is a Linear",
+    ),
     "a subclass of the MLP": (lambda m: become(m.model.layers[1].mlp, DoubledMLP), "mlp is a DoubledMLP"),
-    "a subclass of the block": (lambda m: become(m.model.layers[1], DoubledBlock), "the block is a DoubledBlock"),
+    "a subclass of the block": (
+        lambda m: become(m.model.layers[1], DoubledBlock),
+        "the block is a DoubledBlock",
+    ),
     "a patched block": (lambda m: patch(m.model.layers[0].mlp, "forward"), "mlp is a LlamaMLP"),
-    "another activation": (lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.ReLU()), "mlp.act_fn is a ReLU"),
-    "another norm": (lambda m: setattr(m.model.layers[1], "input_layernorm", nn.RMSNorm(64)), "its norm RMSNorm"),
+    "another activation": (
+        lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.ReLU()),
+        "mlp.act_fn is a ReLU",
+    ),
+    "another norm": (
+        lambda m: setattr(m.model.layers[1], "input_layernorm", nn.RMSNorm(64)),
+        "its norm RMSNorm",
+    ),
     "another epsilon": (other_epsilon, "different epsilons"),
-    "an exchange": (lambda m: setattr(m.model.layers[1].self_attn, "exchange", no_exchange), "exchanges tokens"),
+    "an exchange": (
+        lambda m: setattr(m.model.layers[1].self_attn, "exchange", no_exchange),
+        "exchanges tokens",
+    ),
 }
 
 
@@ -100,7 +122,10 @@ def test_a_block_with_a_stranger_inside_is_not_fused_and_computes_what_it_did(wh
     model = changed(change)
     done = fuse(model, family_of(model), "reference")
     assert not done.blocks and not fused_blocks(model) and words in done.reasons[0]
-    (loss, found), (expected_loss, expected) = gradients(model, batch("llama-causal")), gradients(plain, batch("llama-causal"))
+    (loss, found), (expected_loss, expected) = (
+        gradients(model, batch("llama-causal")),
+        gradients(plain, batch("llama-causal")),
+    )
     torch.testing.assert_close(loss.float(), expected_loss.float(), rtol=2e-6, atol=0)
     assert_same_gradients(found, expected, 2e-6)
 
@@ -135,14 +160,21 @@ def test_a_single_module_is_fused_by_what_its_own_class_says() -> None:
 
     for kind, fused in ((LoraLinear, True), (Declared, True), (Thrice, False)):
         plain, model = model_of(kind), model_of(kind)
-        assert fuse(model, None, "reference").sites  # of a family without a table, whose blocks stay as they are
+        # of a family without a table, whose blocks stay as they are
+        assert fuse(model, None, "reference").sites
         assert any(isinstance(module, FusedLora) for module in model.modules()) is fused
-        assert_same_gradients(gradients(model, batch("t5-seq2seq"))[1], gradients(plain, batch("t5-seq2seq"))[1], 2e-6)
-        assert all(low_rank_of(module) is not None for module in model.modules() if isinstance(module, FusedLora))
+        assert_same_gradients(
+            gradients(model, batch("t5-seq2seq"))[1], gradients(plain, batch("t5-seq2seq"))[1], 2e-6
+        )
+        assert all(
+            low_rank_of(module) is not None for module in model.modules() if isinstance(module, FusedLora)
+        )
 
 
 @pytest.mark.parametrize("kind", [LoraLinear, Declared, Thrice], ids=lambda kind: kind.__name__)
-def test_a_head_is_fused_by_what_its_own_class_says(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_fused_by_what_its_own_class_says(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr("petune.kernels.head.hooks.say", said.append)
     plain = petune.wrap(tiny("llama-causal"), "lora", kernels="off", targets=["lm_head"], r=4)
@@ -150,7 +182,9 @@ def test_a_head_is_fused_by_what_its_own_class_says(kind: type[nn.Module], monke
     become(plain.lm_head, kind)
     model = copy.deepcopy(plain).train()
     fuse(model, family_of(model), "reference")
-    assert_same_gradients(gradients(model, batch("llama-causal"))[1], gradients(plain.train(), batch("llama-causal"))[1], 1e-5)
+    assert_same_gradients(
+        gradients(model, batch("llama-causal"))[1], gradients(plain.train(), batch("llama-causal"))[1], 1e-5
+    )
     refused = [line for line in said if "Thrice is neither torch.nn.Linear nor LoRA on one" in line]
     assert len(refused) == (kind is Thrice)
 
@@ -167,7 +201,8 @@ def test_a_part_is_what_a_class_says_of_itself() -> None:
 
 
 def test_the_same_for_lora_s_own_subclass_with_another_forward() -> None:
-    """A form that is inherited would make fused blocks train plain LoRA in the place of what the class computes."""
+    """A form that is inherited would make fused blocks train plain LoRA in the place of what the class
+    computes."""
 
     class Normed(LoraLinear):
         def forward(self, x: Tensor) -> Tensor:

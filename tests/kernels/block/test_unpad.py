@@ -1,4 +1,5 @@
-"""Padding left out: kept tokens get what they would have got in the padded batch, and whatever is read is Hugging Face's."""
+"""Padding left out: kept tokens get what they would have got in the padded batch, and whatever is read is
+Hugging Face's."""
 
 from __future__ import annotations
 
@@ -57,12 +58,16 @@ class Attend(torch.autograd.Function):
         return *attending.backward(dout, q, k, v, out, ctx.kept, ctx.how), None
 
 
-def within_segments(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, None]:
+def within_segments(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+) -> tuple[Tensor, None]:
     """Hugging Face's attention function as a fused block would compute it."""
     segments: Segments | None = running().segments
     assert segments is None or (mask is None and query.shape[0] == 1 and query.shape[2] == segments.total)
     window = kw.get("sliding_window")
-    how = How(bool(getattr(module, "is_causal", True)), kw["scaling"], len(query), segments, mask, window=window)
+    how = How(
+        bool(getattr(module, "is_causal", True)), kw["scaling"], len(query), segments, mask, window=window
+    )
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     return Attend.apply(*flat, how).unflatten(0, (query.shape[0], -1)), None  # type: ignore[no-untyped-call]
 
@@ -119,7 +124,9 @@ def test_bert_computes_on_kept_tokens_what_it_computed_in_the_padded_batch() -> 
     seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
     left: list[Tensor] = []
     model.bert.register_forward_hook(lambda _, args, output: left.append(output.last_hidden_state))
-    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12
+    )
     assert seen == [(1, int(kept.sum()), 64)]
     assert not left[0][~kept].any()
     batch["labels"] = torch.where(kept, batch["input_ids"] % 3, -100)
@@ -131,7 +138,9 @@ def test_bert_computes_on_kept_tokens_what_it_computed_in_the_padded_batch() -> 
 
 def test_bert_pools_the_first_token_of_every_row() -> None:
     plain, model = both("bert-classify")
-    batch = inputs("right", labels=torch.tensor([0, 2, 1]), token_type_ids=torch.tensor([[0, 0, 1, 1, 1, 1]] * 3))
+    batch = inputs(
+        "right", labels=torch.tensor([0, 2, 1]), token_type_ids=torch.tensor([[0, 0, 1, 1, 1, 1]] * 3)
+    )
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
     assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], 1e-12)
 
@@ -141,9 +150,13 @@ def test_a_decoder_computes_on_kept_tokens_what_it_computed_in_the_padded_batch(
     plain, model = both(name)
     batch: dict[str, Any] = inputs("right") | {"use_cache": False}
     seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
-    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12
+    )
     batch["position_ids"] = 2 * torch.arange(6).expand(3, -1)  # each row has positions of its own
-    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12
+    )
     batch["labels"] = torch.where(kept, batch["input_ids"], -100)
     assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], 1e-12)
     assert seen == [(1, int(kept.sum()), 64)] * 3
@@ -151,12 +164,18 @@ def test_a_decoder_computes_on_kept_tokens_what_it_computed_in_the_padded_batch(
 
 @pytest.mark.parametrize(("left_out", "length"), [("right", 12), ("", 18)], ids=["padded", "whole rows"])
 @pytest.mark.parametrize("name", ["mistral-causal", "gemma3-causal"])
-def test_rows_longer_than_a_sliding_window_are_segments_padded_or_not(name: str, left_out: str, length: int) -> None:
+def test_rows_longer_than_a_sliding_window_are_segments_padded_or_not(
+    name: str, left_out: str, length: int
+) -> None:
     plain, model = both(name, sliding_window=3)
     batch: dict[str, Any] = inputs("right") | {"use_cache": False}
     if not left_out:
         batch["attention_mask"] = torch.ones(3, 6)
-    seen, kept, near = tokens_in_stack(model), batch["attention_mask"].bool(), 2e-6 if name.startswith("gemma3") else 1e-12
+    seen, kept, near = (
+        tokens_in_stack(model),
+        batch["attention_mask"].bool(),
+        2e-6 if name.startswith("gemma3") else 1e-12,
+    )
     torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=near, atol=near)
     batch["labels"] = torch.where(kept, batch["input_ids"], -100)
     assert_same_gradients(gradients(model, batch)[1], gradients(plain, batch)[1], near)
@@ -171,15 +190,22 @@ def test_rows_longer_than_a_sliding_window_are_segments_padded_or_not(name: str,
 
 def everywhere(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with labels on every token, padding included, or with one for each row."""
-    return batch | {"labels": torch.tensor([0, 2, 1]) if name.endswith("classify") else batch["input_ids"] % 3}
+    return batch | {
+        "labels": torch.tensor([0, 2, 1]) if name.endswith("classify") else batch["input_ids"] % 3
+    }
 
 
 @pytest.mark.parametrize("side", MASKS)
-@pytest.mark.parametrize("name", ["bert-classify", "bert-tokens", "bert-mlm", "llama-causal", "llama-classify"])
-def test_fused_blocks_agree_with_hugging_face_wherever_padding_stands_and_labels_do(name: str, side: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["bert-classify", "bert-tokens", "bert-mlm", "llama-causal", "llama-classify"]
+)
+def test_fused_blocks_agree_with_hugging_face_wherever_padding_stands_and_labels_do(
+    name: str, side: str
+) -> None:
     plain = tiny(name).double().train()
     fused = petune.wrap(copy.deepcopy(plain), "full", kernels="reference").train()
-    batch, close = everywhere(name, inputs(side)), 1e-9 if name.startswith("bert") else 2e-6  # Hugging Face's RMS norm is float32
+    # Hugging Face's RMS norm is float32
+    batch, close = everywhere(name, inputs(side)), 1e-9 if name.startswith("bert") else 2e-6
     found, expected = fused(**batch), plain(**batch)
     torch.testing.assert_close(found.loss.float(), expected.loss.float(), rtol=2e-6, atol=0)
     if side != "right" or not name.endswith("classify"):  # then no place is left out
@@ -223,7 +249,9 @@ def test_who_else_reads_hidden_states_finds_padding_computed(monkeypatch: pytest
     for _ in range(2):
         torch.testing.assert_close(fused(**inputs("right")), own(**inputs("right")), rtol=1e-9, atol=1e-9)
     plain, model = both("bert-tokens")
-    torch.testing.assert_close(model.bert(**inputs("right"))[0], plain.bert(**inputs("right"))[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model.bert(**inputs("right"))[0], plain.bert(**inputs("right"))[0], rtol=1e-12, atol=1e-12
+    )
     assert [line.partition("is computed too: ")[2] for line in said] == [
         "Mean is not transformers' own, and may read every place",
         "the model was not called by its head",
@@ -243,7 +271,11 @@ def test_labels_of_an_unknown_shape_keep_the_padding() -> None:
     plain, model = both("llama-causal")
     seen, batch = tokens_in_stack(model), inputs("right")
     shifted = batch["input_ids"].roll(-1, 1)
-    call: dict[str, Any] = batch | {"labels": batch["input_ids"][:, 1:], "shift_labels": shifted, "use_cache": False}
+    call: dict[str, Any] = batch | {
+        "labels": batch["input_ids"][:, 1:],
+        "shift_labels": shifted,
+        "use_cache": False,
+    }
     torch.testing.assert_close(model(**call).loss, plain(**call).loss, rtol=1e-12, atol=1e-12)
     assert seen == [(3, 6, 64)]
 
@@ -254,7 +286,12 @@ def test_labels_of_an_unknown_shape_keep_the_padding() -> None:
 def test_packed_samples_do_not_see_one_another() -> None:
     plain, model = both("llama-causal")
     ids = inputs("right")["input_ids"]
-    batch: dict[str, Any] = {"input_ids": ids, "position_ids": torch.tensor(PACKED), "labels": ids, "use_cache": False}
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": torch.tensor(PACKED),
+        "labels": ids,
+        "use_cache": False,
+    }
     seen = tokens_in_stack(model)
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
     assert seen == [(1, 18, 64)]
@@ -265,7 +302,11 @@ def test_packed_samples_do_not_see_one_another() -> None:
 
 def test_one_row_of_positions_packs_every_row() -> None:
     plain, model = both("llama-causal")
-    batch: dict[str, Any] = {"input_ids": inputs("right")["input_ids"], "position_ids": torch.tensor(PACKED[:1]), "use_cache": False}
+    batch: dict[str, Any] = {
+        "input_ids": inputs("right")["input_ids"],
+        "position_ids": torch.tensor(PACKED[:1]),
+        "use_cache": False,
+    }
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-12, atol=1e-12)
 
 
@@ -275,7 +316,9 @@ def test_a_ladder_climbs_beside_kept_tokens() -> None:
     kept = batch["attention_mask"].bool()
     for one in (plain, model):
         nn.init.constant_(one.model.layers.side.up.weight, 0.1)
-    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_part_of_whole_hidden_states_is_what_is_kept_of_them() -> None:
@@ -307,7 +350,9 @@ class AttendBiased(torch.autograd.Function):
         return *attending.backward(dout, q, k, v, out, ctx.kept, ctx.how, dbias), dbias, None
 
 
-def across_segments(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, None]:
+def across_segments(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+) -> tuple[Tensor, None]:
     """`within_segments` for blocks of T5 and BART, of which some attend across."""
     here, rows = running(), len(query)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
@@ -326,7 +371,8 @@ def across_segments(module: Any, query: Tensor, key: Tensor, value: Tensor, mask
 
 
 def both_stacks(name: str) -> tuple[Any, Any, dict[str, list[tuple[int, ...]]]]:
-    """The model as it is, one whose two stacks leave padding out, and the shapes that these stacks' first blocks see."""
+    """The model as it is, one whose two stacks leave padding out, and the shapes that these stacks' first
+    blocks see."""
     plain, model = (tiny(name, attn_implementation=way).double() for way in ("sdpa", "across_segments"))
     model.load_state_dict(plain.state_dict())
     seen: dict[str, list[tuple[int, ...]]] = {"encoder": [], "decoder": [], "memory": []}
@@ -468,7 +514,10 @@ def test_embeddings_may_be_given_in_place_of_tokens() -> None:
     ids, mask = inputs("right").values()
     embedded = plain.model.embed_tokens(ids)
     seen = tokens_in_stack(model)
-    found, expected = (one(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits[mask.bool()] for one in (model, plain))
+    found, expected = (
+        one(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        for one in (model, plain)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert seen == [(1, 12, 64)]
 
@@ -476,8 +525,16 @@ def test_embeddings_may_be_given_in_place_of_tokens() -> None:
 LEFT_ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "nothing to leave out": ("llama-causal", {}, {"attention_mask": torch.ones(3, 6), "use_cache": False}),
     "no mask": ("bert-tokens", {}, {"attention_mask": None}),
-    "an encoder's positions": ("bert-tokens", {}, {"attention_mask": None, "position_ids": torch.tensor(PACKED)}),
-    "a mask of four dims": ("llama-causal", {}, {"attention_mask": torch.ones(3, 1, 6, 6).tril().bool(), "use_cache": False}),
+    "an encoder's positions": (
+        "bert-tokens",
+        {},
+        {"attention_mask": None, "position_ids": torch.tensor(PACKED)},
+    ),
+    "a mask of four dims": (
+        "llama-causal",
+        {},
+        {"attention_mask": torch.ones(3, 1, 6, 6).tril().bool(), "use_cache": False},
+    ),
     "a mask comes before positions": (
         "llama-causal",
         {},
@@ -510,7 +567,9 @@ def test_calls_that_go_on_from_a_cache_or_across_to_an_encoder_keep_their_paddin
     model = whole.model
     hooks = FindSegments(whole, model, causal=True)
     hooks.before_model(whole, (), call)
-    assert hooks.before(model, (), call | {name: torch.randn(3, 4, 64)}) is None and running().segments is None
+    assert (
+        hooks.before(model, (), call | {name: torch.randn(3, 4, 64)}) is None and running().segments is None
+    )
     assert hooks.before(model, (), call | {name: None}) is not None and running().segments is not None
     hooks.after(model, (), None)
 
@@ -520,5 +579,7 @@ def test_a_copied_model_finds_its_own_segments() -> None:
     model = copy.deepcopy(model)
     batch = inputs("right")
     seen, kept = tokens_in_stack(model), batch["attention_mask"].bool()
-    torch.testing.assert_close(model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(**batch).logits[kept], plain(**batch).logits[kept], rtol=1e-12, atol=1e-12
+    )
     assert seen == [(1, 12, 64)]

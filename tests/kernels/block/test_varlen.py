@@ -35,7 +35,10 @@ def test_a_mask_keeps_its_tokens_row_by_row(side: str, dtype: torch.dtype) -> No
     assert found.starts.tolist() == [0, *lengths.cumsum(0).tolist()]
     assert (found.lengths, found.shape) == (tuple(lengths.tolist()), (3, 6))
     assert (found.longest, found.total) == (int(lengths.max()), int(lengths.sum()))
-    assert mask[found.rows, found.tokens].all() and (found.rows * 6 + found.tokens).tolist() == found.places.tolist()
+    assert (
+        mask[found.rows, found.tokens].all()
+        and (found.rows * 6 + found.tokens).tolist() == found.places.tolist()
+    )
 
 
 SCATTERED = {
@@ -129,7 +132,8 @@ def test_dropout_by_index_of_kept_tokens_is_that_of_the_padded_batch() -> None:
             return drop(x, 0.5)
 
     found = [
-        dropped(torch.ones(1, 1, 32), numbers[row : row + 1], int(token)) for row, token in zip(segments.rows, segments.tokens, strict=True)
+        dropped(torch.ones(1, 1, 32), numbers[row : row + 1], int(token))
+        for row, token in zip(segments.rows, segments.tokens, strict=True)
     ]
     assert torch.equal(pack(dropped(ones, numbers, 0), segments), torch.cat(found, 1))
 

@@ -12,11 +12,24 @@ from petune.kernels.block.varlen import Segments
 from petune.kernels.graphs.bucket import QUANTUM, SHORTEST, SLOTS, Bucket, Size
 
 Lengths = Sequence[int]
-LENGTHS = [(1,), (500,), (64,) * 40, (7, 255, 3), (1,) * 300, tuple(range(1, 60)), (1, 4000), (5000, 243), (100_001,)]
+LENGTHS = [
+    (1,),
+    (500,),
+    (64,) * 40,
+    (7, 255, 3),
+    (1,) * 300,
+    tuple(range(1, 60)),
+    (1, 4000),
+    (5000, 243),
+    (100_001,),
+]
 
 
-@pytest.mark.parametrize("lengths", [*LENGTHS, (65,) * 127, (40,) * 207, (8,) * 7])  # the last ones leave one slot of eight
-def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(lengths: tuple[int, ...]) -> None:
+# the last ones leave one slot of eight
+@pytest.mark.parametrize("lengths", [*LENGTHS, (65,) * 127, (40,) * 207, (8,) * 7])
+def test_a_bucket_holds_what_it_was_made_for_and_no_slot_is_empty_or_too_long(
+    lengths: tuple[int, ...],
+) -> None:
     segments = Segments(torch.empty(0), lengths, None, (1, sum(lengths)))
     bucket = Bucket.of((1, sum(lengths), 8), segments)
     assert bucket.holds(segments)
@@ -43,11 +56,19 @@ def test_a_bucket_holds_neither_more_tokens_nor_segments_nor_longer_ones() -> No
     assert not holds(*[1] * 7)  # too much is lacking for the slot that is left
 
 
-COUNTS = [((1,), (1,)), ((500, 3), (1, 2)), ((1,) * 40, (512,) * 40), ((64,) * 9, (1,) * 9), (tuple(range(1, 60)), tuple(range(60, 1, -1)))]
+COUNTS = [
+    ((1,), (1,)),
+    ((500, 3), (1, 2)),
+    ((1,) * 40, (512,) * 40),
+    ((64,) * 9, (1,) * 9),
+    (tuple(range(1, 60)), tuple(range(60, 1, -1))),
+]
 
 
 @pytest.mark.parametrize(("own", "memory"), COUNTS)
-def test_a_bucket_has_as_many_slots_for_the_memory_and_none_is_empty_or_too_long(own: Lengths, memory: Lengths) -> None:
+def test_a_bucket_has_as_many_slots_for_the_memory_and_none_is_empty_or_too_long(
+    own: Lengths, memory: Lengths
+) -> None:
     sides = [Segments(torch.empty(0), tuple(lengths), None, (1, sum(lengths))) for lengths in (own, memory)]
     bucket = Bucket.of((1, sum(own), 8), sides[0], (), sides[1])
     assert bucket.holds(*sides) and bucket.memory is not None

@@ -1,4 +1,5 @@
-"""What blocks read of their modules is guarded: nothing of it changes unseen, and looking does not ask the layers."""
+"""What blocks read of their modules is guarded: nothing of it changes unseen, and looking does not ask the
+layers."""
 
 from __future__ import annotations
 
@@ -36,8 +37,12 @@ def of_another_class(block: Any) -> None:
 
 
 LLAMA: dict[str, Change] = {
-    "a factor": lambda block: setattr(block.self_attn.q_proj, "lora_A", nn.Parameter(block.self_attn.q_proj.lora_A.detach())),
-    "a weight": lambda block: setattr(block.mlp.down_proj, "weight", nn.Parameter(block.mlp.down_proj.weight.detach())),
+    "a factor": lambda block: setattr(
+        block.self_attn.q_proj, "lora_A", nn.Parameter(block.self_attn.q_proj.lora_A.detach())
+    ),
+    "a weight": lambda block: setattr(
+        block.mlp.down_proj, "weight", nn.Parameter(block.mlp.down_proj.weight.detach())
+    ),
     "a bias": lambda block: setattr(block.mlp.down_proj, "bias", nn.Parameter(torch.zeros(1))),
     "a norm's weight": lambda block: setattr(block.input_layernorm, "weight", nn.Parameter(torch.ones(1))),
     "a scale": lambda block: setattr(block.mlp.up_proj, "scale", 0.125),
@@ -59,11 +64,17 @@ BERT: dict[str, Change] = {
 }
 ADAPTER: dict[str, Change] = {
     "a linear of a bottleneck": lambda block: setattr(block.mlp.down_proj, "adapter_up", nn.Linear(1, 1)),
-    "a weight of a bottleneck": lambda block: setattr(block.mlp.down_proj.adapter_up, "weight", nn.Parameter(torch.ones(1))),
+    "a weight of a bottleneck": lambda block: setattr(
+        block.mlp.down_proj.adapter_up, "weight", nn.Parameter(torch.ones(1))
+    ),
 }
 CHANGES = [
     pytest.param(name, method, change, id=f"{method} on {name}: {what}")
-    for name, method, changes in (("llama", "lora", LLAMA), ("bert", "lora", BERT), ("llama", "adapter", ADAPTER))
+    for name, method, changes in (
+        ("llama", "lora", LLAMA),
+        ("bert", "lora", BERT),
+        ("llama", "adapter", ADAPTER),
+    )
     for what, change in changes.items()
 ]
 
@@ -79,7 +90,9 @@ def test_a_change_in_any_block_is_seen(name: str, method: str, change: Change) -
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_step_of_training_changes_nothing_and_no_layer_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_training_changes_nothing_and_no_layer_is_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = blocks_of(name, "lora")
     guards = Guards(blocks)
     monkeypatch.setattr(FusedBlock, "linears", lambda block: pytest.fail("a layer is asked"))

@@ -1,4 +1,5 @@
-"""A stack that is replayed from recordings trains as one that runs block by block; what cannot be replayed is not."""
+"""A stack that is replayed from recordings trains as one that runs block by block; what cannot be replayed is
+not."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def tuned(name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+def tuned(
+    name: str, settings: dict[str, Any] = LORA, make: Callable[[], nn.Module] | None = None
+) -> nn.Module:
     """A fused model in training whose updates are not zero."""
     torch.manual_seed(0)
     model = (make or MODELS[name])()
@@ -80,7 +83,11 @@ def batch(name: str, lengths: Sequence[int], seed: int = 0) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 50, (len(lengths), max(lengths)), generator=draw)
     mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
-    labels = torch.randint(0, 3, (len(lengths),), generator=draw) if name == "bert" else ids.masked_fill(mask == 0, -100)
+    labels = (
+        torch.randint(0, 3, (len(lengths),), generator=draw)
+        if name == "bert"
+        else ids.masked_fill(mask == 0, -100)
+    )
     found = {"input_ids": ids, "labels": labels}
     return found if len(set(lengths)) == 1 else found | {"attention_mask": mask}
 
@@ -106,7 +113,9 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
         other = wanted[name].grad
         assert (value.grad is None) == (other is None), name
         if value.grad is not None and other is not None:
-            torch.testing.assert_close(value.grad, other, rtol=1e-9, atol=1e-12 + 1e-10 * float(other.abs().max()), msg=name)
+            torch.testing.assert_close(
+                value.grad, other, rtol=1e-9, atol=1e-12 + 1e-10 * float(other.abs().max()), msg=name
+            )
 
 
 # ------------------------------------------------------------------ the same numbers
@@ -120,7 +129,18 @@ RECORDED = ["lora", "lora on q and v", "full", "adapter"]
 def test_batches_of_unequal_length_train_as_block_by_block(name: str, settings: dict[str, Any]) -> None:
     model, plain, recorder = pair(name, settings)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain)]
-    sizes = [(9, 4, 7), (9, 4, 7), (6, 9, 3), (8, 2), (30, 11, 9), (9, 9, 8), (1, 20, 28), (7, 6, 4), (30, 5, 9), (2, 8, 9)]
+    sizes = [
+        (9, 4, 7),
+        (9, 4, 7),
+        (6, 9, 3),
+        (8, 2),
+        (30, 11, 9),
+        (9, 9, 8),
+        (1, 20, 28),
+        (7, 6, 4),
+        (30, 5, 9),
+        (2, 8, 9),
+    ]
     for step, lengths in enumerate(sizes):
         assert_same_step(model, plain, batch(name, lengths, step))
         for optimizer in optimizers:
@@ -142,7 +162,9 @@ def test_rows_of_equal_length_are_replayed_for_their_very_shape(name: str) -> No
 def test_packed_samples_are_replayed_whatever_their_number() -> None:
     model, plain, recorder = pair("llama")
     for step, lengths in enumerate([(9, 4, 11), (9, 4, 11), (3, 21), (24,), (1, 22, 1)]):
-        inputs = batch("llama", (24, 24), step) | {"position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)}
+        inputs = batch("llama", (24, 24), step) | {
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+        }
         assert_same_step(model, plain, inputs)
         model.zero_grad(), plain.zero_grad()
     assert recorder.forwards == 4  # a row of one sample is no packed row
@@ -176,10 +198,14 @@ def test_hidden_states_that_are_held_are_not_written_again() -> None:
     model, _, recorder = pair("llama")
     decoder: Any = model.get_submodule("model")
     held: list[tuple[Tensor, Tensor]] = []
-    decoder.norm.register_forward_pre_hook(lambda _, args: held.append((args[0].detach(), args[0].detach().clone())))
+    decoder.norm.register_forward_pre_hook(
+        lambda _, args: held.append((args[0].detach(), args[0].detach().clone()))
+    )
     for step in range(3):  # without padding nothing is copied behind the blocks
         ids = batch("llama", (24, 24), step)["input_ids"]
-        decoder(input_ids=ids, position_ids=torch.arange(12).repeat(4).view(2, 24), use_cache=False)[0].sum().backward()
+        decoder(input_ids=ids, position_ids=torch.arange(12).repeat(4).view(2, 24), use_cache=False)[
+            0
+        ].sum().backward()
     assert recorder.forwards == 3
     assert all(torch.equal(*states) for states in held)
 
@@ -218,13 +244,21 @@ DROPS: dict[str, tuple[str, dict[str, Any], Callable[[], nn.Module]]] = {
     "of updates": ("llama", LORA | {"dropout": 0.3}, MODELS["llama"]),
     "of connections": ("bert", LORA, lambda: bert(hidden_dropout_prob=0.2)),
     "of attention": ("bert", LORA, lambda: bert(attention_probs_dropout_prob=0.2)),
-    "of all": ("bert", LORA | {"dropout": 0.3}, lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
+    "of all": (
+        "bert",
+        LORA | {"dropout": 0.3},
+        lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2),
+    ),
     "of all, in adapters": (
         "bert",
         METHODS["adapter"] | {"dropout": 0.3},
         lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2),
     ),
-    "of all, in full": ("bert", METHODS["full"], lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)),
+    "of all, in full": (
+        "bert",
+        METHODS["full"],
+        lambda: bert(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2),
+    ),
 }
 
 
@@ -238,7 +272,9 @@ def test_dropout_is_drawn_as_block_by_block(which: str) -> None:
     name, settings, make = DROPS[which]
     model = tuned(name, settings, make)
     plain, recorder = copy.deepcopy(model), replayed(model)
-    for step, lengths in enumerate([(9, 4, 7), (9, 4, 7), (9, 3, 8), (2, 9, 4), (30, 3, 7), (30, 20, 9), (9, 9, 9), (9, 9, 9)]):
+    for step, lengths in enumerate(
+        [(9, 4, 7), (9, 4, 7), (9, 3, 8), (2, 9, 4), (30, 3, 7), (30, 20, 9), (9, 9, 9), (9, 9, 9)]
+    ):
         inputs = batch(name, lengths, step)
         model.zero_grad(), plain.zero_grad()
         losses = []
@@ -290,7 +326,10 @@ def test_attention_that_drops_out_unequally_is_not_replayed(lines: list[str]) ->
     model = tuned("bert", make=lambda: bert(attention_probs_dropout_prob=0.2))
     cast("Any", stacks(model)[0].blocks[1]).attention.self.dropout.p = 0.3
     assert_not_replayed(model, replayed(model), "bert")
-    assert lines == ["kernels: encoder runs block by block, not as CUDA graphs: the attention of its blocks drops out unequally"]
+    assert lines == [
+        "kernels: encoder runs block by block, not as CUDA graphs: the attention of its blocks drops out"
+        " unequally"
+    ]
 
 
 # ------------------------------------------------------------------ sizes
@@ -299,7 +338,8 @@ def test_attention_that_drops_out_unequally_is_not_replayed(lines: list[str]) ->
 @pytest.mark.usefixtures("small")
 def test_a_batch_that_comes_often_gets_a_recording_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain, recorder = pair("bert")
-    large, small = (30, 11, 9), (25, 9)  # 64 and 48 tokens: a third of a replay is lost each time that the large one serves
+    # 64 and 48 tokens: a third of a replay is lost each time that the large one serves
+    large, small = (30, 11, 9), (25, 9)
 
     def steps(*sizes: tuple[int, ...]) -> tuple[int, int]:
         for step, lengths in enumerate(sizes):
@@ -330,7 +370,9 @@ def test_a_block_that_keeps_the_device_busy_is_not_replayed(monkeypatch: pytest.
     assert recorder.recorded == 0
 
 
-@pytest.mark.parametrize(("width", "tokens", "replays"), [(1024, 5120, True), (4096, 8192, False), (4096, 512, True)])
+@pytest.mark.parametrize(
+    ("width", "tokens", "replays"), [(1024, 5120, True), (4096, 8192, False), (4096, 512, True)]
+)
 def test_a_large_encoder_is_bound_by_launches_and_a_llama_of_8b_is_not(
     monkeypatch: pytest.MonkeyPatch, width: int, tokens: int, replays: bool
 ) -> None:
@@ -378,7 +420,9 @@ def test_weights_that_are_replaced_or_moved_are_recorded_anew() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_layers_are_not_asked_again_until_something_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_not_asked_again_until_something_changes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _, recorder = pair(name)
     asked: list[FusedBlock] = []
     own = FusedBlock.linears
@@ -487,7 +531,9 @@ def test_what_is_not_kept_is_not_replayed() -> None:
     unfuse(model)
     fuse(model, family_of(model), "reference", MemoryConfig(keep="input"))
     assert_not_replayed(model, replayed(model))
-    assert {module.spec.rung for module in model.modules() if isinstance(module, FusedBlock)} == {Rung("input")}
+    assert {module.spec.rung for module in model.modules() if isinstance(module, FusedBlock)} == {
+        Rung("input")
+    }
 
 
 def test_hooks_on_blocks_are_called(lines: list[str]) -> None:
@@ -513,7 +559,12 @@ def test_an_attention_mask_is_not_replayed() -> None:
     model, _, recorder = pair("llama")
     ids = torch.ones(1, 4, dtype=torch.int64)
     for _ in range(3):
-        model(input_ids=ids, attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(), labels=ids, use_cache=False).loss.backward()
+        model(
+            input_ids=ids,
+            attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(),
+            labels=ids,
+            use_cache=False,
+        ).loss.backward()
     assert recorder.forwards == 0
 
 
@@ -590,7 +641,12 @@ def test_a_model_that_leaves_its_graphs_runs_block_by_block(leave: Callable[[nn.
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE: dict[str, Any] = dict(
-    vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_labels=3
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_labels=3,
 ) | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
@@ -603,7 +659,13 @@ def on_gpu(dtype: torch.dtype, dropout: float = 0.0) -> tuple[nn.Module, nn.Modu
     found = []
     for _ in range(2):
         torch.manual_seed(1)
-        model = petune.wrap(copy.deepcopy(base), method="lora", r=16, targets=("q", "k", "v", "o", "up", "down"), kernels="auto").train()
+        model = petune.wrap(
+            copy.deepcopy(base),
+            method="lora",
+            r=16,
+            targets=("q", "k", "v", "o", "up", "down"),
+            kernels="auto",
+        ).train()
         with torch.no_grad():
             for path, value in model.named_parameters():
                 if "lora_B" in path:
@@ -634,9 +696,13 @@ def whole(model: nn.Module) -> Graphs:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_on_a_device_replays_train_as_block_by_block(dtype: torch.dtype, dropout: float) -> None:
     model, plain = on_gpu(dtype, dropout)
-    optimizers = [torch.optim.AdamW([v for v in one.parameters() if v.requires_grad], lr=1e-4, fused=True) for one in (model, plain)]
+    optimizers = [
+        torch.optim.AdamW([v for v in one.parameters() if v.requires_grad], lr=1e-4, fused=True)
+        for one in (model, plain)
+    ]
     for step in range(12):
-        inputs = on_device(drawn(step) if dtype == torch.bfloat16 else (64,) * 8, step)  # float32 has no kernel for segments
+        # float32 has no kernel for segments
+        inputs = on_device(drawn(step) if dtype == torch.bfloat16 else (64,) * 8, step)
         losses = []
         for one in (model, plain):
             one.zero_grad()

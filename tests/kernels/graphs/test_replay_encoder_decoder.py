@@ -30,7 +30,9 @@ def _float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def pair(name: str, method: str = "lora", settings: dict[str, Any] | None = None, **changes: Any) -> tuple[nn.Module, nn.Module, Again]:
+def pair(
+    name: str, method: str = "lora", settings: dict[str, Any] | None = None, **changes: Any
+) -> tuple[nn.Module, nn.Module, Again]:
     """The same fused model, replayed and not, in training and away from the start."""
     plain: nn.Module = tiny(name, **changes).to(torch.float64)
     petune.wrap(plain, method, **METHODS[method], **(settings or {}), kernels="off")
@@ -54,11 +56,17 @@ def texts(lengths: Lengths, labels: Lengths, seed: int = 0) -> dict[str, Tensor]
     return found if bool(kept.all()) else found | {"attention_mask": kept.long()}
 
 
-def assert_same_step(model: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], step: int | None = None) -> None:
+def assert_same_step(
+    model: nn.Module, plain: nn.Module, inputs: dict[str, Tensor], step: int | None = None
+) -> None:
     """Losses and gradients; with `step`, of what drops out in it."""
     found = []
     for one in (model, plain):
-        here = Running() if step is None else Running(rows=torch.arange(len(inputs["input_ids"])) + 3, key=step_key(7, step))
+        here = (
+            Running()
+            if step is None
+            else Running(rows=torch.arange(len(inputs["input_ids"])) + 3, key=step_key(7, step))
+        )
         with drawing(here):
             found.append(gradients(one, inputs))
     (loss, own), (expected, wanted) = found
@@ -66,7 +74,13 @@ def assert_same_step(model: nn.Module, plain: nn.Module, inputs: dict[str, Tenso
     assert_same_gradients(own, wanted, 1e-9)
 
 
-SIZES = [((9, 4, 7), (3, 5, 2)), ((6, 9, 3), (5, 5, 5)), ((8, 2, 1), (1, 2, 6)), ((7, 7, 7), (4, 1, 4)), ((9, 9), (2, 7))]
+SIZES = [
+    ((9, 4, 7), (3, 5, 2)),
+    ((6, 9, 3), (5, 5, 5)),
+    ((8, 2, 1), (1, 2, 6)),
+    ((7, 7, 7), (4, 1, 4)),
+    ((9, 9), (2, 7)),
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -80,7 +94,8 @@ def test_batches_of_unequal_length_on_both_sides_train_as_block_by_block(name: s
                 for value in one.parameters():
                     if value.grad is not None:
                         value -= 0.01 * value.grad
-    assert recorder.forwards == recorder.backwards == 2 * len(SIZES) - 2  # encoders of full rows wait for their turn
+    # encoders of full rows wait for their turn
+    assert recorder.forwards == recorder.backwards == 2 * len(SIZES) - 2
     assert recorder.recorded < recorder.forwards
 
 
@@ -93,7 +108,11 @@ def test_a_decoder_reuses_recordings_for_batches_of_other_lengths() -> None:
 
 @pytest.mark.parametrize("name", ["bart-seq2seq", "t5-gated"])
 def test_dropout_of_every_kind_draws_the_masks_of_blocks_that_run_one_by_one(name: str) -> None:
-    drops = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.1} if name.startswith("bart") else {"dropout_rate": 0.2}
+    drops = (
+        {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.1}
+        if name.startswith("bart")
+        else {"dropout_rate": 0.2}
+    )
     model, plain, recorder = pair(name, settings={"dropout": 0.2}, **drops)
     for step, sizes in enumerate(SIZES[:3]):
         assert_same_step(model, plain, texts(*sizes, step), step)
@@ -102,14 +121,18 @@ def test_dropout_of_every_kind_draws_the_masks_of_blocks_that_run_one_by_one(nam
 
 @pytest.mark.parametrize("tuned", ["encoder", "decoder"])
 @pytest.mark.parametrize("name", ["bart-seq2seq", "t5-gated"])
-def test_a_side_of_which_nothing_trains_still_carries_the_gradients_of_the_other(name: str, tuned: str) -> None:
+def test_a_side_of_which_nothing_trains_still_carries_the_gradients_of_the_other(
+    name: str, tuned: str
+) -> None:
     model, plain, recorder = pair(name)
     for one in (model, plain):
         for path, value in one.named_parameters():
             value.requires_grad_(value.requires_grad and tuned in path)
     for step, sizes in enumerate(SIZES[:2]):
         assert_same_step(model, plain, texts(*sizes, step))
-    assert recorder.backwards == (4 if tuned == "encoder" else 2), "an encoder without anything to train has no backward pass"
+    assert recorder.backwards == (4 if tuned == "encoder" else 2), (
+        "an encoder without anything to train has no backward pass"
+    )
 
 
 def test_two_losses_of_one_encoder_add_up() -> None:
@@ -137,7 +160,9 @@ def test_a_bias_that_is_handed_in_goes_block_by_block(monkeypatch: pytest.Monkey
             out, bias, _ = block(out, None, bias, None, None, None)
         out.sum().backward()
     assert recorder.forwards == 0
-    assert said == ["kernels: encoder runs block by block, not as CUDA graphs: it is handed a bias of relative positions"]
+    assert said == [
+        "kernels: encoder runs block by block, not as CUDA graphs: it is handed a bias of relative positions"
+    ]
 
 
 @pytest.mark.gpu
@@ -148,9 +173,13 @@ def test_on_a_device_replays_train_as_block_by_block(name: str, p: float) -> Non
     torch.set_default_dtype(torch.float32)
     wide = {"d_model": 128, "vocab_size": 64}
     sizes = (
-        {"d_ff": 256, "d_kv": 64, "num_heads": 2} if name.startswith("t5") else {f"{side}_ffn_dim": 256 for side in ("encoder", "decoder")}
+        {"d_ff": 256, "d_kv": 64, "num_heads": 2}
+        if name.startswith("t5")
+        else {f"{side}_ffn_dim": 256 for side in ("encoder", "decoder")}
     )
-    sizes |= {} if name.startswith("t5") else {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+    sizes |= (
+        {} if name.startswith("t5") else {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+    )
     drops = {"dropout_rate": p} if name.startswith("t5") else {"dropout": p, "attention_dropout": p}
     plain: nn.Module = tiny(name, **wide, **sizes, **drops, max_position_embeddings=512)
     petune.wrap(plain, "lora", r=8, dropout=p, kernels="off")
@@ -168,10 +197,16 @@ def test_on_a_device_replays_train_as_block_by_block(name: str, p: float) -> Non
         inputs = {key: value.cuda() for key, value in texts(lengths, labels, step).items()}
         found = []
         for one in (model, plain):
-            with drawing(Running(rows=torch.arange(6, device="cuda"), key=step_key(7, step))), torch.autocast("cuda", dtype=torch.bfloat16):
+            with (
+                drawing(Running(rows=torch.arange(6, device="cuda"), key=step_key(7, step))),
+                torch.autocast("cuda", dtype=torch.bfloat16),
+            ):
                 found.append(gradients(one, inputs))
         (loss, own), (expected, wanted) = found
         torch.testing.assert_close(loss.float(), expected.float(), rtol=2e-2, atol=2e-2)
         for path, value in own.items():
-            assert float((value - wanted[path]).norm()) <= 0.1 * float(wanted[path].norm()) + 1e-6, (step, path)
+            assert float((value - wanted[path]).norm()) <= 0.1 * float(wanted[path].norm()) + 1e-6, (
+                step,
+                path,
+            )
     assert all(stack.whole.graphs for stack in stacks(model))  # type: ignore[union-attr]

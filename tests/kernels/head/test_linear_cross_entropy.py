@@ -1,5 +1,5 @@
-"""The head and its cross-entropy in one step against autograd of the plain formula, and Hugging Face's models with it against
-themselves.
+"""The head and its cross-entropy in one step against autograd of the plain formula, and Hugging Face's models
+with it against themselves.
 """
 
 from __future__ import annotations
@@ -29,11 +29,25 @@ from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
 from petune.run.evaluate import forward, real_rows
 from petune.tasks import loss_sum
-from tests.methods.zoo import GENERATE, GENERATING, VOCAB, assert_same_gradients, batch, gradients, prompt, tiny
+from tests.methods.zoo import (
+    GENERATE,
+    GENERATING,
+    VOCAB,
+    assert_same_gradients,
+    batch,
+    gradients,
+    prompt,
+    tiny,
+)
 
 OPS = reference_ops()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {"plain": {}, "softcap": {"softcap": 3.0}, "smoothing": {"smoothing": 0.1}, "z-loss": {"z_loss": 0.01}}
+SETTINGS = {
+    "plain": {},
+    "softcap": {"softcap": 3.0},
+    "smoothing": {"smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01},
+}
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 MODELS = (
     "llama-causal",
@@ -49,7 +63,8 @@ N, K, V, R = 23, 12, 40, 3
 
 
 class Made(TorchDispatchMode):
-    """Watches what is made: the most elements of a result, and the rows that matmuls with `width` results have."""
+    """Watches what is made: the most elements of a result, and the rows that matmuls with `width` results
+    have."""
 
     def __init__(self, width: int = V) -> None:
         super().__init__()
@@ -66,18 +81,26 @@ class Made(TorchDispatchMode):
 
 
 def operands(dtype: torch.dtype = torch.float64, n: int = N) -> tuple[dict[str, Tensor], Tensor]:
-    """hidden, weight, bias, a, b that want gradients, and labels of which every fourth but the first is ignored."""
+    """hidden, weight, bias, a, b that want gradients, and labels of which every fourth but the first is
+    ignored."""
     generator = torch.Generator().manual_seed(n)
     shapes = {"hidden": (n, K), "weight": (V, K), "bias": (V,), "a": (R, K), "b": (V, R)}
     drawn = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for name, shape in shapes.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for name, shape in shapes.items()
     }
     labels = torch.randint(0, V, (n,), generator=generator)
     labels[4::4] = -100
     return drawn, labels
 
 
-def plain(parts: dict[str, Tensor], labels: Tensor, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def plain(
+    parts: dict[str, Tensor],
+    labels: Tensor,
+    softcap: float = 0.0,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """The same by operations that autograd knows; b, a count twice."""
     logits = F.linear(parts["hidden"], parts["weight"], parts.get("bias"))
     if "a" in parts:
@@ -89,7 +112,9 @@ def plain(parts: dict[str, Tensor], labels: Tensor, softcap: float = 0.0, smooth
 
 def fused(parts: dict[str, Tensor], labels: Tensor, **settings: Any) -> Tensor:
     low = (parts["a"], parts["b"], 2.0) if "a" in parts else None
-    return linear_cross_entropy(parts["hidden"], parts["weight"], labels, ops=OPS, bias=parts.get("bias"), low=low, **settings)
+    return linear_cross_entropy(
+        parts["hidden"], parts["weight"], labels, ops=OPS, bias=parts.get("bias"), low=low, **settings
+    )
 
 
 def grads(loss: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -98,20 +123,33 @@ def grads(loss: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-9) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].to(value.dtype), value, rtol=tolerance, atol=tolerance * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(
+            found[name].to(value.dtype),
+            value,
+            rtol=tolerance,
+            atol=tolerance * float(value.abs().max()),
+            msg=name,
+        )
 
 
 # ------------------------------------------------------------------ the step
 
 
 @each_setting
-@pytest.mark.parametrize("names", ["hidden weight", "hidden weight bias", "hidden weight a b", "hidden weight bias a b"])
+@pytest.mark.parametrize(
+    "names", ["hidden weight", "hidden weight bias", "hidden weight a b", "hidden weight bias a b"]
+)
 @pytest.mark.parametrize("chunk", [None, 1, 8, 23])
 @pytest.mark.parametrize("trained", [None, N])
-def test_loss_and_gradients_are_the_plain_formulas(names: str, setting: str, chunk: int | None, trained: int | None) -> None:
+def test_loss_and_gradients_are_the_plain_formulas(
+    names: str, setting: str, chunk: int | None, trained: int | None
+) -> None:
     every, labels = operands()
     parts = {name: every[name] for name in names.split()}
-    expected, found = plain(parts, labels, **SETTINGS[setting]), fused(parts, labels, chunk=chunk, trained=trained, **SETTINGS[setting])
+    expected, found = (
+        plain(parts, labels, **SETTINGS[setting]),
+        fused(parts, labels, chunk=chunk, trained=trained, **SETTINGS[setting]),
+    )
     torch.testing.assert_close(found, expected)
     assert_alike(grads(found * 0.3, parts), grads(expected * 0.3, parts))
 
@@ -206,7 +244,10 @@ def test_narrow_dtypes_sum_in_float32(dtype: torch.dtype) -> None:
     hidden = torch.randn(10_000, 8, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(16, 8, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(0, 16, (10_000,), generator=generator)
-    wide = {"hidden": hidden.detach().double().requires_grad_(), "weight": weight.detach().double().requires_grad_()}
+    wide = {
+        "hidden": hidden.detach().double().requires_grad_(),
+        "weight": weight.detach().double().requires_grad_(),
+    }
     expected = plain(wide, labels)
     found = linear_cross_entropy(hidden, weight, labels, ops=OPS, chunk=50)
     assert found.dtype == torch.float32
@@ -217,10 +258,17 @@ def test_narrow_dtypes_sum_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_the_incoming_scalar_is_not_rounded_to_the_gradients_dtype() -> None:
-    hidden, weight = torch.ones(300, 4, dtype=torch.bfloat16, requires_grad=True), torch.eye(4, dtype=torch.bfloat16)
-    once = torch.autograd.grad(linear_cross_entropy(hidden, weight, torch.zeros(300, dtype=torch.int64), ops=OPS), hidden)[0]
+    hidden, weight = (
+        torch.ones(300, 4, dtype=torch.bfloat16, requires_grad=True),
+        torch.eye(4, dtype=torch.bfloat16),
+    )
+    once = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, torch.zeros(300, dtype=torch.int64), ops=OPS), hidden
+    )[0]
     scalar = 1 + 2**-8 + 2**-9  # 1.0078 in bfloat16
-    scaled = torch.autograd.grad(linear_cross_entropy(hidden, weight, torch.zeros(300, dtype=torch.int64), ops=OPS) * scalar, hidden)[0]
+    scaled = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, torch.zeros(300, dtype=torch.int64), ops=OPS) * scalar, hidden
+    )[0]
     assert torch.equal(scaled, (once.float() * scalar).bfloat16())
     assert not torch.equal(scaled, once * torch.tensor(scalar).bfloat16())
 
@@ -250,7 +298,8 @@ def test_the_gradient_is_given_once_and_has_no_derivative() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "itemsize", "rows"), [(32_000, 2, 4096), (128_256, 2, 4096), (256_000, 2, 2048), (128_256, 4, 2048), (2_000_000, 2, 1024)]
+    ("columns", "itemsize", "rows"),
+    [(32_000, 2, 4096), (128_256, 2, 4096), (256_000, 2, 2048), (128_256, 4, 2048), (2_000_000, 2, 1024)],
 )
 def test_chunks_are_large_but_their_logits_fit(columns: int, itemsize: int, rows: int) -> None:
     assert heads.chunk_rows(columns, itemsize) == rows
@@ -265,12 +314,21 @@ def test_the_kernel_stands_in_for_the_reference(dtype: torch.dtype, setting: str
     ops = replace(OPS, cross_entropy_=kernels.cross_entropy_)
     low = (parts["a"], parts["b"], 2.0)
     found = linear_cross_entropy(
-        parts["hidden"], parts["weight"], labels, ops=ops, bias=parts["bias"], low=low, chunk=10, **SETTINGS[setting]
+        parts["hidden"],
+        parts["weight"],
+        labels,
+        ops=ops,
+        bias=parts["bias"],
+        low=low,
+        chunk=10,
+        **SETTINGS[setting],
     )
     expected = plain(wide, labels, **SETTINGS[setting])
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=0)
-    assert_alike({name: value.cpu() for name, value in grads(found, parts).items()}, grads(expected, wide), tolerance)
+    assert_alike(
+        {name: value.cpu() for name, value in grads(found, parts).items()}, grads(expected, wide), tolerance
+    )
 
 
 # ------------------------------------------------------------------ a vocabulary in slices
@@ -292,7 +350,9 @@ class Meeting:
 
             return reduce
 
-        return VocabularySlice(sum(self.sizes[:rank]), reducing(lambda all: all.amax(0)), reducing(lambda all: all.sum(0)))
+        return VocabularySlice(
+            sum(self.sizes[:rank]), reducing(lambda all: all.amax(0)), reducing(lambda all: all.sum(0))
+        )
 
     def run(self, each: Callable[[int, VocabularySlice], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.sizes)) as pool:
@@ -302,14 +362,19 @@ class Meeting:
 @pytest.mark.parametrize("setting", ["plain", "softcap", "z-loss"])
 @pytest.mark.parametrize("sizes", [(V,), (20, 20), (13, 1, 26)])
 @pytest.mark.parametrize(("chunk", "trained"), [(None, N), (7, N), (7, None)])
-def test_slices_of_a_vocabulary_are_the_whole(sizes: tuple[int, ...], setting: str, chunk: int | None, trained: int | None) -> None:
+def test_slices_of_a_vocabulary_are_the_whole(
+    sizes: tuple[int, ...], setting: str, chunk: int | None, trained: int | None
+) -> None:
     whole, labels = operands()
     expected = plain(whole, labels, **SETTINGS[setting])
     wanted = grads(expected * 0.3, whole)
 
     def each(rank: int, part: VocabularySlice) -> tuple[Tensor, dict[str, Tensor]]:
         rows = slice(part.first, part.first + sizes[rank])
-        mine = {name: value.detach()[rows if name in ("weight", "bias", "b") else slice(None)] for name, value in whole.items()}
+        mine = {
+            name: value.detach()[rows if name in ("weight", "bias", "b") else slice(None)]
+            for name, value in whole.items()
+        }
         mine = {name: value.clone().requires_grad_() for name, value in mine.items()}
         loss = fused(mine, labels, part=part, chunk=chunk, trained=trained, **SETTINGS[setting])
         return loss.detach(), grads(loss * 0.3, mine)
@@ -319,7 +384,10 @@ def test_slices_of_a_vocabulary_are_the_whole(sizes: tuple[int, ...], setting: s
         torch.testing.assert_close(loss, expected.detach())
     for name in whole:
         parts = [got[name] for _, got in found]
-        assert_alike({name: torch.cat(parts) if name in ("weight", "bias", "b") else sum(parts, torch.zeros(()))}, {name: wanted[name]})
+        assert_alike(
+            {name: torch.cat(parts) if name in ("weight", "bias", "b") else sum(parts, torch.zeros(()))},
+            {name: wanted[name]},
+        )
 
 
 def test_a_small_probability_of_another_slice_is_not_lost_in_bfloat16() -> None:
@@ -373,7 +441,8 @@ def test_loss_and_gradients_are_the_models_own(name: str, tied: bool) -> None:
     assert fuse_head(model, OPS)
     assert isinstance(model(**inputs).logits, Unmade)
     found, got = gradients(model, inputs)
-    torch.testing.assert_close(found.double(), loss.double(), rtol=1e-6, atol=0)  # Llama's own loss is float32
+    # Llama's own loss is float32
+    torch.testing.assert_close(found.double(), loss.double(), rtol=1e-6, atol=0)
     assert_same_gradients(got, expected, 1e-6)
 
 
@@ -398,7 +467,12 @@ def test_logits_that_are_looked_at_are_the_models_own(name: str) -> None:
     (grad,) = torch.autograd.grad(expected.square().sum(), model.get_output_embeddings().weight)
     fuse_head(model, OPS)
     logits = model(**inputs).logits
-    assert (logits.shape, logits.dtype, logits.dim(), logits.made) == (expected.shape, expected.dtype, 3, None)
+    assert (logits.shape, logits.dtype, logits.dim(), logits.made) == (
+        expected.shape,
+        expected.dtype,
+        3,
+        None,
+    )
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert torch.equal(logits[0, 1], expected[0, 1])
     assert torch.equal(torch.cat([logits, logits]), torch.cat([expected, expected]))
@@ -406,7 +480,9 @@ def test_logits_that_are_looked_at_are_the_models_own(name: str) -> None:
     again = model(**inputs).logits
     with torch.no_grad():
         assert torch.equal(again.sum(), expected.sum())
-    assert torch.equal(torch.autograd.grad(again.square().sum(), model.get_output_embeddings().weight)[0], grad)
+    assert torch.equal(
+        torch.autograd.grad(again.square().sum(), model.get_output_embeddings().weight)[0], grad
+    )
     assert repr(logits) == repr(expected)
 
 
@@ -437,11 +513,15 @@ def test_logits_are_real_where_they_are_asked_for(ask: str) -> None:
 def test_labels_may_be_given_by_position() -> None:
     model, inputs = training("bert-mlm"), batch("bert-mlm")
     fuse_head(model, OPS)
-    output = model(inputs["input_ids"], inputs["attention_mask"], None, None, None, None, None, inputs["labels"])
+    output = model(
+        inputs["input_ids"], inputs["attention_mask"], None, None, None, None, None, inputs["labels"]
+    )
     assert isinstance(output.logits, Unmade)
 
 
-@pytest.mark.parametrize("extra", [{"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(5)}, {"shift_labels": True}])
+@pytest.mark.parametrize(
+    "extra", [{"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(5)}, {"shift_labels": True}]
+)
 def test_what_hugging_faces_loss_takes_counts_alike(extra: dict[str, Any]) -> None:
     model, inputs = training("llama-causal", torch.float32), batch("llama-causal")
     if "shift_labels" in extra:  # all of them count, and not one of the labels does
@@ -454,7 +534,13 @@ def test_what_hugging_faces_loss_takes_counts_alike(extra: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [{"label_smoothing": 0.2}, {"ignore_index": 7}, {"weight": torch.arange(float(VOCAB))}, {"reduction": "none"}, {"reduction": "sum"}],
+    [
+        {"label_smoothing": 0.2},
+        {"ignore_index": 7},
+        {"weight": torch.arange(float(VOCAB))},
+        {"reduction": "none"},
+        {"reduction": "sum"},
+    ],
 )
 def test_other_cross_entropies_of_unmade_logits_are_right(settings: dict[str, Any]) -> None:
     model, inputs = training("llama-causal", torch.float32), batch("llama-causal")
@@ -464,7 +550,9 @@ def test_other_cross_entropies_of_unmade_logits_are_right(settings: dict[str, An
     fuse_head(model, OPS)
     logits = model(**inputs).logits
     torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), labels, **settings), expected)
-    assert (logits.made is None) == (not {"weight", "reduction"} & settings.keys() or settings.get("reduction") == "sum")
+    assert (logits.made is None) == (
+        not {"weight", "reduction"} & settings.keys() or settings.get("reduction") == "sum"
+    )
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -498,7 +586,9 @@ class Odd(nn.Linear):
 
 
 @pytest.mark.parametrize(("case", "reason"), [("dropout", "dropout"), ("odd", "Odd"), ("hook", "hooks")])
-def test_what_cannot_be_fused_runs_by_itself_and_says_so_once(case: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_fused_runs_by_itself_and_says_so_once(
+    case: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, inputs = training("llama-causal"), batch("llama-causal")
     if case == "dropout":
         model.set_submodule("lm_head", tune(model.lm_head, LoraConfig(r=4, dropout=0.5)))
@@ -541,7 +631,12 @@ def test_unfusing_leaves_no_trace() -> None:
     fuse_head(model, OPS)  # twice is once
     logits = model(**inputs).logits
     unfuse_head(model)
-    hooks = (model._forward_hooks, model._forward_pre_hooks, model.lm_head._forward_hooks, model.lm_head._forward_pre_hooks)
+    hooks = (
+        model._forward_hooks,
+        model._forward_pre_hooks,
+        model.lm_head._forward_hooks,
+        model.lm_head._forward_pre_hooks,
+    )
     assert not any(hooks)
     assert set(model.__dict__) == before
     assert type(model(**inputs).logits) is Tensor
@@ -574,14 +669,20 @@ def test_a_copy_has_a_head_of_its_own() -> None:
 # ------------------------------------------------------------------ petune's own loop
 
 
-@pytest.mark.parametrize(("name", "task"), [("llama-causal", "causal"), ("t5-seq2seq", "seq2seq"), ("bart-seq2seq", "seq2seq")])
+@pytest.mark.parametrize(
+    ("name", "task"), [("llama-causal", "causal"), ("t5-seq2seq", "seq2seq"), ("bart-seq2seq", "seq2seq")]
+)
 @pytest.mark.parametrize("known", [False, True])
 def test_the_loss_of_the_loop_is_the_sum_over_real_rows(name: str, task: str, known: bool) -> None:
     model, inputs = training(name), batch(name)
     inputs |= {"rows": torch.tensor([0, 1, -1])}
     inputs["labels"][0, :3] = -100
     expected = loss_sum(*real_rows(forward(model, inputs), inputs), task)[0]
-    parameters = {key: value for key, value in model.named_parameters() if key.startswith(("model.embed", "shared", "model.shared"))}
+    parameters = {
+        key: value
+        for key, value in model.named_parameters()
+        if key.startswith(("model.embed", "shared", "model.shared"))
+    }
     wanted = grads(expected, parameters)
     fuse_head(model, OPS)
     trained = int((inputs["labels"] >= 0).sum()) if known else None
@@ -620,15 +721,20 @@ def test_the_loss_of_the_loop_over_slices_of_the_vocabulary() -> None:
 
     def each(rank: int, part: VocabularySlice) -> tuple[Tensor, Tensor]:
         model = models[rank]
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach()[part.first : part.first + sizes[rank]].clone())
-        model.lm_head.register_forward_hook(lambda module, args, output: output)  # as the hooks of the slices are: theirs come first
+        model.lm_head.weight = nn.Parameter(
+            model.lm_head.weight.detach()[part.first : part.first + sizes[rank]].clone()
+        )
+        # as the hooks of the slices are: theirs come first
+        model.lm_head.register_forward_hook(lambda module, args, output: output)
         fuse_head(model, OPS, part)
         loss = head_loss(model, inputs, forward, shift=True)
         return loss.detach(), torch.autograd.grad(loss, model.lm_head.weight)[0]
 
     found = Meeting(sizes).run(each)
     assert all(torch.allclose(loss, expected) for loss, _ in found)
-    torch.testing.assert_close(torch.cat([grad for _, grad in found]), torch.autograd.grad(expected, whole.lm_head.weight)[0])
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in found]), torch.autograd.grad(expected, whole.lm_head.weight)[0]
+    )
 
 
 # ------------------------------------------------------------------ on a device
@@ -643,10 +749,21 @@ def test_a_device_is_never_waited_for() -> None:
     parts = {name: value.detach().cuda().bfloat16().requires_grad_() for name, value in parts.items()}
     expected = grads(plain({name: value.double() for name, value in parts.items()}, labels.cuda()), parts)
     low, ready = (parts["a"], parts["b"], 2.0), labels.cuda()
-    linear_cross_entropy(parts["hidden"], parts["weight"], ready, ops=triton_ops(), bias=parts["bias"], low=low)  # compiles
+    # compiles
+    linear_cross_entropy(
+        parts["hidden"], parts["weight"], ready, ops=triton_ops(), bias=parts["bias"], low=low
+    )
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = linear_cross_entropy(parts["hidden"], parts["weight"], ready, ops=triton_ops(), bias=parts["bias"], low=low, trained=3100)
+        loss = linear_cross_entropy(
+            parts["hidden"],
+            parts["weight"],
+            ready,
+            ops=triton_ops(),
+            bias=parts["bias"],
+            low=low,
+            trained=3100,
+        )
         found = grads(loss, parts)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -16,13 +16,18 @@ from tests.kernels.shapes import BERT, DEPTH, KEEPS, LLAMA, VOCABULARY
 def step_flop(shape: BlockShape, tokens: int) -> float:
     """Of a step without recomputation, one sequence."""
     block = total(block_cost.forward(shape, tokens, tokens) + block_cost.backward(shape, tokens, tokens))
-    return DEPTH * block.flop + total(block_cost.linear_cross_entropy(tokens, shape.width, VOCABULARY, shape.trained)).flop
+    return (
+        DEPTH * block.flop
+        + total(block_cost.linear_cross_entropy(tokens, shape.width, VOCABULARY, shape.trained)).flop
+    )
 
 
 def step_seconds(tokens: int, sequence: int, keep: Keep) -> float:
     work = block_cost.forward(LLAMA, tokens, sequence) + block_cost.backward(LLAMA, tokens, sequence)
     work += block_cost.recomputed(LLAMA, keep, tokens, sequence)
-    return DEPTH * H200.seconds(work, sequence) + H200.seconds(block_cost.linear_cross_entropy(tokens, 4096, VOCABULARY), sequence)
+    return DEPTH * H200.seconds(work, sequence) + H200.seconds(
+        block_cost.linear_cross_entropy(tokens, 4096, VOCABULARY), sequence
+    )
 
 
 # ------------------------------------------------------------------ a block
@@ -41,7 +46,9 @@ def test_a_token_costs_the_flop_that_arithmetic_says(tokens: int, gigaflop: floa
 
 @pytest.mark.parametrize(("tokens", "gigaflop"), [(2048, 46.9), (32768, 75.1)])
 def test_weights_that_train_add_their_gradients(tokens: int, gigaflop: float) -> None:
-    assert step_flop(replace(LLAMA, trained=True, ranks=Ranks()), tokens) / tokens == pytest.approx(gigaflop * 1e9, rel=0.01)
+    assert step_flop(replace(LLAMA, trained=True, ranks=Ranks()), tokens) / tokens == pytest.approx(
+        gigaflop * 1e9, rel=0.01
+    )
 
 
 def test_each_rung_runs_less_again_and_none_the_down_projection() -> None:
@@ -82,10 +89,14 @@ def test_an_h200_comes_to_its_known_ceilings(tokens: int, sequence: int, keep: K
     assert tokens / step_seconds(tokens, sequence, keep) == pytest.approx(speed, rel=0.05)
 
 
-@pytest.mark.parametrize(("length", "rate"), [(128, 1e12), (1024, 1e12), (2048, 2e12), (4096, 3e12), (10**6, 3e12)])
+@pytest.mark.parametrize(
+    ("length", "rate"), [(128, 1e12), (1024, 1e12), (2048, 2e12), (4096, 3e12), (10**6, 3e12)]
+)
 def test_attention_goes_from_one_known_length_to_the_next(length: int, rate: float) -> None:
     rates = replace(CPU, attention=((1024, 1e12), (4096, 3e12)), memory=1e30, launch=0.0)
-    assert rates.seconds((Operation("a", "attention", Cost(flop=6e12)),), length) == pytest.approx(6e12 / rate)
+    assert rates.seconds((Operation("a", "attention", Cost(flop=6e12)),), length) == pytest.approx(
+        6e12 / rate
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,8 +112,12 @@ def test_attention_goes_from_one_known_length_to_the_next(length: int, rate: flo
         (Operation("u", "memory", Cost(), times=7), 0.0),
     ],
 )
-def test_the_slowest_of_arithmetic_traffic_and_hashes_counts_and_the_launch_besides(operation: Operation, seconds: float) -> None:
-    rates = replace(CPU, matmul=1e12, matmul_fp8=2e12, attention=((1, 1e12),), memory=1e11, hashes=1e10, launch=1e-5)
+def test_the_slowest_of_arithmetic_traffic_and_hashes_counts_and_the_launch_besides(
+    operation: Operation, seconds: float
+) -> None:
+    rates = replace(
+        CPU, matmul=1e12, matmul_fp8=2e12, attention=((1, 1e12),), memory=1e11, hashes=1e10, launch=1e-5
+    )
     assert rates.seconds((operation,), 1) == pytest.approx(seconds + operation.times * 1e-5)
 
 
@@ -128,12 +143,18 @@ def test_a_device_gets_its_preset_by_name(name: str, rates: block_cost.Rates) ->
 
 
 def test_dropout_of_updates_costs_time_and_no_flop() -> None:
-    """Every update's input is hashed ahead, for its gradient and for that of A; within the kernels of an activation those are one."""
+    """Every update's input is hashed ahead, for its gradient and for that of A; within the kernels of an
+    activation those are one."""
     wide = replace(LLAMA, ranks=Ranks(*[64] * 7))
     large = replace(LLAMA, ranks=Ranks(*[128] * 7))
-    for shape, hashed in ((LLAMA, 3 * 6 * 4096 + 2 * 14336), (wide, 3 * 6 * 4096 + 2 * 14336), (large, 3 * (6 * 4096 + 14336))):
+    for shape, hashed in (
+        (LLAMA, 3 * 6 * 4096 + 2 * 14336),
+        (wide, 3 * 6 * 4096 + 2 * 14336),
+        (large, 3 * (6 * 4096 + 14336)),
+    ):
         plain, drops = (
-            block_cost.forward(one, 8192, 2048) + block_cost.backward(one, 8192, 2048) for one in (shape, replace(shape, drops=True))
+            block_cost.forward(one, 8192, 2048) + block_cost.backward(one, 8192, 2048)
+            for one in (shape, replace(shape, drops=True))
         )
         assert total(plain).flop == total(drops).flop and total(plain).hashes == 0
         assert H200.seconds(drops, 2048) > H200.seconds(plain, 2048)
@@ -142,18 +163,24 @@ def test_dropout_of_updates_costs_time_and_no_flop() -> None:
 
 def test_a_blocks_own_dropouts_cost_passes_of_their_own() -> None:
     described = replace(BERT, described=tuple(replace(one, drop="drop") for one in BERT.sublayers))
-    plain, drops = (total(block_cost.forward(one, 512, 512)) for one in (described, replace(described, dropouts=True)))
+    plain, drops = (
+        total(block_cost.forward(one, 512, 512)) for one in (described, replace(described, dropouts=True))
+    )
     assert drops.hashes == 2 * 512 * 1024 and plain.hashes == 0
     assert drops.bytes > plain.bytes
 
 
 def test_narrow_heads_are_slower_by_their_exponentials() -> None:
     wide, narrow = (
-        H200.seconds((Operation("a", "attention", attention(8192, 2048, heads, 8, dim)),), 2048) for heads, dim in ((32, 128), (64, 64))
+        H200.seconds((Operation("a", "attention", attention(8192, 2048, heads, 8, dim)),), 2048)
+        for heads, dim in ((32, 128), (64, 64))
     )
     assert narrow == pytest.approx(2**0.5 * wide, rel=0.01)
 
 
 def test_eight_bits_are_faster_where_matmuls_bound() -> None:
-    bf16, fp8 = (H200.seconds(block_cost.forward(shape, 8192, 2048), 2048) for shape in (LLAMA, replace(LLAMA, fp8=True)))
+    bf16, fp8 = (
+        H200.seconds(block_cost.forward(shape, 8192, 2048), 2048)
+        for shape in (LLAMA, replace(LLAMA, fp8=True))
+    )
     assert 0.5 < fp8 / bf16 < 0.7

@@ -1,4 +1,5 @@
-"""What a block keeps and has alive: known bytes, tables that fit together, and the tables against what the engine really holds."""
+"""What a block keeps and has alive: known bytes, tables that fit together, and the tables against what the
+engine really holds."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from petune.models.tuned_linear import BottleneckPart, LowRank
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, VOCABULARY
 
 
-@pytest.mark.parametrize(("keep", "kibibytes"), [("all", 92), ("projections", 36), ("attention", 16), ("input", 8)])
+@pytest.mark.parametrize(
+    ("keep", "kibibytes"), [("all", 92), ("projections", 36), ("attention", 16), ("input", 8)]
+)
 def test_the_ladder_keeps_its_known_bytes_per_token(keep: Keep, kibibytes: int) -> None:
     bare = replace(LLAMA, ranks=Ranks())
     small = 0 if keep == "input" else 4 * 32  # log-sum-exp
@@ -39,11 +42,21 @@ def test_the_ladder_keeps_its_known_bytes_per_token(keep: Keep, kibibytes: int) 
 
 
 @pytest.mark.parametrize(
-    "shape", [LLAMA, BERT, replace(LLAMA, trained=True), replace(LLAMA, fp8=True), replace(LLAMA, ranks=Ranks(*[128] * 7))]
+    "shape",
+    [
+        LLAMA,
+        BERT,
+        replace(LLAMA, trained=True),
+        replace(LLAMA, fp8=True),
+        replace(LLAMA, ranks=Ranks(*[128] * 7)),
+    ],
 )
 @pytest.mark.parametrize("tile", [None, 1024])
 def test_no_phase_counts_what_its_rung_keeps(shape: BlockShape, tile: int | None) -> None:
-    names = {keep: {name for phase in buffers.phases(shape, keep, 4096, tile) for name, _ in phase.buffers} for keep in KEEPS}
+    names = {
+        keep: {name for phase in buffers.phases(shape, keep, 4096, tile) for name, _ in phase.buffers}
+        for keep in KEEPS
+    }
     assert "x" not in set().union(*names.values())
     assert "mlp.u" not in names["all"] and "mlp.u" in names["projections"]
     assert "attention.a" not in names["attention"] and "attention.a" in names["input"]
@@ -51,9 +64,19 @@ def test_no_phase_counts_what_its_rung_keeps(shape: BlockShape, tile: int | None
 
 def test_the_backward_pass_of_the_mlp_holds_what_a_hand_lists() -> None:
     """A block that keeps its input, untiled: q | k | v and attention held, dy, r, h, u and du, dm."""
-    phase = next(one for one in buffers.phases(replace(LLAMA, ranks=Ranks()), "input", 1024) if one.name == "mlp.s_down, backward")
+    phase = next(
+        one
+        for one in buffers.phases(replace(LLAMA, ranks=Ranks()), "input", 1024)
+        if one.name == "mlp.s_down, backward"
+    )
     mebibytes = {name: size / 2**20 for name, size in phase.buffers}
-    held = {"dy": 8, "attention.qkv": 12, "attention.a": 8, "attention.a.lse": 0.125, "attention.h.rstd": 4 / 1024}
+    held = {
+        "dy": 8,
+        "attention.qkv": 12,
+        "attention.a": 8,
+        "attention.a.lse": 0.125,
+        "attention.h.rstd": 4 / 1024,
+    }
     inside = {"attention.r": 8, "mlp.h": 8, "mlp.h.rstd": 4 / 1024, "mlp.u": 56, "d mlp.u": 56, "beside": 28}
     assert mebibytes == held | inside
 
@@ -94,7 +117,9 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
 
 def test_a_weight_in_eight_bits_is_there_turned_while_the_block_goes_back() -> None:
     phases = max(phase.bytes for phase in buffers.phases(replace(LLAMA, fp8=True), "all", 1))
-    gradients = buffers.working_set(LLAMA, "all", 1) - max(phase.bytes for phase in buffers.phases(LLAMA, "all", 1))
+    gradients = buffers.working_set(LLAMA, "all", 1) - max(
+        phase.bytes for phase in buffers.phases(LLAMA, "all", 1)
+    )
     assert buffers.working_set(replace(LLAMA, fp8=True), "all", 1) == phases + gradients + 4096 * 28672
 
 
@@ -107,8 +132,10 @@ def test_the_head_holds_hidden_states_three_times_and_one_chunk_of_logits() -> N
 def test_streamed_blocks_rest_on_the_host_and_three_are_on_the_device() -> None:
     assert buffers.streamed_host_bytes(LLAMA) == 6 * LLAMA.parameters
     assert buffers.streamed_device_bytes(LLAMA) == 3 * 8 * LLAMA.parameters
-    assert buffers.streamed_host_bytes(LLAMA, wide=True) == 14 * LLAMA.parameters  # states and masters in float32
-    assert buffers.streamed_host_bytes(replace(LLAMA, itemsize=4), wide=True) == 12 * LLAMA.parameters  # weights are masters themselves
+    # states and masters in float32
+    assert buffers.streamed_host_bytes(LLAMA, wide=True) == 14 * LLAMA.parameters
+    # weights are masters themselves
+    assert buffers.streamed_host_bytes(replace(LLAMA, itemsize=4), wide=True) == 12 * LLAMA.parameters
     assert buffers.streamed_device_bytes(LLAMA, wide=True) == 3 * 16 * LLAMA.parameters
 
 
@@ -125,7 +152,11 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        given = {
+            value.untyped_storage()._cdata
+            for value in tree_leaves((args, kwargs))
+            if isinstance(value, Tensor)
+        }
         for value in (one for one in tree_leaves(out) if isinstance(one, Tensor)):
             storage = value.untyped_storage()
             if storage._cdata not in self.seen | given:
@@ -149,23 +180,43 @@ def hollow() -> Ops:
     wide = torch.float32
 
     def rms(x: Tensor, *_: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
-        return out if out is not None else made(x), made(x, len(x), dtype=wide), x if residual is None else made(x)
+        return (
+            out if out is not None else made(x),
+            made(x, len(x), dtype=wide),
+            x if residual is None else made(x),
+        )
 
     def layer(x: Tensor, *_: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Any:
         y = out if out is not None else made(x)
         return y, made(x, len(x), dtype=wide), made(x, len(x), dtype=wide), x if residual is None else made(x)
 
     def activate(
-        u: Tensor, act: str, gated: bool, low: Any = None, a: Tensor | None = None, paired: bool = False, out: Any = None, how: Any = None
+        u: Tensor,
+        act: str,
+        gated: bool,
+        low: Any = None,
+        a: Tensor | None = None,
+        paired: bool = False,
+        out: Any = None,
+        how: Any = None,
     ) -> Any:
-        return out if out is not None else made(u, len(u), u.shape[1] // (1 + gated)), None if a is None else made(u, len(u), len(a))
+        return out if out is not None else made(
+            u, len(u), u.shape[1] // (1 + gated)
+        ), None if a is None else made(u, len(u), len(a))
 
     def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None, low: Any) -> Tensor:
         product = made(x, len(x), len(weight), dtype=wide)
         return made(x, *product.shape)
 
     def activate_backward(
-        dh: Tensor, u: Tensor, act: str, gated: bool, low: Any = None, below: Any = None, paired: bool = False, how: Any = None
+        dh: Tensor,
+        u: Tensor,
+        act: str,
+        gated: bool,
+        low: Any = None,
+        below: Any = None,
+        paired: bool = False,
+        how: Any = None,
     ) -> Any:
         du, h = made(u), None if below is None or len(below[1]) <= SUMMED else made(dh)
         db = None if low is None else made(u, u.shape[1], low[0].shape[1], dtype=wide)
@@ -225,7 +276,11 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     def part(role: Role, place: GroupPlace) -> LowRank:
         inputs, outputs, _ = shape.linears(replace(place, roles=(role,)))
         rank = getattr(shape.ranks, role)
-        factors = (torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")) if rank else (None, None)
+        factors = (
+            (torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta"))
+            if rank
+            else (None, None)
+        )
         return LowRank(torch.empty(outputs, inputs, **frozen), None, *factors)  # type: ignore[arg-type]
 
     groups: list[Group] = []
@@ -240,13 +295,28 @@ def engine(shape: BlockShape, ops: Ops) -> tuple[Program, Run, list[bool]]:
     how = attending.How(shape.causal, 1.0, 1)
     angles = (torch.empty(1, shape.head_dim, **frozen),) * 2  # type: ignore[arg-type]
     linears = 4 * sum(len(place.paths) for place in program.groups)
-    needs = [need and (place % 4 != 1 or place >= linears) for place, need in enumerate(needs_of(shape, program))]  # linears have no bias
+    # linears have no bias
+    needs = [
+        need and (place % 4 != 1 or place >= linears) for place, need in enumerate(needs_of(shape, program))
+    ]
     needs[-sum(map(len, norms)) :] = [False] * sum(map(len, norms))
     behind = [
-        (BottleneckPart(own, "silu", 0.0, tuple(torch.empty(*size, **frozen) for size in ((own, w), (own,), (w, own), (w,)))), None)
+        (
+            BottleneckPart(
+                own,
+                "silu",
+                0.0,
+                tuple(torch.empty(*size, **frozen) for size in ((own, w), (own,), (w, own), (w,))),
+            ),
+            None,
+        )
         for own, w in ((one.bottleneck, shape.width) for one in shape.sublayers if one.bottleneck)
     ]
-    return program, Run(ops, groups, norms, [None] * len(program.dropouts), [how], angles, bottlenecks=behind), needs
+    return (
+        program,
+        Run(ops, groups, norms, [None] * len(program.dropouts), [how], angles, bottlenecks=behind),
+        needs,
+    )
 
 
 def adapted(shape: BlockShape) -> BlockShape:
@@ -320,19 +390,28 @@ class Nobody:
         *("cut", "bert, cut", "adapter, cut", "gemma, cut"),
     ],
 )
-@pytest.mark.parametrize(("keep", "tile"), [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)])
-def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte for byte what is kept; the peak of a block's passes to a few hundredths, and above what is said by half of one at most."""
+@pytest.mark.parametrize(
+    ("keep", "tile"),
+    [(keep, tile) for keep in KEEPS for tile in (None, 1024) if not (keep == "all" and tile)],
+)
+def test_the_tables_say_what_the_engine_holds(
+    shape: BlockShape, keep: Keep, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte what is kept; the peak of a block's passes to a few hundredths, and above what is said by
+    half of one at most."""
     monkeypatch.setattr(attending, "forward", hollow_attention)
     monkeypatch.setattr(attending, "backward", hollow_attention_backward)
-    monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))  # as on CUDA
+    # as on CUDA
+    monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))
     tokens = 8192
     program, run, needs = engine(shape, hollow())
     run.boundaries = {0: Nobody(), 1: Nobody()}  # type: ignore[dict-item]
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
         y, kept = fold.forward(program, run, [x], keep, tile)
-    standing = sum(value.untyped_storage().nbytes() for value in tree_leaves(kept) if isinstance(value, Tensor))
+    standing = sum(
+        value.untyped_storage().nbytes() for value in tree_leaves(kept) if isinstance(value, Tensor)
+    )
     assert standing == buffers.kept_bytes(shape, keep) * tokens
     del y
     dy = torch.empty_like(x)
@@ -340,5 +419,6 @@ def test_the_tables_say_what_the_engine_holds(shape: BlockShape, keep: Keep, til
         fold.backward(program, run, dy, kept, needs, [True], keep, tile)
     found = max(x.nbytes + ahead.peak, standing + x.nbytes + back.peak)
     said = standing + buffers.working_set(shape, keep, tokens, tile)
-    least = 0.7 if shape.trained else 0.96  # gradients of weights come one by one, and are counted as if all were there
+    # gradients of weights come one by one, and are counted as if all were there
+    least = 0.7 if shape.trained else 0.96
     assert least * said < found < 1.005 * said

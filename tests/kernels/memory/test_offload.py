@@ -1,6 +1,8 @@
-"""Tensors parked on the host: the values come back whatever the order, one block ahead at most, through buffers that later steps use again.
+"""Tensors parked on the host: the values come back whatever the order, one block ahead at most, through
+buffers that later steps use again.
 
-A CPU has no streams, so what they may do is played out: a copy that a stream was given happens only when somebody waits for it.
+A CPU has no streams, so what they may do is played out: a copy that a stream was given happens only when
+somebody waits for it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,20 @@ from petune.kernels.memory.offload import Parked, Store
 from tests.kernels.fused_pairs import METHODS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 CPU = torch.device("cpu")
-RUNGS = [Rung("all", "input"), Rung("projections", "input"), Rung("input", "input"), Rung("attention", "attention")]
+RUNGS = [
+    Rung("all", "input"),
+    Rung("projections", "input"),
+    Rung("input", "input"),
+    Rung("attention", "attention"),
+]
 
 
 def tensors(number: int, rows: int = 3) -> dict[str, Tensor]:
     """What block `number` parks: of two dtypes, one strided."""
-    return {"x": torch.full((rows, 4), float(number)), "a": torch.arange(2 * rows * 3, dtype=torch.bfloat16).view(rows, 6)[:, ::2] + number}
+    return {
+        "x": torch.full((rows, 4), float(number)),
+        "a": torch.arange(2 * rows * 3, dtype=torch.bfloat16).view(rows, 6)[:, ::2] + number,
+    }
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -214,7 +224,9 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         return copy(self, source, non_blocking)
 
     monkeypatch.setattr(Tensor, "copy_", copy_later)
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, one: made.recorded.append((self.data_ptr(), one)))
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda self, one: made.recorded.append((self.data_ptr(), one))
+    )
     monkeypatch.setattr(offload.torch.cuda, "stream", stream)
     monkeypatch.setattr(offload.torch.cuda, "current_stream", lambda device: made.compute)
     yield made
@@ -257,7 +269,9 @@ def test_memory_of_what_is_parked_is_not_given_away_before_it_is_copied(lazy: Si
     assert {(value.data_ptr(), lazy.store.out) for value in sent.values()} <= set(lazy.recorded)
 
 
-def test_memory_of_a_dropped_prefetch_is_not_given_away_before_its_copy_has_ended(lazy: SimpleNamespace) -> None:
+def test_memory_of_a_dropped_prefetch_is_not_given_away_before_its_copy_has_ended(
+    lazy: SimpleNamespace,
+) -> None:
     parked = [lazy.store.park(tensors(number)) for number in range(2)]
     lazy.store.fetch(parked[1])
     ahead = parked[0].back
@@ -313,7 +327,9 @@ def test_a_host_that_has_no_more_to_lock_says_what_to_set(runtime: SimpleNamespa
 @pytest.fixture(autouse=True)
 def _float64(request: pytest.FixtureRequest) -> Iterator[None]:
     """Models are float64; the store's own tests bring their dtypes."""
-    torch.set_default_dtype(torch.float64 if "rung" in request.fixturenames or "model" in request.node.name else torch.float32)
+    torch.set_default_dtype(
+        torch.float64 if "rung" in request.fixturenames or "model" in request.node.name else torch.float32
+    )
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -325,13 +341,18 @@ def body(model: Any, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.keep}-{rung.offload}")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
-def test_two_forwards_before_two_backwards_of_unequal_batches_in_a_model(order: tuple[int, int], rung: Rung) -> None:
+def test_two_forwards_before_two_backwards_of_unequal_batches_in_a_model(
+    order: tuple[int, int], rung: Rung
+) -> None:
     fused, plain = pair("llama", METHODS["lora"])
     stand_on(fused, rung)
     inputs = batch("llama")
     found = []
     for model in (fused, plain):
-        losses = [model(**{name: value[:, :length] for name, value in inputs.items()}, use_cache=False).loss for length in (9, 7)]
+        losses = [
+            model(**{name: value[:, :length] for name, value in inputs.items()}, use_cache=False).loss
+            for length in (9, 7)
+        ]
         for at in order:
             losses[at].backward()
         found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
@@ -368,7 +389,8 @@ def test_accumulating_over_a_model_pins_no_more_than_one_batch() -> None:
     stand_on(fused, Rung("input", "input"))
     for _ in range(4):
         fused(**batch("llama"), use_cache=False).loss.backward()
-    assert blocks(fused)[0].spec.store.pinned == 3 * 15 * 32 * 8  # blocks, tokens without padding, width, float64
+    # blocks, tokens without padding, width, float64
+    assert blocks(fused)[0].spec.store.pinned == 3 * 15 * 32 * 8
 
 
 def test_a_model_parks_nothing_without_gradients() -> None:
@@ -392,7 +414,11 @@ def test_a_graph_of_a_model_that_is_kept_can_be_gone_through_twice(rung: Rung) -
             assert torch.equal(one.grad, 2 * once[name]), name
 
 
-@pytest.mark.parametrize("rung", [Rung("input", "input"), Rung("attention", "attention")], ids=lambda rung: f"{rung.keep}-{rung.offload}")
+@pytest.mark.parametrize(
+    "rung",
+    [Rung("input", "input"), Rung("attention", "attention")],
+    ids=lambda rung: f"{rung.keep}-{rung.offload}",
+)
 def test_a_second_pass_through_what_a_model_had_parked_is_refused_in_words(rung: Rung) -> None:
     fused, plain = pair("llama", METHODS["lora"])
     stand_on(fused, rung)
@@ -420,7 +446,8 @@ def test_what_a_model_keeps_on_the_device_is_seen_by_hooks_on_saved_tensors() ->
             body(fused, batch("llama")["input_ids"])
         sizes[rung] = sum(seen.values())
     row = 3 * 18 * 8  # bytes of a column of all blocks
-    assert sizes[Rung("all")] - sizes[Rung("projections")] == pytest.approx(row * (2 * 56 + 8), rel=0.01)  # gate | up and its s
+    # gate | up and its s
+    assert sizes[Rung("all")] - sizes[Rung("projections")] == pytest.approx(row * (2 * 56 + 8), rel=0.01)
     assert sizes[Rung("projections")] - sizes[Rung("attention")] > row * (64 + 32)  # q | k | v and r
     assert sizes[Rung("attention")] - sizes[Rung("input")] >= 0
     assert sizes[Rung("input")] - sizes[Rung("input", "input")] == row * 32

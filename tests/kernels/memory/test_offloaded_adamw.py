@@ -1,7 +1,8 @@
 """Streamed AdamW: its arithmetic against torch's, its copies against two adversaries, what it refuses.
 
-On a CPU copies are made at once, which hides a missing wait. So `Late` makes each copy only when somebody waits for it, and `Clocks` keeps
-vector clocks of the computation and of both directions and complains about accesses that nothing orders.
+On a CPU copies are made at once, which hides a missing wait. So `Late` makes each copy only when somebody
+waits for it, and `Clocks` keeps vector clocks of the computation and of both directions and complains about
+accesses that nothing orders.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ def test_a_value_between_two_bfloat16s_goes_to_either_and_is_right_on_average() 
         assert found.unique().numel() == 2
         step = float(found.max() - found.min())
         assert abs(float(found.double().mean()) - value) < 4 * step * (0.3 * 0.7 / len(values)) ** 0.5
-    assert float((values.to(BF16).float() - values).mean().abs()) > 0.2 * step  # which rounding to nearest is not
+    # which rounding to nearest is not
+    assert float((values.to(BF16).float() - values).mean().abs()) > 0.2 * step
 
 
 def test_what_bfloat16_holds_stays_and_so_does_what_is_no_number() -> None:
     chance = torch.full((6,), 0xFFFF, dtype=torch.int32)
     values = torch.tensor([0.0, -1.5, 2.0**100, float("inf"), -float("inf"), float("nan")])
     assert torch.equal(rounded(values[:5], chance[:5], BF16).float(), values[:5])
-    all_ones = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FP32)  # adding to these bits would make -0 of them
+    # adding to these bits would make -0 of them
+    all_ones = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FP32)
     assert rounded(torch.cat([values[5:], all_ones]), chance[:2], BF16).isnan().all()
 
 
@@ -77,7 +80,10 @@ def operands(size: int, kept: torch.dtype, grad: torch.dtype) -> list[Tensor]:
     """weight, grad, mean, square as in the middle of a training."""
     generator = torch.Generator().manual_seed(size)
     weight, gradient, mean, square = torch.randn(4, size, generator=generator)
-    return [tensor.to(DEVICE, dtype) for tensor, dtype in ((weight, kept), (gradient, grad), (mean / 3, kept), (square**2 / 9, kept))]
+    return [
+        tensor.to(DEVICE, dtype)
+        for tensor, dtype in ((weight, kept), (gradient, grad), (mean / 3, kept), (square**2 / 9, kept))
+    ]
 
 
 def test_in_float32_it_is_torchs_adamw() -> None:
@@ -94,7 +100,8 @@ def test_in_float32_it_is_torchs_adamw() -> None:
 def test_steps_too_small_for_bfloat16_are_made_on_average() -> None:
     exact, grad = torch.linspace(1, 2, 4096), torch.ones(4096)
     exact = exact.to(BF16).float()
-    weight, rule = exact.to(BF16), Rule(1e-4, (0.9, 0.999), 1e-8, 0.0, 1)  # a step is 1/80 of a bfloat16's spacing here
+    # a step is 1/80 of a bfloat16's spacing here
+    weight, rule = exact.to(BF16), Rule(1e-4, (0.9, 0.999), 1e-8, 0.0, 1)
     states = torch.zeros(2, 4096)
     for step in range(1, 101):
         adamw_(weight, grad, *states, rule._replace(step=step), random_words(0, step, "weight"))
@@ -103,10 +110,14 @@ def test_steps_too_small_for_bfloat16_are_made_on_average() -> None:
     assert torch.equal((exact - 1e-4).to(BF16).float(), exact)  # rounded to nearest, none would have moved
 
 
-@pytest.mark.parametrize(("kept", "grad", "copied"), [(FP32, FP32, False), (FP32, BF16, True), (BF16, BF16, False), (BF16, FP32, False)])
+@pytest.mark.parametrize(
+    ("kept", "grad", "copied"),
+    [(FP32, FP32, False), (FP32, BF16, True), (BF16, BF16, False), (BF16, FP32, False)],
+)
 @pytest.mark.parametrize("size", [1, 2048, 5001])
 def test_the_kernel_is_the_reference(kept: torch.dtype, grad: torch.dtype, copied: bool, size: int) -> None:
-    """Square root and division differ in the last place of float32, so a bfloat16 may fall on the other side of a throw of the dice."""
+    """Square root and division differ in the last place of float32, so a bfloat16 may fall on the other side
+    of a throw of the dice."""
     results = []
     for function in (adamw_, kernel.adamw_):
         tensors = operands(size, kept, grad)
@@ -176,7 +187,10 @@ def states_of(optimizer: StreamedAdamW) -> dict[str, dict[str, Tensor]]:
     """The states in `state_dict`, by name of the parameter."""
     found = optimizer.state_dict()
     names = [optimizer.names[value] for group in optimizer.param_groups for value in group["params"]]
-    return {name: {key: value for key, value in found["state"][at].items() if key != "step"} for at, name in enumerate(names)}
+    return {
+        name: {key: value for key, value in found["state"][at].items() if key != "step"}
+        for at, name in enumerate(names)
+    }
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -185,7 +199,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5])
-@pytest.mark.parametrize("changes", [{}, {"vocab_size": 1500}, {"tie_word_embeddings": True}], ids=["", "head-beyond-a-slot", "tied"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"vocab_size": 1500}, {"tie_word_embeddings": True}],
+    ids=["", "head-beyond-a-slot", "tied"],
+)
 def test_training_is_torchs_to_the_bit(changes: dict[str, Any], slots: int) -> None:
     model, blocks = made(**changes)
     optimizer = StreamedAdamW(model, blocks, **SETTINGS, states=FP32, slots=slots)
@@ -196,7 +214,8 @@ def test_training_is_torchs_to_the_bit(changes: dict[str, Any], slots: int) -> N
 
 
 def test_without_fused_blocks_training_is_the_same_too() -> None:
-    """A block of anyone's that is one node; here with a weight that makes no difference, and so has no gradient."""
+    """A block of anyone's that is one node; here with a weight that makes no difference, and so has no
+    gradient."""
     losses: dict[bool, list[Tensor]] = {True: [], False: []}
     for streams, seen in losses.items():
         torch.manual_seed(0)
@@ -253,7 +272,10 @@ def test_float32_masters_are_mixed_precision_training() -> None:
         with torch.no_grad():
             for name, value in other.named_parameters():
                 value.copy_(masters[name])
-    assert_same({name: own["master"] for name, own in states_of(optimizer).items()}, {k: v.data for k, v in masters.items()})
+    assert_same(
+        {name: own["master"] for name, own in states_of(optimizer).items()},
+        {k: v.data for k, v in masters.items()},
+    )
     assert_same(model.state_dict(), other.state_dict())
 
 
@@ -267,11 +289,14 @@ def test_bfloat16_weights_are_right_on_average_over_seeds() -> None:
         model, blocks = made(BF16)
         stepped(model, StreamedAdamW(model, blocks, **SETTINGS, seed=seed), 0)
         found = model.state_dict()
-        errors.append(torch.cat([((found[name] - value) / spacing(value)).flatten() for name, value in masters.items()]))
+        errors.append(
+            torch.cat([((found[name] - value) / spacing(value)).flatten() for name, value in masters.items()])
+        )
     whole = torch.stack(errors)
     assert whole.abs().max() <= 1
     assert abs(float(whole.mean())) < 4 * float(whole.std()) / whole.numel() ** 0.5
-    assert float(whole.mean(0).std()) == pytest.approx(float(whole.std()) / 8**0.5, rel=0.1)  # seeds draw independently
+    # seeds draw independently
+    assert float(whole.mean(0).std()) == pytest.approx(float(whole.std()) / 8**0.5, rel=0.1)
 
 
 def spacing(values: Tensor) -> Tensor:
@@ -284,7 +309,12 @@ def test_a_seed_repeats_a_training() -> None:
     for seed in (3, 3, 4):
         model, blocks = made(BF16)
         optimizer = StreamedAdamW(model, blocks, **SETTINGS, seed=seed)
-        runs.append(([stepped(model, optimizer, step) for step in range(3)], {k: v.clone() for k, v in model.state_dict().items()}))
+        runs.append(
+            (
+                [stepped(model, optimizer, step) for step in range(3)],
+                {k: v.clone() for k, v in model.state_dict().items()},
+            )
+        )
     assert_same(runs[0][1], runs[1][1])
     assert runs[0][0] != runs[2][0]
 
@@ -308,13 +338,26 @@ def test_stretches_of_a_tensor_throw_dice_of_their_own() -> None:
     optimizer = StreamedAdamW(model, blocks, **SETTINGS)
     stretches: dict[Any, list[tuple[int, int]]] = {}
 
-    def noted(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, rule: Rule, words: Any, first: int, copy: Tensor | None) -> None:
+    def noted(
+        weight: Tensor,
+        grad: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        rule: Rule,
+        words: Any,
+        first: int,
+        copy: Tensor | None,
+    ) -> None:
         stretches.setdefault(words, []).append((first, first + len(weight)))
 
     optimizer.adamw = noted
     stepped(model, optimizer, 0)
-    assert sorted(own[-1][1] for own in stretches.values()) == sorted(value.numel() for value in model.parameters())
-    assert all([first for first, _ in own] == [0, *(end for _, end in own[:-1])] for own in stretches.values())
+    assert sorted(own[-1][1] for own in stretches.values()) == sorted(
+        value.numel() for value in model.parameters()
+    )
+    assert all(
+        [first for first, _ in own] == [0, *(end for _, end in own[:-1])] for own in stretches.values()
+    )
     assert max(map(len, stretches.values())) > 2
 
 
@@ -358,7 +401,8 @@ def test_weights_changed_between_two_passes_are_seen() -> None:
 
 
 def test_autograd_keeps_a_leaf_as_itself_so_exchanged_data_is_seen() -> None:
-    """What streaming rests on, of torch: .data = counts as no change, and a saved leaf is unpacked as it is by then."""
+    """What streaming rests on, of torch: .data = counts as no change, and a saved leaf is unpacked as it is
+    by then."""
     block, x = OneNode(), torch.ones(1, 4, requires_grad=True)
     y = block(x)
     version = block.weight._version
@@ -431,7 +475,8 @@ class Late(Traffic):
 
 
 class Clocks(Traffic):
-    """Vector clocks of the computation and of both directions (Mattern 1989), and every access to a buffer with its time."""
+    """Vector clocks of the computation and of both directions (Mattern 1989), and every access to a buffer
+    with its time."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -476,7 +521,9 @@ class Clocks(Traffic):
         self.tick("run", [event])
 
 
-def with_traffic(traffic: Traffic, slots: int = 3, states: torch.dtype = FP32, frozen: bool = False) -> tuple[Any, StreamedAdamW]:
+def with_traffic(
+    traffic: Traffic, slots: int = 3, states: torch.dtype = FP32, frozen: bool = False
+) -> tuple[Any, StreamedAdamW]:
     """Training with these copies; with a frozen embedding, block 0 is the last to be sent."""
     model, blocks = made(vocab_size=1500)
     model.model.embed_tokens.requires_grad_(not frozen)
@@ -492,7 +539,9 @@ def test_copies_that_come_as_late_as_they_may_change_nothing(slots: int) -> None
     expected, weights = trained(vocab_size=1500)
     assert losses == expected
     assert_same(model.state_dict(), weights)  # which waits for the last of them
-    assert_same({name: own["exp_avg"] for name, own in states_of(optimizer).items()}, moments(vocab_size=1500))
+    assert_same(
+        {name: own["exp_avg"] for name, own in states_of(optimizer).items()}, moments(vocab_size=1500)
+    )
 
 
 def moments(**changes: Any) -> dict[str, Tensor]:
@@ -508,7 +557,10 @@ def moments(**changes: Any) -> dict[str, Tensor]:
 def test_what_rests_on_the_host_is_whole_when_it_is_read(reader: str) -> None:
     model, optimizer = with_traffic(Late(), frozen=True)
     stepped(model, optimizer, 0)
-    read = {"model": model.state_dict, "optimizer": lambda: states_of(optimizer)["model.layers.0.mlp.up_proj.weight"]}[reader]
+    read = {
+        "model": model.state_dict,
+        "optimizer": lambda: states_of(optimizer)["model.layers.0.mlp.up_proj.weight"],
+    }[reader]
     found = {name: value.clone() for name, value in read().items()}
     optimizer.settle()
     assert_same(found, read())
@@ -521,9 +573,13 @@ def test_late_copies_show_a_missing_wait() -> None:
 
 
 def races(
-    slots: int = 3, states: torch.dtype = FP32, frozen: bool = False, without: Callable[[StreamedAdamW], None] | None = None
+    slots: int = 3,
+    states: torch.dtype = FP32,
+    frozen: bool = False,
+    without: Callable[[StreamedAdamW], None] | None = None,
 ) -> list[str]:
-    """What steps, an evaluation and an interrupted pass do in no certain order; `without` takes some of the order away."""
+    """What steps, an evaluation and an interrupted pass do in no certain order; `without` takes some of the
+    order away."""
     clocks = Clocks()
     model, optimizer = with_traffic(clocks, slots, states, frozen)
     attach, update = optimizer._attach, optimizer.adamw
@@ -571,7 +627,9 @@ def at_once(way: str) -> Callable[[StreamedAdamW], None]:
     return change
 
 
-@pytest.mark.parametrize("without", [no_wait, at_once("bring"), at_once("send")], ids=["wait", "bring", "send"])
+@pytest.mark.parametrize(
+    "without", [no_wait, at_once("bring"), at_once("send")], ids=["wait", "bring", "send"]
+)
 def test_the_clocks_show_what_is_not_ordered(without: Callable[[StreamedAdamW], None]) -> None:
     assert races(without=without)
 
@@ -593,8 +651,19 @@ def test_the_next_block_is_on_its_way_before_this_one_is_waited_for() -> None:
 
     optimizer._bring, optimizer._attach = brought, attached  # type: ignore[method-assign]
     model(**inputs(0)).loss.backward()
-    forward, backward = said[: said.index(("run", 3)) + 1], [entry for entry in said[said.index(("run", 3)) + 1 :] if entry[1] >= 0]
-    assert forward == [*(("bring", k) for k in (0, 1)), ("run", 0), ("bring", 2), ("run", 1), ("bring", 3), ("run", 2), ("run", 3)]
+    forward, backward = (
+        said[: said.index(("run", 3)) + 1],
+        [entry for entry in said[said.index(("run", 3)) + 1 :] if entry[1] >= 0],
+    )
+    assert forward == [
+        *(("bring", k) for k in (0, 1)),
+        ("run", 0),
+        ("bring", 2),
+        ("run", 1),
+        ("bring", 3),
+        ("run", 2),
+        ("run", 3),
+    ]
     assert [entry for entry in backward if entry[0] == "run"] == [("run", k) for k in (3, 2, 1, 0)]
     assert ("bring", 3) not in backward  # the last block of the forward pass is still there
     assert all(backward.index(("bring", k)) < backward.index(("run", k + 1)) for k in (0, 1))
@@ -662,7 +731,9 @@ def test_recomputing_a_block_from_outside_is_refused() -> None:
         (lambda blocks: setattr(blocks[1].mlp, "up_proj", blocks[2].mlp.up_proj), {}, "share"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(change: Callable[[Any], None], given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_streamed_is_refused(
+    change: Callable[[Any], None], given: dict[str, Any], message: str
+) -> None:
     model, blocks = made()
     change(blocks)
     with pytest.raises(UsageError, match=message):
@@ -688,7 +759,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize("fails", [0, 2])
-def test_an_exception_in_the_middle_leaves_a_usable_state(name: str, fails: int, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_an_exception_in_the_middle_leaves_a_usable_state(
+    name: str, fails: int, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     model, blocks = made()
     optimizer = StreamedAdamW(model, blocks, **SETTINGS, states=FP32)
     losses = [stepped(model, optimizer, 0)]
@@ -710,7 +783,9 @@ def test_an_exception_in_the_middle_leaves_a_usable_state(name: str, fails: int,
         assert [*losses, *(stepped(model, optimizer, step) for step in (1, 2))] == trained()[0]
         return
     optimizer.step()
-    assert said == [f"step 2 leaves {fails + 1} of 4 blocks as they were: its backward pass did not reach them"]
+    assert said == [
+        f"step 2 leaves {fails + 1} of 4 blocks as they were: its backward pass did not reach them"
+    ]
     after = {name: value.clone() for name, value in model.state_dict().items()}
     same = {name for name, value in after.items() if torch.equal(value, before[name])}
     kept = tuple(f"model.layers.{k}." for k in range(fails + 1))
@@ -722,7 +797,9 @@ def test_an_exception_in_the_middle_leaves_a_usable_state(name: str, fails: int,
 
 def resting(optimizer: StreamedAdamW) -> set[int]:
     """Where parameters of blocks lie between passes."""
-    return {block.host["weight"][entry.span].data_ptr() for block in optimizer.blocks for entry in block.entries}
+    return {
+        block.host["weight"][entry.span].data_ptr() for block in optimizer.blocks for entry in block.entries
+    }
 
 
 # ------------------------------------------------------------------ states saved and loaded
@@ -734,7 +811,10 @@ def test_a_training_goes_on_from_saved_states(states: torch.dtype, model_first: 
     model, blocks = made(BF16)
     optimizer = StreamedAdamW(model, blocks, **SETTINGS, states=states)
     stepped(model, optimizer, 0)
-    weights, state = ({key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict())
+    weights, state = (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        optimizer.state_dict(),
+    )
     kept = copy.deepcopy(state)
     losses = [stepped(model, optimizer, step) for step in (1, 2)]
     other, blocks = made(BF16, seed=5)
@@ -769,7 +849,9 @@ def test_weights_put_in_the_place_of_streamed_ones_are_refused() -> None:
     model, blocks = made()
     StreamedAdamW(model, blocks, **SETTINGS)
     with pytest.raises(UsageError, match="assign"):
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        model.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+        )
 
 
 # ------------------------------------------------------------------ on a device

@@ -17,8 +17,15 @@ def test_costs_add_and_scale() -> None:
 
 
 def test_every_operation_of_the_reference_has_a_cost() -> None:
-    functions = [value for value in vars(reference).values() if inspect.isfunction(value) and value.__module__ == reference.__name__]
-    names = {value.__name__ for value in functions if not value.__name__.startswith("_")} - {"wide", "written"}
+    functions = [
+        value
+        for value in vars(reference).values()
+        if inspect.isfunction(value) and value.__module__ == reference.__name__
+    ]
+    names = {value.__name__ for value in functions if not value.__name__.startswith("_")} - {
+        "wide",
+        "written",
+    }
     assert "cross_entropy_" in names
     assert [name for name in names if not hasattr(op_cost, name)] == []
 
@@ -45,7 +52,11 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.activate_backward(10, 8, gated=True), 960, 5 * 2 * 80),
         (op_cost.add(10, 8), 80, 3 * 2 * 80),
         (op_cost.add_low(10, 8, rank=4), 9 * 80, 6 * 80 + 2 * 4 * 18),
-        (op_cost.linear_low(10, 3, 8, rank=4), 2 * 240 + 9 * 80, 2 * (30 + 24 + 80) + 2 * 80 + 6 * 80 + 2 * 4 * 18),
+        (
+            op_cost.linear_low(10, 3, 8, rank=4),
+            2 * 240 + 9 * 80,
+            2 * (30 + 24 + 80) + 2 * 80 + 6 * 80 + 2 * 4 * 18,
+        ),
         (op_cost.cross_entropy_(10, 100), 6000, 3 * 2 * 1000),
         (op_cost.drop(10, 8), 1600, 2 * 2 * 80),
         (op_cost.quantise(10, 8), 240, 3 * 80 + 40),
@@ -54,7 +65,11 @@ def test_every_operation_of_the_reference_has_a_cost() -> None:
         (op_cost.attention(10, 5, 2, 1, 4, False, keys=20), 4 * 2 * 4 * 10 * 20, 10 * (2 * 6 * 4 * 2 + 8)),
         (op_cost.attention(100, 100, 2, 1, 4, window=100), 4 * 2 * 4 * 100 * 50, 100 * (2 * 3 * 4 * 2 + 8)),
         (op_cost.attention(100, 100, 2, 1, 4, window=20), 4 * 2 * 4 * 100 * 18, 100 * (2 * 3 * 4 * 2 + 8)),
-        (op_cost.attention_backward(10, 5, 2, 1, 4, False, keys=20), 2.5 * 6400, 10 * (4 * 6 * 4 * 2 + 8 * 8 + 16)),
+        (
+            op_cost.attention_backward(10, 5, 2, 1, 4, False, keys=20),
+            2.5 * 6400,
+            10 * (4 * 6 * 4 * 2 + 8 * 8 + 16),
+        ),
         (op_cost.adamw(10), 140, 280),
     ],
 )
@@ -64,9 +79,10 @@ def test_an_operation_costs_what_a_hand_computes(found: Cost, flop: float, moved
 
 def test_what_drops_out_is_hashed_element_by_element() -> None:
     assert op_cost.drop(10, 8).hashes == 80
-    assert [cost(100, 10, 4, 3).hashes for cost in (op_cost.dropped_low, op_cost.dropped_low_backward, op_cost.add_dropped_low_)] == [
-        3000
-    ] * 3
+    assert [
+        cost(100, 10, 4, 3).hashes
+        for cost in (op_cost.dropped_low, op_cost.dropped_low_backward, op_cost.add_dropped_low_)
+    ] == [3000] * 3
     assert op_cost.dropped_low(100, 10, 0, 0).hashes == 0
 
 

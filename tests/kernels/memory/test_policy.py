@@ -84,7 +84,9 @@ def test_host_memory_stays_unused_where_the_device_has_room() -> None:
 
 def test_offloading_too_little_to_hide_is_avoided() -> None:
     slow = replace(H200, link=H200.link / 50)
-    found = choose(LLAMA, 32, 8192, 2048, int(FIXED * GIB), VOCABULARY, 24 * GIB, 100 * GIB, slow, MemoryConfig())
+    found = choose(
+        LLAMA, 32, 8192, 2048, int(FIXED * GIB), VOCABULARY, 24 * GIB, 100 * GIB, slow, MemoryConfig()
+    )
     assert found.host == 0
 
 
@@ -93,7 +95,8 @@ def test_full_fine_tuning_streams_blocks_from_host_memory() -> None:
     assert found.peak <= 48 * GIB
     assert found.host >= 32 * streamed_host_bytes(FULL)
     short = llama(2048, 48, shape=FULL, fixed=4, streamed=True)
-    assert short.seconds > 32 * 7 * FULL.parameters * 2 / 2 / H200.link  # weights come twice, states once each way: the link bounds
+    # weights come twice, states once each way: the link bounds
+    assert short.seconds > 32 * 7 * FULL.parameters * 2 / 2 / H200.link
     assert {rung.keep for rung in short.rungs} != {"all"}, "recomputing is free while blocks are on their way"
 
 
@@ -124,7 +127,9 @@ def test_a_tile_that_is_named_is_obeyed_and_one_that_contradicts_refused() -> No
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    with pytest.raises(UsageError, match=r"memory: auto fits: 29\.\d GiB, host 61\.0 GiB \(blocks 0-29 keep attention") as found:
+    with pytest.raises(
+        UsageError, match=r"memory: auto fits: 29\.\d GiB, host 61\.0 GiB \(blocks 0-29 keep attention"
+    ) as found:
         llama(131072, 40, keep="all")
     assert "at most 40.0 GiB" in str(found.value) and "at least 33" in str(found.value)
     with pytest.raises(UsageError, match="more host memory: 29"):
@@ -140,8 +145,14 @@ def test_a_policy_reads_as_two_lines() -> None:
     rungs = (*[Rung("attention", "attention")] * 26, *[Rung("all")] * 6)
     found = Policy(rungs, 8192, int(38.2 * GIB), 80 * GIB, 52 * GIB, 41.9, 0.071, 38.0)
     assert found.lines() == (
-        "memory: blocks 0-25 keep attention (input and attention output in host memory), 26-31 keep all; MLP in tiles of 8,192 tokens",
-        "memory: peak 38.2 GiB of 80.0, host 52.0 GiB; step 41.9 s predicted, roofline 38.0 s, 7% of the FLOP done again",
+        (
+            "memory: blocks 0-25 keep attention (input and attention output in host memory), 26-31 keep all;"
+            " MLP in tiles of 8,192 tokens"
+        ),
+        (
+            "memory: peak 38.2 GiB of 80.0, host 52.0 GiB; step 41.9 s predicted, roofline 38.0 s, 7% of the"
+            " FLOP done again"
+        ),
     )
     alone = Policy((Rung("input", "input"), Rung("input")), None, GIB, 2 * GIB, 0, 0.5, 0.3, 0.4)
     assert alone.lines()[0] == "memory: block 0 keeps input (input in host memory), 1 keeps input"
@@ -150,12 +161,16 @@ def test_a_policy_reads_as_two_lines() -> None:
 
 # ------------------------------------------------------------------ every plan
 
-SHAPES = st.sampled_from([LLAMA, BERT, replace(LLAMA, ranks=Ranks(), trained=True), replace(LLAMA, heads=4, kv_heads=4)])
+SHAPES = st.sampled_from(
+    [LLAMA, BERT, replace(LLAMA, ranks=Ranks(), trained=True), replace(LLAMA, heads=4, kv_heads=4)]
+)
 DEPTHS = st.integers(1, 12)
 TOKENS = st.sampled_from([128, 2048, 8192, 20000, 65536, 262144])
 
 
-def chosen(shape: BlockShape, depth: int, tokens: int, budget: int, host: int, **config: Any) -> Policy | None:
+def chosen(
+    shape: BlockShape, depth: int, tokens: int, budget: int, host: int, **config: Any
+) -> Policy | None:
     try:
         return choose(shape, depth, tokens, tokens, GIB, 32000, budget, host, A100, MemoryConfig(**config))
     except UsageError:
@@ -163,7 +178,9 @@ def chosen(shape: BlockShape, depth: int, tokens: int, budget: int, host: int, *
 
 
 @settings(deadline=None, max_examples=100)
-@given(SHAPES, DEPTHS, TOKENS, st.integers(GIB, 200 * GIB), st.integers(0, 100 * GIB), st.integers(0, 50 * GIB))
+@given(
+    SHAPES, DEPTHS, TOKENS, st.integers(GIB, 200 * GIB), st.integers(0, 100 * GIB), st.integers(0, 50 * GIB)
+)
 def test_more_memory_is_never_slower_and_a_budget_never_exceeded(
     shape: BlockShape, depth: int, tokens: int, budget: int, host: int, more: int
 ) -> None:
@@ -173,15 +190,27 @@ def test_more_memory_is_never_slower_and_a_budget_never_exceeded(
     assert found.peak <= budget and found.host <= host and len(found.rungs) == depth
     assert found.rungs[-1].offload == "none" and found.seconds >= found.roofline * (1 - 1e-9)
     assert found == chosen(shape, depth, tokens, budget, host)
-    roomier, hosted = chosen(shape, depth, tokens, budget + more, host), chosen(shape, depth, tokens, budget, host + more)
+    roomier, hosted = (
+        chosen(shape, depth, tokens, budget + more, host),
+        chosen(shape, depth, tokens, budget, host + more),
+    )
     assert roomier is not None and roomier.seconds <= found.seconds * (1 + 1e-9)
     price = WORTH * found.peak / GIB * found.roofline
     assert hosted is not None and hosted.seconds <= found.seconds + price + 1e-9
 
 
 @settings(deadline=None, max_examples=60)
-@given(SHAPES, st.integers(1, 7), TOKENS, st.integers(2 * GIB, 100 * GIB), st.integers(0, 40 * GIB), st.booleans())
-def test_no_plan_of_two_rungs_is_better(shape: BlockShape, depth: int, tokens: int, budget: int, host: int, offload: bool) -> None:
+@given(
+    SHAPES,
+    st.integers(1, 7),
+    TOKENS,
+    st.integers(2 * GIB, 100 * GIB),
+    st.integers(0, 40 * GIB),
+    st.booleans(),
+)
+def test_no_plan_of_two_rungs_is_better(
+    shape: BlockShape, depth: int, tokens: int, budget: int, host: int, offload: bool
+) -> None:
     """Against every pair of rungs at every length and tile, its peak found block by block."""
     config = MemoryConfig() if offload else MemoryConfig(offload="none")
     step = policy._step(shape, depth, tokens, tokens, GIB, 32000, A100, None)
@@ -192,9 +221,15 @@ def test_no_plan_of_two_rungs_is_better(shape: BlockShape, depth: int, tokens: i
                 blocks = [first] * (depth - suffix) + [last] * suffix
                 kept = [option.kept for option in blocks[:-1]] + [last.kept + last.host]
                 pinned = [option.host for option in blocks[:-1]]
-                early, late = 2 * max(pinned, default=0), 2 * next((size for size in reversed(pinned) if size), 0)
+                early, late = (
+                    2 * max(pinned, default=0),
+                    2 * next((size for size in reversed(pinned) if size), 0),
+                )
                 slots = [early if block is first is not last else late for block in blocks]
-                peaks = [size + option.working + slot for size, option, slot in zip(accumulate(kept), blocks, slots, strict=True)]
+                peaks = [
+                    size + option.working + slot
+                    for size, option, slot in zip(accumulate(kept), blocks, slots, strict=True)
+                ]
                 peak = step.fixed + max(*peaks, sum(kept) + step.head + late)
                 if peak <= budget and sum(pinned) <= host:
                     seconds = step.other + sum(option.seconds for option in blocks[:-1]) + last.alone
@@ -224,4 +259,7 @@ def test_ranks_that_share_blocks_keep_the_least_that_one_of_them_would() -> None
     own = Policy(rungs, None, 1, 2, 0, 1.0, 0.0, 1.0)
     assert own.agreed(list) == own
     found = own.agreed(lambda mine: [min(pair) for pair in zip(mine, [2, 0, 3, 4096], strict=True)])
-    assert found.rungs == (Rung("projections"), Rung("input", "input"), Rung("projections", "input")) and found.tile == 4096
+    assert (
+        found.rungs == (Rung("projections"), Rung("input", "input"), Rung("projections", "input"))
+        and found.tile == 4096
+    )

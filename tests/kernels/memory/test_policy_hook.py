@@ -1,4 +1,5 @@
-"""The governor: which policy it asks for and with what, when it asks again, what it says, and what each block is told."""
+"""The governor: which policy it asks for and with what, when it asks again, what it says, and what each block
+is told."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, batch, blo
 
 GIB = 2**30
 CUDA = torch.device("cuda")
-WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+WIDE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 
 
 class Device:
@@ -58,7 +64,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What policies were asked for, by argument."""
-    names = ("shape", "depth", "tokens", "sequence", "fixed", "vocabulary", "budget", "host", "rates", "config")
+    names = (
+        "shape",
+        "depth",
+        "tokens",
+        "sequence",
+        "fixed",
+        "vocabulary",
+        "budget",
+        "host",
+        "rates",
+        "config",
+    )
     seen: list[dict[str, Any]] = []
 
     def record(*args: Any, **settings: Any) -> Policy:
@@ -99,8 +116,14 @@ class Planned:
         return Planned(made, self.model, self.specs)
 
 
-def governor(make: Callable[[], Any] = llama, host: float | None = 100, tuned: dict[str, Any] | None = None, **settings: Any) -> Planned:
-    """That of a fused model without memory, on the device "meta"; `tuned` says by what, `settings` are memory's."""
+def governor(
+    make: Callable[[], Any] = llama,
+    host: float | None = 100,
+    tuned: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Planned:
+    """That of a fused model without memory, on the device "meta"; `tuned` says by what, `settings` are
+    memory's."""
     with torch.device("meta"):
         model = petune.wrap(make(), kernels="reference", **(tuned or {}))
     found = Planned(Governor(MemoryConfig()), model, [block.spec for block in blocks(model)])
@@ -131,7 +154,13 @@ def test_the_same_rungs_are_spoken_of_once(device: Device, asked: list[Any], sai
 
 
 def test_other_rungs_are_spoken_of(device: Device, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, policies = governor(), [Policy((rung,) * 3, None, 1, 2, 3, 1.0, 0.1, 1.0) for rung in (Rung("all"), Rung("input"), Rung("all"))]
+    made, policies = (
+        governor(),
+        [
+            Policy((rung,) * 3, None, 1, 2, 3, 1.0, 0.1, 1.0)
+            for rung in (Rung("all"), Rung("input"), Rung("all"))
+        ],
+    )
     left = iter(policies)
     monkeypatch.setattr(policy_hook, "choose", lambda *args, **settings: next(left))
     for tokens in (1024, 2048, 3072):
@@ -163,10 +192,21 @@ def test_the_budget_is_never_more_than_was_allowed(
 
 def test_an_encoder_leaves_what_its_decoder_needs_at_least(device: Device, asked: list[Any]) -> None:
     """The decoder is entered when the encoder keeps what it keeps; the head is the decoder's."""
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "vocab_size": 300}
+    sizes = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+        "vocab_size": 300,
+    }
     made = governor(lambda: T5ForConditionalGeneration(T5Config(**sizes)))
     encoder, decoder = (module for module in made.model.modules() if isinstance(module, Stack))
-    found = {stack: next(hook for hook in stack._forward_pre_hooks.values() if isinstance(hook, Governor)) for stack in (encoder, decoder)}
+    found = {
+        stack: next(hook for hook in stack._forward_pre_hooks.values() if isinstance(hook, Governor))
+        for stack in (encoder, decoder)
+    }
     for hook in found.values():
         hook.meet(made.model, ())
     for tokens in (4096, 65536):
@@ -197,7 +237,9 @@ def test_host_memory_is_what_the_config_says_or_four_fifths_of_what_is_free(
     assert [one["host"] for one in asked] == [int(1.5 * GIB), int(50000 * 1024 * 0.8)]
 
 
-def test_a_system_without_proc_offloads_nothing_unasked(device: Device, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_proc_offloads_nothing_unasked(
+    device: Device, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(path: str) -> Any:
         raise FileNotFoundError(path)
 
@@ -211,19 +253,27 @@ def test_a_system_without_proc_offloads_nothing_unasked(device: Device, asked: l
 
 def test_fixed_are_weights_buffers_gradients_and_states() -> None:
     model = governor().model
-    weights = sum(value.nbytes for value in model.parameters()) + sum(value.nbytes for value in model.buffers())
-    assert fixed_bytes(model) == weights + STATES * sum(value.numel() for value in model.parameters() if value.requires_grad)
+    weights = sum(value.nbytes for value in model.parameters()) + sum(
+        value.nbytes for value in model.buffers()
+    )
+    assert fixed_bytes(model) == weights + STATES * sum(
+        value.numel() for value in model.parameters() if value.requires_grad
+    )
 
 
 def test_tied_embeddings_are_there_once() -> None:
-    tied, untied = (fixed_bytes(governor(lambda tied=tied: llama(tie_word_embeddings=tied)).model) for tied in (True, False))
+    tied, untied = (
+        fixed_bytes(governor(lambda tied=tied: llama(tie_word_embeddings=tied)).model)
+        for tied in (True, False)
+    )
     assert untied - tied == 50 * 32 * 4
 
 
 def test_other_tensors_on_the_device_are_no_room(device: Device, asked: list[Any]) -> None:
     device.allocated = 10 * GIB
     governor().kept(CUDA, 2048, 512)
-    device.free, device.reserved, device.allocated = 30 * GIB, 50 * GIB, 40 * GIB  # another model of 30 GiB has come
+    # another model of 30 GiB has come
+    device.free, device.reserved, device.allocated = 30 * GIB, 50 * GIB, 40 * GIB
     governor().kept(CUDA, 2048, 512)
     rooms = [one["budget"] - one["fixed"] for one in asked]
     assert rooms[0] - rooms[1] > 25 * GIB
@@ -231,7 +281,9 @@ def test_other_tensors_on_the_device_are_no_room(device: Device, asked: list[Any
 
 def test_a_head_over_a_vocabulary_counts_and_a_classifier_does_not(device: Device, asked: list[Any]) -> None:
     governor().kept(CUDA, 2048, 512)
-    governor(lambda: LlamaForSequenceClassification(LlamaConfig(**GROUPED, num_labels=3, pad_token_id=0))).kept(CUDA, 2048, 512)
+    governor(
+        lambda: LlamaForSequenceClassification(LlamaConfig(**GROUPED, num_labels=3, pad_token_id=0))
+    ).kept(CUDA, 2048, 512)
     assert [one["vocabulary"] for one in asked] == [50, 0]
 
 
@@ -242,8 +294,21 @@ def test_a_head_of_another_name_counts(device: Device, asked: list[Any]) -> None
 
 def test_the_cost_models_block_has_the_sizes_and_ranks_of_the_fused_one() -> None:
     llama = shape_of(governor(tuned={"r": 3, "targets": ["q", "gate", "down"]}).specs[0])
-    assert (llama.width, llama.heads, llama.kv_heads, llama.head_dim, llama.columns, llama.gated) == (32, 4, 2, 8, 56, True)
-    assert (llama.norm, llama.causal, llama.trained, llama.itemsize, llama.fp8) == ("rms", True, False, 4, False)
+    assert (llama.width, llama.heads, llama.kv_heads, llama.head_dim, llama.columns, llama.gated) == (
+        32,
+        4,
+        2,
+        8,
+        56,
+        True,
+    )
+    assert (llama.norm, llama.causal, llama.trained, llama.itemsize, llama.fp8) == (
+        "rms",
+        True,
+        False,
+        4,
+        False,
+    )
     ranks = llama.ranks
     assert (ranks.q, ranks.k, ranks.v, ranks.o, ranks.gate, ranks.up, ranks.down) == (3, 0, 0, 0, 3, 0, 3)
     bert = shape_of(governor(MODELS["bert"], tuned={"method": "full"}).specs[0])
@@ -254,10 +319,14 @@ def test_the_cost_models_block_has_the_sizes_and_ranks_of_the_fused_one() -> Non
 # ------------------------------------------------------------------ what blocks are told
 
 
-def test_each_block_gets_its_own_rung_and_tiles_only_where_it_recomputes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_block_gets_its_own_rung_and_tiles_only_where_it_recomputes(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = governor()
     rungs = (Rung("input", "input"), Rung("attention"), Rung("all"))
-    monkeypatch.setattr(policy_hook, "choose", lambda *args, **settings: Policy(rungs, 2048, 1, 2, 3, 1.0, 0.1, 1.0))
+    monkeypatch.setattr(
+        policy_hook, "choose", lambda *args, **settings: Policy(rungs, 2048, 1, 2, 3, 1.0, 0.1, 1.0)
+    )
     assert made.kept(CUDA, 2048, 512) == [(rungs[0], 2048), (rungs[1], 2048), (rungs[2], None)]
 
 
@@ -266,7 +335,8 @@ def test_each_block_gets_its_own_rung_and_tiles_only_where_it_recomputes(device:
 def test_what_the_config_says_holds(keep: Any, offload: Any, device: Device) -> None:
     found = governor(keep=keep, offload=offload).kept(CUDA, 4096, 512)
     assert {rung.keep for rung, _ in found} == {keep}
-    assert [rung.offload for rung, _ in found] == [offload, offload, "none"]  # the last block's backward pass comes at once
+    # the last block's backward pass comes at once
+    assert [rung.offload for rung, _ in found] == [offload, offload, "none"]
 
 
 def test_a_step_that_fits_keeps_all(device: Device) -> None:
@@ -293,8 +363,12 @@ def test_a_cpu_does_what_is_said() -> None:
     assert made.kept(torch.device("cpu"), 10, 10) == [(Rung("attention", "attention"), 256)] * 3
 
 
-@pytest.mark.parametrize("settings", [{"keep": "input", "offload": "attention"}, {"keep": "all", "tile": 2048}])
-def test_settings_that_contradict_each_other_are_refused_when_the_model_is_wrapped(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"keep": "input", "offload": "attention"}, {"keep": "all", "tile": 2048}]
+)
+def test_settings_that_contradict_each_other_are_refused_when_the_model_is_wrapped(
+    settings: dict[str, Any],
+) -> None:
     with pytest.raises(UsageError, match="memory"):
         petune.wrap(MODELS["llama"](), kernels="reference", memory=settings)
 
@@ -340,15 +414,22 @@ def sizes_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 def test_padding_is_no_token_and_the_longest_row_is_that_without(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, _ = pair("llama", METHODS["lora"])
     seen = sizes_of(fused, monkeypatch)
-    inputs = {name: value.float() if value.is_floating_point() else value for name, value in batch("llama").items()}
+    inputs = {
+        name: value.float() if value.is_floating_point() else value for name, value in batch("llama").items()
+    }
     gradients(fused, inputs)
     gradients(fused, batch("llama", padded=False))
-    packed = {"input_ids": inputs["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
+    packed = {
+        "input_ids": inputs["input_ids"],
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2),
+    }
     fused(**packed, use_cache=False)
     assert seen == [(15, 9), (18, 9), (18, 5)]
 
 
-def test_a_pass_without_gradients_is_not_planned_and_leaves_rungs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_without_gradients_is_not_planned_and_leaves_rungs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fused, _ = pair("llama", METHODS["lora"])
     for block in blocks(fused):
         block.spec.rung = Rung("attention")
@@ -372,13 +453,22 @@ def test_hidden_states_are_found_by_name_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_rungs_change_with_the_size_of_a_batch() -> None:
     """What was kept by one policy is read by it, though another has come between the passes."""
     fused, plain = pair("llama", METHODS["lora"])
-    made: list[Governor] = [hook for module in fused.modules() for hook in module._forward_pre_hooks.values() if isinstance(hook, Governor)]
+    made: list[Governor] = [
+        hook
+        for module in fused.modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, Governor)
+    ]
     found = []
     for model in (fused, plain):
         losses = []
         for length, rung in ((9, Rung("all")), (7, Rung("input", "input"))):
             made[0].become(MemoryConfig(keep=rung.keep, offload=rung.offload))
-            losses.append(model(**{name: value[:, :length] for name, value in batch("llama").items()}, use_cache=False).loss)
+            losses.append(
+                model(
+                    **{name: value[:, :length] for name, value in batch("llama").items()}, use_cache=False
+                ).loss
+            )
         losses[0].backward()
         losses[1].backward()
         found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})

@@ -1,4 +1,5 @@
-"""Activations between two linears: the reference against autograd, the kernels against the reference in float64."""
+"""Activations between two linears: the reference against autograd, the kernels against the reference in
+float64."""
 
 from __future__ import annotations
 
@@ -18,17 +19,36 @@ from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wide
 kernels = triton_ops()
 ACTS: list[Act] = ["silu", "gelu", "gelu_tanh", "relu"]
 # rows, columns of h, rank of low or 0, rank of a and below or 0
-SHAPES = [(1, 16, 1, 8), (3, 100, 8, 1), (65, 130, 48, 16), (65, 130, 0, 16), (3, 100, 16, 0), (65, 16, 0, 0), (33, 34, 64, 64)]
+SHAPES = [
+    (1, 16, 1, 8),
+    (3, 100, 8, 1),
+    (65, 130, 48, 16),
+    (65, 130, 0, 16),
+    (3, 100, 16, 0),
+    (65, 16, 0, 0),
+    (33, 34, 64, 64),
+]
 each_shape = pytest.mark.parametrize(("rows", "width", "rank", "depth"), SHAPES)
 each_form = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 
 
 def operands(
-    rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype, strided: bool = False, p: float | None = None
+    rows: int,
+    width: int,
+    rank: int,
+    depth: int,
+    gated: bool,
+    dtype: torch.dtype,
+    strided: bool = False,
+    p: float | None = None,
 ) -> dict[str, Any]:
     """u, dh, low, a and below of one activation; the factors are scaled as trained ones are."""
     columns = width * (1 + gated)
-    low: Low | None = (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4) if rank else None
+    low: Low | None = (
+        (matrix(rows, rank, dtype, 1, strided), matrix(columns, rank, dtype, 2, strided) / 4)
+        if rank
+        else None
+    )
     a = matrix(depth, width, dtype, 3, strided) / 4 if depth else None
     return {
         "u": 2 * matrix(rows, columns, dtype, 4, strided),
@@ -45,12 +65,18 @@ def forward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[
 
 
 def backward(module: Any, given: dict[str, Any], act: Act, gated: bool) -> tuple[Tensor | None, ...]:
-    return module.activate_backward(given["dh"], given["u"], act, gated, given["low"], given["below"], how=given["how"])
+    return module.activate_backward(
+        given["dh"], given["u"], act, gated, given["low"], given["below"], how=given["how"]
+    )
 
 
 def assert_all_as_good(call: Any, given: dict[str, Any], act: Act, gated: bool) -> None:
-    exact = call(reference, {name: wider(value) for name, value in given.items()} | {"how": given["how"]}, act, gated)
-    for found, same, true in zip(call(kernels, given, act, gated), call(reference, given, act, gated), exact, strict=True):
+    exact = call(
+        reference, {name: wider(value) for name, value in given.items()} | {"how": given["how"]}, act, gated
+    )
+    for found, same, true in zip(
+        call(kernels, given, act, gated), call(reference, given, act, gated), exact, strict=True
+    ):
         if same is None:
             assert found is None
         else:
@@ -90,7 +116,9 @@ def test_the_references_forward_passes_gradcheck(act: Act, gated: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_form
 @each_shape
-def test_both_ways_are_the_references(rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype) -> None:
+def test_both_ways_are_the_references(
+    rows: int, width: int, rank: int, depth: int, gated: bool, dtype: torch.dtype
+) -> None:
     given = operands(rows, width, rank, depth, gated, dtype)
     assert_all_as_good(forward, given, "silu", gated)
     assert_all_as_good(backward, given, "silu", gated)
@@ -99,7 +127,9 @@ def test_both_ways_are_the_references(rows: int, width: int, rank: int, depth: i
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_form
 @pytest.mark.parametrize("act", ACTS)
-def test_every_activation_is_the_references_where_rows_are_strided(act: Act, gated: bool, dtype: torch.dtype) -> None:
+def test_every_activation_is_the_references_where_rows_are_strided(
+    act: Act, gated: bool, dtype: torch.dtype
+) -> None:
     given = operands(35, 66, 8, 16, gated, dtype, strided=True)
     kept = given["u"].clone()
     assert_all_as_good(forward, given, act, gated)
@@ -110,7 +140,9 @@ def test_every_activation_is_the_references_where_rows_are_strided(act: Act, gat
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_form
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("rows", "width", "rank", "depth"), [(65, 130, 48, 16), (33, 34, 64, 64), (65, 130, 0, 16)])
+@pytest.mark.parametrize(
+    ("rows", "width", "rank", "depth"), [(65, 130, 48, 16), (33, 34, 64, 64), (65, 130, 0, 16)]
+)
 def test_what_drops_out_of_the_input_below_is_the_references(
     rows: int, width: int, rank: int, depth: int, p: float, gated: bool, dtype: torch.dtype
 ) -> None:
@@ -125,7 +157,9 @@ def test_a_base_on_the_device_is_read_there(gated: bool, depth: int) -> None:
     given = operands(33, 34, 16, depth, gated, torch.bfloat16, p=0.3)
     there = given | {"how": given["how"]._replace(base=torch.tensor([99], device=DEVICE))}
     for call in (forward, backward):
-        for one, other in zip(call(kernels, given, "silu", gated), call(kernels, there, "silu", gated), strict=True):
+        for one, other in zip(
+            call(kernels, given, "silu", gated), call(kernels, there, "silu", gated), strict=True
+        ):
             assert one is not None and other is not None and torch.equal(one, other)
 
 
@@ -145,8 +179,13 @@ def test_a_result_is_written_where_it_is_wanted_and_nowhere_else(gated: bool, mo
 def test_an_update_that_the_matrix_has_already_is_not_added_again(gated: bool) -> None:
     given = operands(35, 66, 8, 16, gated, torch.float32)
     s, b = given["low"]
-    added = given | {"u": reference.add_low(given["u"], torch.zeros_like(given["u"]), (s, b)), "low": (s, None)}
-    for found, wanted in zip(backward(kernels, added, "silu", gated), backward(reference, given, "silu", gated), strict=True):
+    added = given | {
+        "u": reference.add_low(given["u"], torch.zeros_like(given["u"]), (s, b)),
+        "low": (s, None),
+    }
+    for found, wanted in zip(
+        backward(kernels, added, "silu", gated), backward(reference, given, "silu", gated), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -165,7 +204,9 @@ def test_tiles_shared_between_programs_add_up(gated: bool, monkeypatch: pytest.M
 def test_large_numbers_saturate_and_what_is_not_a_number_stays_so(act: Act) -> None:
     u = torch.tensor([[-1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4, float("nan")] * 2], device=DEVICE)
     dh = torch.ones_like(u)
-    for found, same in zip(kernels.activate(u, act, False)[:1], reference.activate(u, act, False)[:1], strict=True):
+    for found, same in zip(
+        kernels.activate(u, act, False)[:1], reference.activate(u, act, False)[:1], strict=True
+    ):
         torch.testing.assert_close(found, same, equal_nan=True, rtol=1e-5, atol=1e-6)
     found, same = (module.activate_backward(dh, u, act, False)[0] for module in (kernels, reference))
     torch.testing.assert_close(found[:, :7], same[:, :7], rtol=1e-5, atol=1e-6)
@@ -176,7 +217,9 @@ def test_large_numbers_saturate_and_what_is_not_a_number_stays_so(act: Act) -> N
 def test_no_rows_give_empty_results_and_zero_gradients(gated: bool) -> None:
     given = operands(0, 32, 8, 4, gated, torch.bfloat16)
     for call in (forward, backward):
-        for found, same in zip(call(kernels, given, "silu", gated), call(reference, given, "silu", gated), strict=True):
+        for found, same in zip(
+            call(kernels, given, "silu", gated), call(reference, given, "silu", gated), strict=True
+        ):
             assert found is not None
             assert same is not None
             assert found.dtype == same.dtype
@@ -188,19 +231,26 @@ def test_the_same_call_gives_the_same_bits(gated: bool) -> None:
     given = operands(65, 130, 16, 16, gated, torch.bfloat16)
     for call in (forward, backward):
         once, again = call(kernels, given, "silu", gated), call(kernels, given, "silu", gated)
-        assert all(one is not None and other is not None and one.equal(other) for one, other in zip(once, again, strict=True))
+        assert all(
+            one is not None and other is not None and one.equal(other)
+            for one, other in zip(once, again, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", ["low", "below"])
 def test_a_rank_above_the_largest_is_refused(name: str) -> None:
-    given = operands(2, 16, 8, 8, True, torch.float32) | {name: operands(2, 16, 65, 65, True, torch.float32)[name]}
+    given = operands(2, 16, 8, 8, True, torch.float32) | {
+        name: operands(2, 16, 65, 65, True, torch.float32)[name]
+    }
     with pytest.raises(ValueError, match=f"rank 65.*up to {residual.MAX_RANK}"):
         backward(kernels, given, "silu", True)
 
 
 def test_paired_ranks_are_those_of_a_block_diagonal_factor() -> None:
     torch.manual_seed(0)
-    u, dh, s, a, ds = (torch.randn(*shape, device=DEVICE) for shape in ((9, 60), (9, 30), (9, 6), (2, 30), (9, 2)))
+    u, dh, s, a, ds = (
+        torch.randn(*shape, device=DEVICE) for shape in ((9, 60), (9, 30), (9, 6), (2, 30), (9, 2))
+    )
     b = torch.block_diag(*torch.randn(2, 30, 3, device=DEVICE))
     for module in (reference, kernels):
         h, hidden = module.activate(u, "silu", True, (s, b), a, paired=True)

@@ -1,4 +1,5 @@
-"""Attention with dropout by index, in kernels: against explicit attention on the padded batch, masks and gradients included."""
+"""Attention with dropout by index, in kernels: against explicit attention on the padded batch, masks and
+gradients included."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}  # of 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 Segment = tuple[int, int, int]  # row of the batch, first token, tokens
-RAGGED = [(0, 2, 31), (1, 3, 1), (2, 0, 0), (3, 0, 33), (4, 1, 32)]  # padding on both sides; the edges of float32's block
+# padding on both sides; the edges of float32's block
+RAGGED = [(0, 2, 31), (1, 3, 1), (2, 0, 0), (3, 0, 33), (4, 1, 32)]
 PACKED = [(0, 0, 9), (0, 9, 20), (1, 12, 17)]
 
 
 class Given(NamedTuple):
-    """A batch [rows, tokens] of segments, and what its attention is given: q, k, v and dout of its kept tokens, `at` these places."""
+    """A batch [rows, tokens] of segments, and what its attention is given: q, k, v and dout of its kept
+    tokens, `at` these places."""
 
     segments: list[Segment]
     at: Tensor
@@ -41,13 +44,28 @@ class Given(NamedTuple):
 
 
 def here(rows: int) -> Running:
-    return Running(key=step_key(0, 3), site="encoder.4", rows=torch.tensor((ROWS * rows)[:rows], device=DEVICE))
+    return Running(
+        key=step_key(0, 3), site="encoder.4", rows=torch.tensor((ROWS * rows)[:rows], device=DEVICE)
+    )
 
 
-def given(segments: list[Segment], dtype: torch.dtype = torch.float32, p: float = 0.1, heads: int = 4, kv: int = 2, d: int = 24) -> Given:
+def given(
+    segments: list[Segment],
+    dtype: torch.dtype = torch.float32,
+    p: float = 0.1,
+    heads: int = 4,
+    kv: int = 2,
+    d: int = 24,
+) -> Given:
     """q, k and v are views of one matrix with other columns beside them, dout of a wider one."""
-    rows, tokens = max(row for row, _, _ in segments) + 1, max(first + length for _, first, length in segments)
-    at = torch.tensor([row * tokens + first + token for row, first, length in segments for token in range(length)], device=DEVICE)
+    rows, tokens = (
+        max(row for row, _, _ in segments) + 1,
+        max(first + length for _, first, length in segments),
+    )
+    at = torch.tensor(
+        [row * tokens + first + token for row, first, length in segments for token in range(length)],
+        device=DEVICE,
+    )
     with bound_to(here(rows)):
         how = draw(places(rows, tokens, at.device)[at], p)
     generator = torch.Generator().manual_seed(len(at))
@@ -71,27 +89,40 @@ def explicit(case: Given, causal: bool = False, dtype: torch.dtype = torch.float
     rows, tokens = case.shape
     leaves = [x.detach().to(dtype).requires_grad_() for x in case.tensors]
     q, k, v = (
-        x.new_zeros(rows * tokens, *x.shape[1:]).index_copy(0, case.at, x).view(rows, tokens, *x.shape[1:]).transpose(1, 2) for x in leaves
+        x.new_zeros(rows * tokens, *x.shape[1:])
+        .index_copy(0, case.at, x)
+        .view(rows, tokens, *x.shape[1:])
+        .transpose(1, 2)
+        for x in leaves
     )
     owner = torch.full((rows * tokens,), -1, device=DEVICE)
     owner[case.at] = torch.arange(len(case.segments), device=DEVICE).repeat_interleave(case.starts.diff())
     owner = owner.view(rows, 1, tokens, 1)
-    seen = (owner == owner.mT) & (owner >= 0) | torch.eye(tokens, dtype=torch.bool, device=DEVICE)  # padding sees itself
+    # padding sees itself
+    seen = (owner == owner.mT) & (owner >= 0) | torch.eye(tokens, dtype=torch.bool, device=DEVICE)
     seen = seen.tril() if causal else seen
     with bound_to(here(rows)):
-        out = _explicit(nn.Module(), q, k, v, seen, case.how.p, (0, 0), scaling=case.scale)[0].flatten(0, 1)[case.at]
-    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * case.scale).masked_fill(~seen, -torch.inf)
+        out = _explicit(nn.Module(), q, k, v, seen, case.how.p, (0, 0), scaling=case.scale)[0].flatten(0, 1)[
+            case.at
+        ]
+    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * case.scale).masked_fill(
+        ~seen, -torch.inf
+    )
     grads = torch.autograd.grad(out, leaves, case.dout.to(dtype))
     lse = scores.detach().logsumexp(-1).transpose(1, 2).flatten(0, 1)[case.at].T
     return {"out": out.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, times: int = 1) -> None:
+def assert_near(
+    found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, times: int = 1
+) -> None:
     for name, exact in expected.items():
         assert found[name].shape == exact.shape and found[name].is_contiguous(), name
         assert found[name].dtype == (torch.float32 if name == "lse" else dtype), name
         near = NEAR[torch.float32 if name == "lse" else dtype]
-        assert float((found[name].double() - exact).abs().max()) <= times * near * float(exact.abs().max()), name
+        assert float((found[name].double() - exact).abs().max()) <= times * near * float(exact.abs().max()), (
+            name
+        )
 
 
 # ------------------------------------------------------------------ against explicit attention
@@ -113,7 +144,9 @@ def test_without_a_draw_nothing_drops_out() -> None:
     assert all(map(torch.equal, ran(case).values(), (out, lse, *grads)))
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "causal"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)], ids=str
+)
 def test_half_precision_too_on_both_sides_of_its_blocks_edge(dtype: torch.dtype, causal: bool) -> None:
     case = given([(0, 0, 65), (1, 2, 63), (2, 1, 64), (3, 0, 1)], dtype, heads=2, kv=1)
     assert_near(ran(case, causal), explicit(case, causal), dtype)
@@ -154,7 +187,8 @@ def test_what_lies_past_a_segments_end_weighs_nothing_beside_very_low_scores() -
 
 @pytest.mark.parametrize("segments", [RAGGED, PACKED], ids=["ragged", "packed"])
 def test_the_mask_is_that_of_the_padded_batch_to_the_bit(segments: list[Segment]) -> None:
-    """Equal scores, and values that are a number's own unit vector: an output's element is there where its probability is."""
+    """Equal scores, and values that are a number's own unit vector: an output's element is there where its
+    probability is."""
     case, heads = given(segments, p=0.3, d=64), 4
     own = torch.cat([torch.arange(length) for _, _, length in segments]).to(DEVICE)
     q, k, v = (torch.zeros_like(x) for x in case.tensors)
@@ -162,7 +196,12 @@ def test_the_mask_is_that_of_the_padded_batch_to_the_bit(segments: list[Segment]
     out = attention.forward(q, k, v, *case.rest())[0]
     rows, tokens = case.shape
     with bound_to(here(rows)):
-        kept = drop_attention(torch.ones(rows, heads, tokens, tokens, dtype=torch.float64, device=DEVICE), 0.3, 0, 0) > 0
+        kept = (
+            drop_attention(
+                torch.ones(rows, heads, tokens, tokens, dtype=torch.float64, device=DEVICE), 0.3, 0, 0
+            )
+            > 0
+        )
     for (row, first, length), begin in zip(segments, case.starts.tolist(), strict=False):
         there = slice(first, first + length)
         found = out[begin : begin + length, :, :length].transpose(0, 1) > 0
@@ -189,7 +228,11 @@ def test_a_base_in_memory_is_that_base_to_the_bit() -> None:
 def test_another_step_row_or_token_is_another_mask() -> None:
     case = given(PACKED)
     out = attention.forward(*case.tensors, *case.rest())[0]
-    for change in ({"base": case.how.base + 1}, {"numbers": case.how.numbers + (1 << 32)}, {"numbers": case.how.numbers + 1}):
+    for change in (
+        {"base": case.how.base + 1},
+        {"numbers": case.how.numbers + (1 << 32)},
+        {"numbers": case.how.numbers + 1},
+    ):
         other = case._replace(how=case.how._replace(**change))
         assert not torch.equal(attention.forward(*other.tensors, *other.rest())[0], out)
 
@@ -208,7 +251,9 @@ def test_a_segments_bits_do_not_depend_on_what_is_beside_it_or_on_spare_programs
     whole = ran(case._replace(longest=100))
     q, k, v, dout, numbers = (x[alone] for x in (*case.tensors, case.dout, case.how.numbers))
     starts = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
-    own = case._replace(tensors=(q, k, v), dout=dout, starts=starts, longest=20, how=case.how._replace(numbers=numbers))
+    own = case._replace(
+        tensors=(q, k, v), dout=dout, starts=starts, longest=20, how=case.how._replace(numbers=numbers)
+    )
     for name, value in ran(own).items():
         assert torch.equal(value, whole[name][:, alone] if name == "lse" else whole[name][alone])
 
@@ -220,7 +265,11 @@ def test_no_tokens_give_no_tokens(segments: list[Segment]) -> None:
     rest = (starts, 0, False, 0.3, Drop(torch.zeros(0, dtype=torch.int64, device=DEVICE), 3, 0.1, 0))
     out, lse = attention.forward(q, kv, kv, *rest)
     assert (out.shape, lse.shape) == ((0, 4, 8), (4, 0))
-    assert [x.shape for x in attention.backward(out, q, kv, kv, out, lse, *rest)] == [(0, 4, 8), (0, 2, 8), (0, 2, 8)]
+    assert [x.shape for x in attention.backward(out, q, kv, kv, out, lse, *rest)] == [
+        (0, 4, 8),
+        (0, 2, 8),
+        (0, 2, 8),
+    ]
 
 
 # ------------------------------------------------------------------ on devices
@@ -230,14 +279,26 @@ def test_no_tokens_give_no_tokens(segments: list[Segment]) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv", "d"), [(torch.bfloat16, 16, 16, 64), (torch.float16, 8, 2, 128), (torch.float32, 4, 4, 64)]
+    ("dtype", "heads", "kv", "d"),
+    [(torch.bfloat16, 16, 16, 64), (torch.float16, 8, 2, 128), (torch.float32, 4, 4, 64)],
 )
-def test_a_batch_of_texts_agrees_with_float32_on_a_gpu(dtype: torch.dtype, heads: int, kv: int, d: int, causal: bool) -> None:
+def test_a_batch_of_texts_agrees_with_float32_on_a_gpu(
+    dtype: torch.dtype, heads: int, kv: int, d: int, causal: bool
+) -> None:
     lengths = (512, 8, 77, 300, 511, 128, 129, 1, 450, 64)
-    case = given([(row, row % 3 * (512 - length) // 2, length) for row, length in enumerate(lengths)], dtype, 0.1, heads, kv, d)
+    case = given(
+        [(row, row % 3 * (512 - length) // 2, length) for row, length in enumerate(lengths)],
+        dtype,
+        0.1,
+        heads,
+        kv,
+        d,
+    )
     found, expected = ran(case, causal), explicit(case, causal, torch.float32)
     for name, exact in expected.items():
-        assert float((found[name].float() - exact).norm() / exact.norm()) < (1e-4 if dtype == torch.float32 else 1e-2), name
+        assert float((found[name].float() - exact).norm() / exact.norm()) < (
+            1e-4 if dtype == torch.float32 else 1e-2
+        ), name
     again = ran(case, causal)
     assert all(torch.equal(found[name], again[name]) for name in found)
 
@@ -246,7 +307,9 @@ def test_a_batch_of_texts_agrees_with_float32_on_a_gpu(dtype: torch.dtype, heads
 @on_a_gpu
 def test_a_captured_call_reads_its_base_and_its_segments_anew() -> None:
     case = given([(0, 0, 300), (1, 0, 212)], torch.bfloat16, heads=8, kv=8, d=64)
-    case = case._replace(longest=512, how=case.how._replace(base=torch.tensor([case.how.base], device=DEVICE)))
+    case = case._replace(
+        longest=512, how=case.how._replace(base=torch.tensor([case.how.base], device=DEVICE))
+    )
     ran(case)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,5 @@
-"""Dropout in one kernel: to the bit what petune.rng.dropout draws, whatever the shape, forward and backward."""
+"""Dropout in one kernel: to the bit what petune.rng.dropout draws, whatever the shape, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from petune.rng.context import Running, bound_to
 from petune.rng.dropout import Drop, draw, drop_attention, places, step_key
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HERE: dict[str, Any] = {"key": step_key(0, 3), "site": "encoder.4", "rows": torch.tensor([5, 2, 70_000]), "token": 9, "feature": 2**20 + 3}
+HERE: dict[str, Any] = {
+    "key": step_key(0, 3),
+    "site": "encoder.4",
+    "rows": torch.tensor([5, 2, 70_000]),
+    "token": 9,
+    "feature": 2**20 + 3,
+}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -81,7 +88,7 @@ def test_what_is_dropped_but_not_finite_leaves_its_trace() -> None:
     assert torch.signbit(fused.drop(-torch.ones(4, 64, device=DEVICE), how)).all()
 
 
-# ------------------------------------------------------------------ draws of a fused block are those of the plain one
+# ---------------------------------------------------------- draws of a fused block are those of the plain one
 
 
 @pytest.mark.usefixtures("plain")
@@ -136,7 +143,9 @@ def test_a_probability_that_is_none_is_refused() -> None:
 SHAPES = [(3,), (3, 7), (3, 5, 64), (3, 2, 5, 9), (3, 2, 2, 3, 9), (3, 0, 4), (3, 4, 0)]
 
 
-def both(shape: tuple[int, ...], p: float, monkeypatch: pytest.MonkeyPatch, attention: bool = False) -> list[tuple[Tensor, Tensor]]:
+def both(
+    shape: tuple[int, ...], p: float, monkeypatch: pytest.MonkeyPatch, attention: bool = False
+) -> list[tuple[Tensor, Tensor]]:
     """(result, gradient) of one draw, by the kernel and in plain torch."""
     results = []
     for kernel in (True, False):
@@ -198,7 +207,10 @@ def test_float64_stays_with_plain_torch(by_kernel: list[Drop]) -> None:
 def test_nothing_is_kept_for_the_backward_pass_but_the_places(by_kernel: list[Drop]) -> None:
     saved: list[Tensor] = []
     x = x_of(3, 4, 64).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each), bound_to(Running(**HERE)):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each),
+        bound_to(Running(**HERE)),
+    ):
         dropout.drop(x, 0.3)
     assert [each.shape for each in saved] == [(12,)]
     assert len(by_kernel) == 1

@@ -1,4 +1,5 @@
-"""Low-rank products with dropped inputs: the reference against autograd, the kernels against the reference in float64."""
+"""Low-rank products with dropped inputs: the reference against autograd, the kernels against the reference in
+float64."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wide
 kernels = triton_ops()
 P = 0.3
 # rows, columns, ranks
-SHAPES = [(1, 16, [1]), (65, 130, [16, 16, 16]), (33, 70, [8, 8]), (33, 70, [4, 20, 4]), (65, 64, [72]), (0, 32, [8, 8])]
+SHAPES = [
+    (1, 16, [1]),
+    (65, 130, [16, 16, 16]),
+    (33, 70, [8, 8]),
+    (33, 70, [4, 20, 4]),
+    (65, 64, [72]),
+    (0, 32, [8, 8]),
+]
 each_shape = pytest.mark.parametrize(("rows", "columns", "ranks"), SHAPES, ids=str)
 
 
@@ -41,7 +49,9 @@ def low(module: Any, given: dict[str, Any]) -> Tensor:
 
 def low_backward(module: Any, given: dict[str, Any]) -> Tensor:
     scales = [1.5] * len(given["ranks"])
-    found: Tensor = module.dropped_low_backward(given["ds"], given["x"], given["ranks"], given["hows"], scales)
+    found: Tensor = module.dropped_low_backward(
+        given["ds"], given["x"], given["ranks"], given["hows"], scales
+    )
     return found
 
 
@@ -58,7 +68,10 @@ each_call = pytest.mark.parametrize("call", CALLS)
 
 
 def exact(call: Any, given: dict[str, Any]) -> Tensor:
-    found: Tensor = call(reference, {name: wider(value) if isinstance(value, Tensor) else value for name, value in given.items()})
+    found: Tensor = call(
+        reference,
+        {name: wider(value) if isinstance(value, Tensor) else value for name, value in given.items()},
+    )
     return found
 
 
@@ -78,7 +91,10 @@ def test_the_references_gradients_are_autograds() -> None:
 @each_call
 def test_what_does_not_drop_is_a_plain_product(call: Any) -> None:
     given = operands(5, 7, [2, 3], torch.float64)
-    torch.testing.assert_close(call(reference, given | {"hows": [None, None]}), call(reference, operands(5, 7, [2, 3], torch.float64, 0.0)))
+    torch.testing.assert_close(
+        call(reference, given | {"hows": [None, None]}),
+        call(reference, operands(5, 7, [2, 3], torch.float64, 0.0)),
+    )
 
 
 # ------------------------------------------------------------------ the kernels
@@ -87,7 +103,9 @@ def test_what_does_not_drop_is_a_plain_product(call: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_shape
 @each_call
-def test_the_kernels_are_the_reference(call: Any, rows: int, columns: int, ranks: list[int], dtype: torch.dtype) -> None:
+def test_the_kernels_are_the_reference(
+    call: Any, rows: int, columns: int, ranks: list[int], dtype: torch.dtype
+) -> None:
     given = operands(rows, columns, ranks, dtype)
     if call is added and len(set(ranks)) > 1:  # several launches, which round each
         dtype = torch.float32
@@ -130,7 +148,9 @@ def test_rows_of_a_tile_drop_what_they_drop_in_the_whole(call: Any) -> None:
 
 
 @each_call
-def test_walks_shared_between_programs_add_up_and_give_the_same_bits(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walks_shared_between_programs_add_up_and_give_the_same_bits(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = operands(200, 200, [16, 16], torch.bfloat16)
     for split in (1, 2, 3):
         monkeypatch.setattr(fused, "shares", lambda walks, steps, places, split=split: split)
@@ -143,7 +163,10 @@ def test_updates_that_drop_alike_are_one_launch() -> None:
     given = operands(4, 8, [16] * 3, torch.float32)
     hows = given["hows"]
     assert [one.ranks for one in fused._launches([16] * 3, hows)] == [slice(0, 48)]
-    assert [one.ranks for one in fused._launches([16] * 3, [*hows[:2], hows[2]._replace(p=0.5)])] == [slice(0, 32), slice(32, 48)]
+    assert [one.ranks for one in fused._launches([16] * 3, [*hows[:2], hows[2]._replace(p=0.5)])] == [
+        slice(0, 32),
+        slice(32, 48),
+    ]
     assert [one.ranks for one in fused._launches([16, 8, 8], hows)] == [slice(0, 16), slice(16, 32)]
     assert [one.ranks for one in fused._launches([16] * 4, [*hows, hows[0]])] == [slice(0, 48), slice(48, 64)]
     assert [one.ranks for one in fused._launches([100], hows[:1])] == [slice(0, 100)]

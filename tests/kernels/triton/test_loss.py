@@ -1,4 +1,5 @@
-"""Cross-entropy in place: the reference against autograd of the plain formula, the kernel against the reference in float64."""
+"""Cross-entropy in place: the reference against autograd of the plain formula, the kernel against the
+reference in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def operands(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> tup
     return logits.to(DEVICE, dtype), labels.to(DEVICE)
 
 
-def plain(logits: Tensor, labels: Tensor, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def plain(
+    logits: Tensor, labels: Tensor, softcap: float = 0.0, smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """The losses, by operations that autograd knows."""
     scores = softcap * torch.tanh(logits / softcap) if softcap else logits
     losses = cross_entropy(scores, labels, reduction="none", label_smoothing=smoothing)
@@ -77,7 +80,9 @@ def test_the_reference_is_the_plain_formula_and_its_gradient(setting: str) -> No
 @each_setting
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (7, 97), (4, 128), (5, 8_192), (3, 20_001)])
-def test_the_kernel_is_the_reference_rounded_once(shape: tuple[int, int], dtype: torch.dtype, setting: str) -> None:
+def test_the_kernel_is_the_reference_rounded_once(
+    shape: tuple[int, int], dtype: torch.dtype, setting: str
+) -> None:
     logits, labels = operands(*shape, dtype)
     losses, logs, grad = exact(logits, labels, setting)
     found = loss.cross_entropy_(logits, labels, 1.0, **SETTINGS[setting])
@@ -112,7 +117,9 @@ def test_labels_may_lie_apart() -> None:
     logits, _ = operands(5, 40, torch.float32)
     labels = torch.arange(10, device=DEVICE)[::2]
     losses, _, _ = exact(logits, labels, "plain")
-    torch.testing.assert_close(loss.cross_entropy_(logits, labels, 1.0)[0].double(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        loss.cross_entropy_(logits, labels, 1.0)[0].double(), losses, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("module", [reference, loss])
@@ -151,13 +158,16 @@ def test_a_label_beyond_the_vocabulary_is_loud() -> None:
 
 
 def test_no_rows_are_no_work() -> None:
-    losses, logs = loss.cross_entropy_(torch.empty(0, 9, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0)
+    losses, logs = loss.cross_entropy_(
+        torch.empty(0, 9, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE), 1.0
+    )
     assert losses.shape == logs.shape == (0,)
 
 
 def test_offsets_do_not_end_at_two_to_the_31() -> None:
     apart = 2**30
-    memory = torch.empty(2 * apart + 64, dtype=torch.bfloat16, device=DEVICE)  # of which three pages are touched
+    # of which three pages are touched
+    memory = torch.empty(2 * apart + 64, dtype=torch.bfloat16, device=DEVICE)
     logits, labels = memory.as_strided((3, 64), (apart, 1)), torch.tensor([1, 2, 3], device=DEVICE)
     logits.copy_(operands(3, 64)[0])
     _, _, grad = exact(logits, labels, "plain")

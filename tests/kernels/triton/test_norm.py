@@ -20,7 +20,9 @@ BACKWARD = {
 }
 
 
-def forward(module: Any, kind: str, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+def forward(
+    module: Any, kind: str, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """(result, mean for layer, 1 / std, total) of one of the two modules."""
     if kind == "rms":
         return module.rms_norm(x, weight, EPS, residual)
@@ -28,16 +30,24 @@ def forward(module: Any, kind: str, x: Tensor, weight: Tensor, bias: Tensor, res
 
 
 def operands(rows: int, columns: int, dtype: torch.dtype, strided: bool = False) -> dict[str, Tensor]:
-    """x, residual, dy, dresidual [rows, columns], off-centre; weight and bias [columns]. Strided: every row is a part of a longer one."""
+    """x, residual, dy, dresidual [rows, columns], off-centre; weight and bias [columns]. Strided: every row
+    is a part of a longer one."""
     generator = torch.Generator().manual_seed(rows * 100_003 + columns)
     width = columns + 24 if strided else columns
     names = ("x", "residual", "dy", "dresidual")
-    made = {name: torch.randn(rows, width, generator=generator).add(0.3).to(DEVICE, dtype)[:, :columns] for name in names}
-    return made | {name: torch.randn(columns, generator=generator).add(1).to(DEVICE, dtype) for name in ("weight", "bias")}
+    made = {
+        name: torch.randn(rows, width, generator=generator).add(0.3).to(DEVICE, dtype)[:, :columns]
+        for name in names
+    }
+    return made | {
+        name: torch.randn(columns, generator=generator).add(1).to(DEVICE, dtype)
+        for name in ("weight", "bias")
+    }
 
 
 def assert_as_good(found: Tensor, same: Tensor, exact: Tensor, floor: float = 0.0) -> None:
-    """No further from float64 than torch in the same dtype, but for `floor` and 2^-18 of the largest: another order of sums in float32."""
+    """No further from float64 than torch in the same dtype, but for `floor` and 2^-18 of the largest: another
+    order of sums in float32."""
     assert found.dtype == same.dtype
     assert found.shape == same.shape
     if exact.numel():
@@ -52,11 +62,20 @@ def assert_as_good(found: Tensor, same: Tensor, exact: Tensor, floor: float = 0.
 @pytest.mark.parametrize("kind", BACKWARD)
 def test_the_references_backward_is_autograds(kind: str, residual: bool) -> None:
     given = {name: value.requires_grad_() for name, value in operands(5, 7, torch.float64).items()}
-    y, *statistics, total = forward(reference, kind, given["x"], given["weight"], given["bias"], given["residual"] if residual else None)
-    wanted = [given["x"], given["weight"], *([given["bias"]] if kind == "layer" else []), *([given["residual"]] if residual else [])]
+    y, *statistics, total = forward(
+        reference, kind, given["x"], given["weight"], given["bias"], given["residual"] if residual else None
+    )
+    wanted = [
+        given["x"],
+        given["weight"],
+        *([given["bias"]] if kind == "layer" else []),
+        *([given["residual"]] if residual else []),
+    ]
     expected = torch.autograd.grad((y * given["dy"] + total * given["dresidual"]).sum(), wanted)
     with torch.no_grad():
-        found = BACKWARD[kind][0](given["dy"], total, given["weight"], *statistics, given["dresidual"], weight_grad=True)
+        found = BACKWARD[kind][0](
+            given["dy"], total, given["weight"], *statistics, given["dresidual"], weight_grad=True
+        )
     for one, other in zip([*found, *found[:1]], expected, strict=False):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -65,7 +84,11 @@ def test_the_references_backward_is_autograds(kind: str, residual: bool) -> None
 def test_the_reference_is_torchs_own(kind: str) -> None:
     x, weight, bias = (operands(5, 64, torch.float64)[name] for name in ("x", "weight", "bias"))
     functional = torch.nn.functional
-    expected = functional.rms_norm(x, (64,), weight, EPS) if kind == "rms" else functional.layer_norm(x, (64,), weight, bias, EPS)
+    expected = (
+        functional.rms_norm(x, (64,), weight, EPS)
+        if kind == "rms"
+        else functional.layer_norm(x, (64,), weight, bias, EPS)
+    )
     torch.testing.assert_close(forward(reference, kind, x, weight, bias)[0], expected)
 
 
@@ -78,11 +101,15 @@ SHAPES = [(1, 4096), (3, 1), (3, 7), (11, 64), (37, 100), (3, 20_000), (0, 64)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", BACKWARD)
-def test_a_norm_is_as_good_as_torchs_in_the_same_dtype(kind: str, dtype: torch.dtype, shape: tuple[int, int], residual: bool) -> None:
+def test_a_norm_is_as_good_as_torchs_in_the_same_dtype(
+    kind: str, dtype: torch.dtype, shape: tuple[int, int], residual: bool
+) -> None:
     names = ("x", "weight", "bias", *(["residual"] if residual else []))
     given = [operands(*shape, dtype)[name] for name in names]
     exact = forward(reference, kind, *(value.double() for value in given))
-    for found, same, truth in zip(forward(norm, kind, *given), forward(reference, kind, *given), exact, strict=True):
+    for found, same, truth in zip(
+        forward(norm, kind, *given), forward(reference, kind, *given), exact, strict=True
+    ):
         assert_as_good(found, same, truth)
 
 
@@ -90,12 +117,22 @@ def test_a_norm_is_as_good_as_torchs_in_the_same_dtype(kind: str, dtype: torch.d
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", BACKWARD)
-def test_its_backward_is_as_good_as_the_references(kind: str, dtype: torch.dtype, shape: tuple[int, int], extra: str) -> None:
+def test_its_backward_is_as_good_as_the_references(
+    kind: str, dtype: torch.dtype, shape: tuple[int, int], extra: str
+) -> None:
     given = operands(*shape, dtype)
     _, *statistics, total = forward(reference, kind, given["x"], given["weight"], given["bias"])
-    arguments = [given["dy"], total, given["weight"], *statistics, given["dresidual"] if extra in ("dresidual", "both") else None]
+    arguments = [
+        given["dy"],
+        total,
+        given["weight"],
+        *statistics,
+        given["dresidual"] if extra in ("dresidual", "both") else None,
+    ]
     slow, fast = BACKWARD[kind]
-    exact = slow(*(None if value is None else value.double() for value in arguments), extra in ("weights", "both"))
+    exact = slow(
+        *(None if value is None else value.double() for value in arguments), extra in ("weights", "both")
+    )
     results = [backward(*arguments, extra in ("weights", "both")) for backward in (fast, slow)]
     terms = (
         float((given["dy"] * given["weight"]).abs().amax() * statistics[-1].abs().amax()) if shape[0] else 0.0
@@ -113,7 +150,9 @@ def test_rows_may_be_strided_and_results_are_dense(kind: str) -> None:
     results = []
     for each in (given, dense):
         y, *statistics, total = forward(norm, kind, each["x"], each["weight"], each["bias"], each["residual"])
-        grads = BACKWARD[kind][1](each["dy"], each["x"], each["weight"], *statistics, each["dresidual"], weight_grad=True)
+        grads = BACKWARD[kind][1](
+            each["dy"], each["x"], each["weight"], *statistics, each["dresidual"], weight_grad=True
+        )
         results.append([y, *statistics, total, *grads])
     assert not given["x"].is_contiguous()
     for found, expected in zip(*results, strict=True):
@@ -148,11 +187,15 @@ def test_a_weight_may_have_a_dtype_of_its_own() -> None:
 
 def test_rows_too_wide_for_a_program_go_to_the_reference() -> None:
     given = operands(2, norm.WIDEST + 1, torch.float32)
-    assert torch.equal(norm.rms_norm(given["x"], given["weight"], EPS)[0], reference.rms_norm(given["x"], given["weight"], EPS)[0])
+    assert torch.equal(
+        norm.rms_norm(given["x"], given["weight"], EPS)[0],
+        reference.rms_norm(given["x"], given["weight"], EPS)[0],
+    )
 
 
 def test_gradients_of_weights_are_summed_by_several_programs() -> None:
-    """Forty rows of a thousand and more columns are walked by fewer programs than rows: each makes a partial sum of many."""
+    """Forty rows of a thousand and more columns are walked by fewer programs than rows: each makes a partial
+    sum of many."""
     given = operands(40, 1100, torch.float32)
     rstd, total = reference.rms_norm(given["x"], given["weight"], EPS)[1:]
     found = norm.rms_norm_backward(given["dy"], total, given["weight"], rstd, weight_grad=True)[1]

@@ -1,4 +1,5 @@
-"""Norms and positions of heads at once: the reference against Hugging Face and autograd, the kernels against the reference in float64."""
+"""Norms and positions of heads at once: the reference against Hugging Face and autograd, the kernels against
+the reference in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def tables(positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def operands(rows: int, positions: int, width: int, dtype: torch.dtype, strided: bool = False) -> dict[str, Any]:
+def operands(
+    rows: int, positions: int, width: int, dtype: torch.dtype, strided: bool = False
+) -> dict[str, Any]:
     """What the way ahead is given, by name."""
     cos, sin = tables(positions, width, dtype)
     weights = tuple(matrix(1, width, dtype, seed)[0] + 1 for seed in (4, 5))
@@ -47,7 +50,9 @@ def ahead(form: Any, given: dict[str, Any]) -> Tensor:
     return found
 
 
-def back(form: Any, grads: list[Tensor], given: dict[str, Any], weight_grad: bool = True) -> tuple[Tensor, ...]:
+def back(
+    form: Any, grads: list[Tensor], given: dict[str, Any], weight_grad: bool = True
+) -> tuple[Tensor, ...]:
     found: tuple[Tensor, ...] = form.norm_rope_backward(*grads, *given.values(), weight_grad)
     return found
 
@@ -67,20 +72,27 @@ def test_the_reference_norms_and_turns_as_hugging_face_does(dtype: torch.dtype) 
     config = Qwen3Config(head_dim=width)
     norms = [Qwen3RMSNorm(width, config.rms_norm_eps).to(DEVICE, dtype) for _ in range(2)]
     for module, weight in zip(norms, given["weights"], strict=True):
-        module.weight.data = weight if dtype == torch.float64 else torch.ones_like(weight)  # theirs rounds before it scales
+        # theirs rounds before it scales
+        module.weight.data = weight if dtype == torch.float64 else torch.ones_like(weight)
     given["weights"] = tuple(module.weight.data for module in norms)
     q, k, v = given["raw"].view(batch, positions, -1, width).split(HEADS, 2)
     q, k = (module(part).transpose(1, 2) for module, part in zip(norms, (q, k), strict=True))
-    turned = torch.cat([*apply_rotary_pos_emb(q, k, given["cos"][None], given["sin"][None]), v.transpose(1, 2)], 1)
+    turned = torch.cat(
+        [*apply_rotary_pos_emb(q, k, given["cos"][None], given["sin"][None]), v.transpose(1, 2)], 1
+    )
     tolerance = {} if dtype == torch.float64 else {"rtol": 2**-6, "atol": 2**-7}  # they turn in bfloat16
-    torch.testing.assert_close(ahead(reference, given), turned.transpose(1, 2).flatten(2).flatten(0, 1), **tolerance)
+    torch.testing.assert_close(
+        ahead(reference, given), turned.transpose(1, 2).flatten(2).flatten(0, 1), **tolerance
+    )
 
 
 def test_the_references_backward_is_autograds() -> None:
     given = operands(6, 3, 8, torch.float64)
     grads = gradients(6, 8, torch.float64)
     inputs = [given["raw"].requires_grad_(), *(weight.requires_grad_() for weight in given["weights"])]
-    expected = torch.autograd.grad(ahead(reference, given), inputs, torch.cat([grad.flatten(1) for grad in grads], 1))
+    expected = torch.autograd.grad(
+        ahead(reference, given), inputs, torch.cat([grad.flatten(1) for grad in grads], 1)
+    )
     for found, own in zip(back(reference, grads, given), expected, strict=True):
         torch.testing.assert_close(found, own)
 
@@ -101,14 +113,18 @@ def test_the_way_ahead_is_the_references(rows: int, positions: int, width: int, 
 
 @each_dtype
 @pytest.mark.parametrize("width", [32, 128])
-def test_the_way_ahead_is_norm_and_rope_one_after_the_other_bit_for_bit(width: int, dtype: torch.dtype) -> None:
+def test_the_way_ahead_is_norm_and_rope_one_after_the_other_bit_for_bit(
+    width: int, dtype: torch.dtype
+) -> None:
     if DEVICE != "cpu":
         pytest.skip("a device sums the squares of other columns first")
     given = operands(12, 6, width, dtype, strided=True)
     out, first = given["raw"].clone(), 0
     for heads, weight in zip(HEADS, given["weights"], strict=False):
         columns = slice(first * width, (first + heads) * width)
-        out[:, columns] = norm.rms_norm(given["raw"][:, columns].reshape(-1, width), weight, EPS)[0].view(12, -1)
+        out[:, columns] = norm.rms_norm(given["raw"][:, columns].reshape(-1, width), weight, EPS)[0].view(
+            12, -1
+        )
         first += heads
     assert torch.equal(ahead(norm_rope, given), rope.rope_(out, given["cos"], given["sin"], first))
 
@@ -119,7 +135,9 @@ def test_the_way_back_is_the_references(rows: int, positions: int, width: int, d
     given = operands(rows, positions, width, dtype, strided=True)
     grads = gradients(rows, width, dtype)
     of_float64 = back(reference, [grad.double() for grad in grads], exact(given))
-    for found, same, own in zip(back(norm_rope, grads, given), back(reference, grads, given), of_float64, strict=True):
+    for found, same, own in zip(
+        back(norm_rope, grads, given), back(reference, grads, given), of_float64, strict=True
+    ):
         assert_as_good(found, same, own)
         assert found.is_contiguous()
 
@@ -133,7 +151,9 @@ def test_weights_and_angles_may_be_in_float32(dtype: torch.dtype) -> None:
     grads = gradients(14, 32, dtype)
     assert_as_good(ahead(norm_rope, given), ahead(reference, given), ahead(reference, exact(given)))
     of_float64 = back(reference, [grad.double() for grad in grads], exact(given))
-    for found, same, own in zip(back(norm_rope, grads, given), back(reference, grads, given), of_float64, strict=True):
+    for found, same, own in zip(
+        back(norm_rope, grads, given), back(reference, grads, given), of_float64, strict=True
+    ):
         assert_as_good(found, same, own)
 
 

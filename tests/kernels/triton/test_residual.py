@@ -1,4 +1,5 @@
-"""Residuals with a low-rank update, rows as eight-bit floats, sums of partial sums: the reference against autograd, kernels against it."""
+"""Residuals with a low-rank update, rows as eight-bit floats, sums of partial sums: the reference against
+autograd, kernels against it."""
 
 from __future__ import annotations
 
@@ -17,17 +18,23 @@ from tests.kernels.exactness import DEVICE, DTYPES, assert_as_good, matrix, wide
 
 
 def test_add_low_in_the_reference_is_differentiated_by_autograd() -> None:
-    x, y, s, b = (matrix(*shape, torch.float64, seed).requires_grad_() for seed, shape in enumerate(((3, 5), (3, 5), (3, 2), (5, 2))))
+    x, y, s, b = (
+        matrix(*shape, torch.float64, seed).requires_grad_()
+        for seed, shape in enumerate(((3, 5), (3, 5), (3, 2), (5, 2)))
+    )
     assert torch.autograd.gradcheck(lambda x, y, s, b: reference.add_low(x, y, (s, b)), (x, y, s, b))
     torch.testing.assert_close(reference.add_low(x, y, (s, b)), x + y + s @ b.T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "rank"), [(1, 16, 1), (3, 100, 8), (65, 130, 16), (65, 130, 48), (33, 257, 64), (65, 130, 136), (0, 64, 8)]
+    ("rows", "columns", "rank"),
+    [(1, 16, 1), (3, 100, 8), (65, 130, 16), (65, 130, 48), (33, 257, 64), (65, 130, 136), (0, 64, 8)],
 )
 @pytest.mark.parametrize("strided", [False, True])
-def test_add_low_is_the_references(dtype: torch.dtype, rows: int, columns: int, rank: int, strided: bool) -> None:
+def test_add_low_is_the_references(
+    dtype: torch.dtype, rows: int, columns: int, rank: int, strided: bool
+) -> None:
     x, y = matrix(rows, columns, dtype, 1, strided), matrix(rows, columns, torch.float32, 2, not strided)
     low = (matrix(rows, rank, dtype, 3, strided), matrix(columns, rank, dtype, 4, strided))
     kept = x.clone()
@@ -41,8 +48,14 @@ def test_add_low_is_the_references(dtype: torch.dtype, rows: int, columns: int, 
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_linear_with_its_update_is_the_references(dtype: torch.dtype, biased: bool) -> None:
     x, weight = matrix(33, 40, dtype, 1, strided=True), matrix(130, 40, dtype, 2, strided=True)
-    bias, low = matrix(1, 130, dtype, 3)[0] if biased else None, (matrix(33, 8, dtype, 4), matrix(130, 8, dtype, 5))
-    same, exact = reference.linear_low(x, weight, bias, low), reference.linear_low(*wider((x, weight, bias, low)))  # type: ignore[misc]
+    bias, low = (
+        matrix(1, 130, dtype, 3)[0] if biased else None,
+        (matrix(33, 8, dtype, 4), matrix(130, 8, dtype, 5)),
+    )
+    same, exact = (
+        reference.linear_low(x, weight, bias, low),
+        reference.linear_low(*wider((x, weight, bias, low))),
+    )  # type: ignore[misc]
     assert_as_good(residual.linear_low(x, weight, bias, low), same, exact)
 
 
@@ -59,7 +72,9 @@ def test_total_adds_parts_in_order_and_rounds_once(dtype: torch.dtype, parts: in
     assert torch.equal(residual.total(values, dtype), expected.to(dtype))
 
 
-@pytest.mark.parametrize(("walks", "steps", "places"), [(64, 448, 396), (224, 256, 396), (1, 5, 3), (1, 1, 396), (1024, 448, 396)])
+@pytest.mark.parametrize(
+    ("walks", "steps", "places"), [(64, 448, 396), (224, 256, 396), (1, 5, 3), (1, 1, 396), (1024, 448, 396)]
+)
 def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, steps: int, places: int) -> None:
     parts = residual.shares(walks, steps, places)
     assert 1 <= parts <= steps
@@ -72,10 +87,13 @@ def test_shares_fill_the_device_and_are_no_finer_than_that_takes(walks: int, ste
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "strided"), [(1, 16, False), (3, 100, True), (65, 130, False), (2, 4096, True), (0, 16, False)]
+    ("rows", "columns", "strided"),
+    [(1, 16, False), (3, 100, True), (65, 130, False), (2, 4096, True), (0, 16, False)],
 )
 def test_quantise_is_the_references(dtype: torch.dtype, rows: int, columns: int, strided: bool) -> None:
-    x = matrix(rows, columns, dtype, 6, strided) * torch.logspace(-3, 3, rows, device=DEVICE)[:, None].to(dtype)
+    x = matrix(rows, columns, dtype, 6, strided) * torch.logspace(-3, 3, rows, device=DEVICE)[:, None].to(
+        dtype
+    )
     (found, scale), (expected, expected_scale) = residual.quantise(x), reference.quantise(x)
     assert found.dtype == torch.float8_e4m3fn
     torch.testing.assert_close(scale, expected_scale, rtol=2**-22, atol=0.0)
@@ -93,7 +111,8 @@ def test_quantise_fills_the_range_keeps_zeros_and_does_not_divide_by_them() -> N
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the device rounds by an instruction of its own")
 def test_rounding_to_eight_bits_without_the_instruction_is_bit_for_bit_torchs() -> None:
-    """Every float8, every middle between two of them, and what lies next to a middle, of both signs. 448 fixes the scale at 1."""
+    """Every float8, every middle between two of them, and what lies next to a middle, of both signs. 448
+    fixes the scale at 1."""
     grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (grid[1:] + grid[:-1]) / 2
     near = torch.cat([grid, middles, middles.nextafter(grid[1:]), middles.nextafter(grid[:-1])])
@@ -124,5 +143,7 @@ print(built.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"))
 @pytest.mark.slow
 def test_hopper_rounds_to_eight_bits_by_its_own_instruction() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NATIVE], capture_output=True, text=True, env=environment, check=True
+    )
     assert int(done.stdout) == 16384 // 32 // residual._quantise_warps(16384) // 2

@@ -1,4 +1,5 @@
-"""Rotary positions: the reference against Hugging Face and autograd, the kernels against the reference in float64."""
+"""Rotary positions: the reference against Hugging Face and autograd, the kernels against the reference in
+float64."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def test_the_reference_turns_as_hugging_face_does() -> None:
     qkv = matrix(batch * positions, sum(HEADS) * width, torch.float64, 3)
     cos, sin = (table.double() for table in tables(positions, width, torch.float64))
     q, k, v = qkv.view(batch, positions, -1, width).transpose(1, 2).split(HEADS, 1)
-    turned = torch.cat([*apply_rotary_pos_emb(q, k, cos[None], sin[None]), v], 1).transpose(1, 2).flatten(2).flatten(0, 1)
+    turned = (
+        torch.cat([*apply_rotary_pos_emb(q, k, cos[None], sin[None]), v], 1)
+        .transpose(1, 2)
+        .flatten(2)
+        .flatten(0, 1)
+    )
     torch.testing.assert_close(reference.rope_(qkv.clone(), cos, sin, sum(HEADS[:2])), turned)
 
 
@@ -53,7 +59,10 @@ def test_the_references_backward_is_autograds() -> None:
 
 def test_the_reference_passes_gradcheck() -> None:
     cos, sin = tables(2, 4, torch.float64)
-    assert torch.autograd.gradcheck(lambda qkv: reference.rope_(qkv.clone(), cos, sin, 2), matrix(4, 12, torch.float64, 3).requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda qkv: reference.rope_(qkv.clone(), cos, sin, 2),
+        matrix(4, 12, torch.float64, 3).requires_grad_(),
+    )
 
 
 # ------------------------------------------------------------------ the kernels
@@ -98,7 +107,9 @@ def test_turning_back_is_the_references(rows: int, positions: int, width: int, d
     cos, sin = tables(positions, width, dtype)
     parts = gradients(rows, width, dtype)
     found = rope.rope_backward(*parts, cos, sin)
-    assert_as_good(found, reference.rope_backward(*parts, cos, sin), reference.rope_backward(*wider((*parts, cos, sin))))  # type: ignore[misc]
+    assert_as_good(
+        found, reference.rope_backward(*parts, cos, sin), reference.rope_backward(*wider((*parts, cos, sin)))
+    )  # type: ignore[misc]
     assert found.is_contiguous()
 
 
@@ -119,7 +130,9 @@ def test_heads_shared_between_programs_are_each_turned_once(monkeypatch: pytest.
         monkeypatch.setattr(rope, "shares", lambda walks, steps, places, share=share: share)
         found = rope.rope_(qkv.clone(), cos, sin, 5)
         torch.testing.assert_close(found, reference.rope_(qkv.clone(), cos, sin, 5))
-        torch.testing.assert_close(rope.rope_backward(*parts, cos, sin), reference.rope_backward(*parts, cos, sin))
+        torch.testing.assert_close(
+            rope.rope_backward(*parts, cos, sin), reference.rope_backward(*parts, cos, sin)
+        )
 
 
 def test_turning_back_undoes_turning() -> None:

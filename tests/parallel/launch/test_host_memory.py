@@ -1,4 +1,5 @@
-"""What the kernel says of memory: read from folders laid out as version 2 and version 1 of cgroups are, and from a host without any."""
+"""What the kernel says of memory: read from folders laid out as version 2 and version 1 of cgroups are, and
+from a host without any."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ GIB = 1 << 30
 
 
 def lay_out(place: Path, own: str, **files: object) -> tuple[Path, Path]:
-    """Fake /sys/fs/cgroup and /proc: `own` is /proc/self/cgroup, `files` are paths in them with __ for / and a trailing content."""
-    for name, content in {"proc/self/cgroup": own, **{key: str(value) for key, value in files.items()}}.items():
+    """Fake /sys/fs/cgroup and /proc: `own` is /proc/self/cgroup, `files` are paths in them with __ for / and
+    a trailing content."""
+    for name, content in {
+        "proc/self/cgroup": own,
+        **{key: str(value) for key, value in files.items()},
+    }.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(content)
     return place / "cgroup", place / "proc"
@@ -25,7 +30,11 @@ def events(kills: int) -> str:
 
 def test_a_kill_in_a_cgroup_of_version_2_is_told_with_the_nearest_limit_and_the_use(tmp_path: Path) -> None:
     inner = {"cgroup/job/run/memory.events": events(2), "cgroup/job/run/memory.max": "max\n"}
-    outer = {"cgroup/job/memory.events": events(2), "cgroup/job/memory.max": 2 * GIB, "cgroup/job/memory.peak": 2 * GIB - 4096}
+    outer = {
+        "cgroup/job/memory.events": events(2),
+        "cgroup/job/memory.max": 2 * GIB,
+        "cgroup/job/memory.peak": 2 * GIB - 4096,
+    }
     memory = HostMemory(*lay_out(tmp_path, "0::/job/run\n", **inner, **outer))
     assert memory.shortage() is None, "kills before this run are not its own"
     (tmp_path / "cgroup/job/run/memory.events").write_text(events(3))
@@ -46,7 +55,10 @@ def test_a_container_that_sees_its_cgroup_as_the_root_is_read(tmp_path: Path) ->
 
 def test_version_1_is_read_too_where_its_path_is_another_containers(tmp_path: Path) -> None:
     files = {"cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n"}
-    files |= {"cgroup/memory/memory.limit_in_bytes": str(GIB), "cgroup/memory/memory.max_usage_in_bytes": str(GIB)}
+    files |= {
+        "cgroup/memory/memory.limit_in_bytes": str(GIB),
+        "cgroup/memory/memory.max_usage_in_bytes": str(GIB),
+    }
     memory = HostMemory(*lay_out(tmp_path, "4:memory:/docker/abc\n0::/\n", **files))
     (tmp_path / "cgroup/memory/memory.oom_control").write_text("oom_kill 2\n")
     limit, found = memory.shortage() or ("", "")

@@ -1,7 +1,9 @@
-"""Ranks that end well, fail, are killed, frozen, stopped: what the user reads, which code it has, and that nothing is left running.
+"""Ranks that end well, fail, are killed, frozen, stopped: what the user reads, which code it has, and that
+nothing is left running.
 
-Ranks are of a small worker, whose behaviour its first argument says; `launch` runs in the test's own process, as it does in the command.
-Processes are real ones where a test is about what they print, listen at, inherit or do before they listen; else forks, without imports.
+Ranks are of a small worker, whose behaviour its first argument says; `launch` runs in the test's own process,
+as it does in the command. Processes are real ones where a test is about what they print, listen at, inherit
+or do before they listen; else forks, without imports.
 """
 
 from __future__ import annotations
@@ -127,7 +129,11 @@ def alive(pid: int) -> bool:
 def listening() -> set[str]:
     """Sockets of this process that listen."""
     links = {f"{os.readlink(path)}" for path in Path("/proc/self/fd").iterdir() if path.exists()}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
     return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in links}
 
 
@@ -157,7 +163,9 @@ def after(seconds_or_file: Path, *numbers: int, pause: float = 0.0) -> threading
 # ------------------------------------------------------------------ real ranks
 
 
-def test_ranks_that_end_well_are_quiet_and_listen_only_to_this_machine(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_end_well_are_quiet_and_listen_only_to_this_machine(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert start(run, "well", "out=a$$b${local_rank}") == []
     shown = capfd.readouterr()
     assert shown.out == "rank 0 says out=a$$b${local_rank} ['0100007F']\n"
@@ -165,7 +173,9 @@ def test_ranks_that_end_well_are_quiet_and_listen_only_to_this_machine(run: Path
     assert "rank 1 says" in (run / "logs" / "rank-1.log").read_text()
 
 
-def test_an_error_in_one_rank_is_told_first_with_its_code_and_not_retried(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_one_rank_is_told_first_with_its_code_and_not_retried(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         start(run, "bad-data", restarts=2)
@@ -207,7 +217,12 @@ def test_a_rank_that_the_kernel_killed_for_memory_ends_the_run_with_the_numbers(
         start(run, "starve-1", restarts=2)
     text = str(caught.value)
     assert caught.value.code == 5 and "the host's memory ran out: rank 1 was killed by SIGKILL" in text
-    assert "at most 3 GiB" in text and "for want of memory: 1" in text and "batch_size" in text and "--resume" in text
+    assert (
+        "at most 3 GiB" in text
+        and "for want of memory: 1" in text
+        and "batch_size" in text
+        and "--resume" in text
+    )
     assert not (run / "pid-1-0").exists(), "it would only run out again"
 
 
@@ -228,7 +243,9 @@ def test_sigterm_reaches_every_rank_and_what_is_being_saved_is_waited_for(run: P
 def test_ranks_that_differ_are_refused_by_all_of_them(run: Path, forks: Forks) -> None:
     with pytest.raises(DistributedError) as caught:
         start(run, "differ", restarts=1)
-    assert str(caught.value).startswith("the ranks do not have the same data\n   expected one (rank 0), found two (rank 1)")
+    assert str(caught.value).startswith(
+        "the ranks do not have the same data\n   expected one (rank 0), found two (rank 1)"
+    )
     assert not (run / "pid-1-0").exists()
 
 
@@ -242,7 +259,8 @@ def test_a_frozen_rank_is_found_when_no_collective_fails(run: Path, forks: Forks
 @pytest.mark.slow
 def test_ranks_that_live_but_do_not_meet_are_told_apart_by_their_steps(run: Path, forks: Forks) -> None:
     with pytest.raises(
-        DistributedError, match=r"the ranks are alive but did not meet within 4 s\n   found rank 0 at step 4, rank 1 at step 3"
+        DistributedError,
+        match=r"the ranks are alive but did not meet within 4 s\n   found rank 0 at step 4, rank 1 at step 3",
     ):
         start(run, "apart", restarts=1)
     assert not (run / "pid-1-0").exists()
@@ -288,7 +306,9 @@ def num_gpus() -> int:
         ("stop", r"^stopped by SIGTERM at step"),
     ],
 )
-def test_ranks_on_gpus_end_as_others_do(run: Path, mode: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_gpus_end_as_others_do(
+    run: Path, mode: str, expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
     if mode == "stop":
         after(run / "step-1", signal.SIGTERM)
@@ -302,7 +322,9 @@ def test_ranks_on_gpus_end_as_others_do(run: Path, mode: str, expected: str, cap
 
 @pytest.mark.gpu
 @pytest.mark.skipif(num_gpus() < 2, reason="two GPUs are needed")
-def test_ranks_on_gpus_meet_part_and_listen_only_to_this_machine(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_gpus_meet_part_and_listen_only_to_this_machine(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert start(run, "gpu-well", "x") == []
     assert capfd.readouterr() == ("rank 0 says x ['0100007F']\n", "")
 
@@ -334,7 +356,13 @@ def told(rank: int, code: int, text: str, kind: str = "own", at: float = 0.0) ->
     return Report(rank, code, kind, text, "", at)
 
 
-def cause(bad: dict[int, int], reports: list[Report], stops: list[int] | None = None, again: bool = False, words: str | None = None) -> str:
+def cause(
+    bad: dict[int, int],
+    reports: list[Report],
+    stops: list[int] | None = None,
+    again: bool = False,
+    words: str | None = None,
+) -> str:
     """Class and text of the error that `judge` chooses."""
     error, retry = judge(bad, bad, reports, stops or [], lambda rank: words)
     assert retry is again
@@ -354,11 +382,29 @@ LOST = told(0, 6, "the connection to another rank broke", "consequence")
         ({0: 2, 1: 2}, [told(0, 2, "no"), told(1, 2, "no")], [], False, "UsageError: no"),
         ({0: 7, 1: 7}, [told(1, 7, "nan"), told(0, 7, "inf", at=1)], [], False, "TrainingFault: rank 1: nan"),
         ({}, [told(0, 75, "saved"), told(1, 75, "saved here", at=1)], [15], False, "Stopped: saved"),
-        ({1: 5}, [told(0, 75, "saved"), told(1, 5, "disk full", at=1)], [15], False, "MachineError: rank 1: disk full"),
-        ({1: -15}, [LOST], [15], False, "Stopped: stopped by SIGTERM before training began\n   start it again"),
+        (
+            {1: 5},
+            [told(0, 75, "saved"), told(1, 5, "disk full", at=1)],
+            [15],
+            False,
+            "MachineError: rank 1: disk full",
+        ),
+        (
+            {1: -15},
+            [LOST],
+            [15],
+            False,
+            "Stopped: stopped by SIGTERM before training began\n   start it again",
+        ),
         ({1: -15}, [LOST], [], True, "DistributedError: rank 1 was killed by SIGTERM"),
         ({0: 130}, [told(0, 130, "interrupted")], [2], False, "KeyboardInterrupt: "),
-        ({0: 6}, [told(0, 6, "rank 1 has not answered", "lost")], [], True, "DistributedError: rank 1 has not answered"),
+        (
+            {0: 6},
+            [told(0, 6, "rank 1 has not answered", "lost")],
+            [],
+            True,
+            "DistributedError: rank 1 has not answered",
+        ),
         ({0: 6}, [LOST], [], False, "DistributedError: the connection to another rank broke"),
         ({1: 9}, [], [], False, "PetuneError: rank 1 ended with exit code 9 and did not say why"),
     ],
@@ -370,6 +416,8 @@ def test_the_cause_is_found_among_all_that_happened(
 
 
 def test_what_a_rank_printed_last_stands_in_for_a_missing_message() -> None:
-    assert cause({1: 2}, [], words="unknown option") == (
-        f"{UsageError.__name__}: rank 1 ended with exit code 2 and did not say why\n   found unknown option"
+    assert (
+        cause({1: 2}, [], words="unknown option")
+        == f"{UsageError.__name__}: rank 1 ended with exit code 2 and did not say why\n   found unknown"
+        " option"
     )

@@ -1,4 +1,5 @@
-"""Joining a group that somebody else started: what the environment means, who is missing, and how ranks without petune's launcher end."""
+"""Joining a group that somebody else started: what the environment means, who is missing, and how ranks
+without petune's launcher end."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from petune.parallel.launch import process_group, rendezvous
 from petune.parallel.launch.rendezvous import Place, first_node
 
 ROOT = Path(__file__).parents[3]
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", rendezvous.ERROR_FILE, rendezvous.LAUNCHER)
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    rendezvous.ERROR_FILE,
+    rendezvous.LAUNCHER,
+)
 
 WORKER = """
 import os, signal, sys, time
@@ -66,7 +76,11 @@ def free_port() -> int:
 def environment(**changes: object) -> dict[str, str]:
     """This process's environment without a launcher's, with `changes`."""
     kept = {name: value for name, value in os.environ.items() if name not in NAMES}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in changes.items()}
+    return (
+        kept
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | {name: str(value) for name, value in changes.items()}
+    )
 
 
 @pytest.fixture
@@ -83,24 +97,49 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_process_nobody_launched_is_alone() -> None:
     assert process_group.place({}) is None
-    assert process_group.place({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
-    assert process_group.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n1"}) is None  # a batch script outside srun
+    assert (
+        process_group.place({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    )
+    # a batch script outside srun
+    assert process_group.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n1"}) is None
 
 
 def test_torchrun_and_srun_say_the_same_thing_in_other_words() -> None:
-    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "big1", "MASTER_PORT": "29500"}
+    env = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "big1",
+        "MASTER_PORT": "29500",
+    }
     assert process_group.place(env) == Place(3, 4, 1, 2, "big1", 29500)
-    slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
-    ports = {process_group.place(slurm | {"SLURM_JOB_ID": "123", "SLURM_PROCID": str(rank)}).port for rank in range(4)}  # type: ignore[union-attr]
+    slurm = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+    }
+    ports = {
+        process_group.place(slurm | {"SLURM_JOB_ID": "123", "SLURM_PROCID": str(rank)}).port
+        for rank in range(4)
+    }  # type: ignore[union-attr]
     assert len(ports) == 1
     found = process_group.place(slurm)
     assert found is not None
-    assert (found.rank, found.world, found.local_rank, found.host, found.one_machine) == (3, 4, 1, "gpu07", False)
+    assert (found.rank, found.world, found.local_rank, found.host, found.one_machine) == (
+        3,
+        4,
+        1,
+        "gpu07",
+        False,
+    )
     assert process_group.place(slurm | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,09],big1", "gpu03"), ("r[1-2]n[01,04]-ib", "r1n01-ib")]
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,09],big1", "gpu03"), ("r[1-2]n[01,04]-ib", "r1n01-ib")],
 )
 def test_the_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
@@ -125,19 +164,25 @@ def test_a_port_that_is_taken_is_named(as_rank: int) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", as_rank))
         other.listen()
-        with pytest.raises(DistributedError, match=f"port {as_rank} of this machine cannot be used: address already in use"):
+        with pytest.raises(
+            DistributedError, match=f"port {as_rank} of this machine cannot be used: address already in use"
+        ):
             process_group.join("cpu", start_timeout_s=0.3)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_a_rank_0_that_cannot_be_reached_is_named(as_rank: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_cannot_be_reached_is_named(
+    as_rank: int, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", host)
     with pytest.raises(DistributedError, match=f"rank 1 cannot reach rank 0 at {host}:{as_rank}"):
         process_group.join("cpu", start_timeout_s=0.3)
 
 
-def test_something_else_at_the_rendezvous_is_said_to_be_none(as_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_at_the_rendezvous_is_said_to_be_none(
+    as_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     with socket.socket() as other:
         other.bind(("127.0.0.1", as_rank))
@@ -161,11 +206,18 @@ def test_too_few_file_descriptors_are_the_machines_fault_and_no_matter_of_ports(
     here = process_group.place()
     assert here is not None
     server = rendezvous.serve("127.0.0.1", as_rank)
-    for ask in (lambda: rendezvous.serve("127.0.0.1"), lambda: rendezvous.connect(here, 0.3), lambda: rendezvous.client(here, 2)):
+    for ask in (
+        lambda: rendezvous.serve("127.0.0.1"),
+        lambda: rendezvous.connect(here, 0.3),
+        lambda: rendezvous.client(here, 2),
+    ):
         with no_more_files(), pytest.raises(MachineError, match="too many open files") as caught:
             ask()
         assert "ulimit -n" in str(caught.value) and "MASTER_PORT" not in str(caught.value)
-    assert isinstance(process_group.explain(RuntimeError("[/pytorch/gloo/tcp.cc:1] socket: Too many open files")), MachineError)
+    assert isinstance(
+        process_group.explain(RuntimeError("[/pytorch/gloo/tcp.cc:1] socket: Too many open files")),
+        MachineError,
+    )
     assert isinstance(process_group.explain(OSError(errno.EMFILE, "Too many open files")), MachineError)
     del server
 
@@ -186,9 +238,13 @@ def test_only_errors_of_the_group_are_explained() -> None:
     error = RuntimeError("shapes differ")
     assert process_group.explain(error) is error
     gloo = RuntimeError(
-        "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2: Connection reset by peer. This is typically caused by"
+        "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2: Connection reset by peer. This is"
+        " typically caused by"
     )
-    assert str(process_group.explain(gloo)) == "the process group failed\n   found Read error [127.0.0.1]:2: Connection reset by peer"
+    assert (
+        str(process_group.explain(gloo))
+        == "the process group failed\n   found Read error [127.0.0.1]:2: Connection reset by peer"
+    )
 
 
 # ------------------------------------------------------------------ without petune's launcher
@@ -249,7 +305,16 @@ def test_a_frozen_rank_that_holds_the_store_is_named(worker: Path) -> None:
 @pytest.mark.parametrize(("mode", "code"), [("well", 0), ("bad-data", 1)])
 def test_two_torchruns_of_one_rank_each_make_one_group(worker: Path, mode: str, code: int) -> None:
     port = free_port()
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     nodes = [
         subprocess.Popen(
@@ -270,7 +335,8 @@ def test_two_torchruns_of_one_rank_each_make_one_group(worker: Path, mode: str, 
 
 
 def test_groups_are_aborted_side_by_side() -> None:
-    """One that waits for the device until another is aborted, as NCCL's do, must not keep that one waiting."""
+    """One that waits for the device until another is aborted, as NCCL's do, must not keep that one
+    waiting."""
     second = threading.Event()
 
     class Waiting:

@@ -1,4 +1,5 @@
-"""`--restarts`: a rank that dies is replaced while the others keep process and model, and the numbers are as if nothing had been.
+"""`--restarts`: a rank that dies is replaced while the others keep process and model, and the numbers are as
+if nothing had been.
 
 The launcher is the real one; the processes it starts are forks, which cost no imports.
 """
@@ -95,7 +96,15 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "rank"), [("dp", 0), ("tp", 1), ("galaxy", 0), ("pp", 1), ("sp", 1), pytest.param("pp", 0, marks=pytest.mark.long)]
+    ("plan", "rank"),
+    [
+        ("dp", 0),
+        ("tp", 1),
+        ("galaxy", 0),
+        ("pp", 1),
+        ("sp", 1),
+        pytest.param("pp", 0, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_rank_is_replaced_and_the_others_keep_process_and_base(
     plan: str, rank: int, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
@@ -104,13 +113,22 @@ def test_a_killed_rank_is_replaced_and_the_others_keep_process_and_base(
     recipe = small(tmp_path, plan)
     before_step(monkeypatch, {(0, rank, 6): die})
     train(recipe, restarts=1, reporter=Listener())
-    assert said[0] == f"rank {rank} was killed by SIGKILL\nrank {rank} replaced, the others keep their model: restart 1 of 1"
-    assert re.fullmatch(r"all ranks train again, \d+\.\d s after the loss was noticed", said[1]) and len(said) == 2
+    assert (
+        said[0]
+        == f"rank {rank} was killed by SIGKILL\nrank {rank} replaced, the others keep their model: restart 1"
+        " of 1"
+    )
+    assert (
+        re.fullmatch(r"all ranks train again, \d+\.\d s after the loss was noticed", said[1])
+        and len(said) == 2
+    )
     assert re.search(r"resumed from .*step-[34] at step [34]", (tmp_path / "run" / "run.log").read_text())
     kept = forks.pids(1 - rank)
     assert len(kept) == 1, "the other rank was started once"
     by_process = Counter(loads())
-    assert by_process[kept[0]] == 1 + (rank != 0), "it read the base once, and the first rank again to write tuned/"
+    assert by_process[kept[0]] == 1 + (rank != 0), (
+        "it read the base once, and the first rank again to write tuned/"
+    )
     assert by_process[forks.pids(rank)[0]] == 1 and len(by_process) == 3
     monkeypatch.undo()
     assert_same(recipe)
@@ -123,7 +141,9 @@ def test_four_ranks_survive_one_after_the_other_and_two_at_once(
     recipe = small(tmp_path, "dp x tp")
     before_step(monkeypatch, {(0, 3, 3): die, (1, 0, 5): die, (2, 1, 6): die, (2, 2, 6): die})
     train(recipe, restarts=9, reporter=Listener())
-    assert len(forks.pids(0)) == 1, "whoever stood in for the first rank was a spare or the second start of it"
+    assert len(forks.pids(0)) == 1, (
+        "whoever stood in for the first rank was a spare or the second start of it"
+    )
     assert sum("replaced" in line for line in said) in (3, 4)
     monkeypatch.undo()
     assert_same(recipe, 4)
@@ -132,11 +152,17 @@ def test_four_ranks_survive_one_after_the_other_and_two_at_once(
 def test_a_rank_that_waits_for_one_that_has_left_is_freed(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 3 dies before the sums of gradients: rank 0 has its sum with rank 1 and waits for rank 2, which has lost rank 3 and left."""
+    """Rank 3 dies before the sums of gradients: rank 0 has its sum with rank 1 and waits for rank 2, which
+    has lost rank 3 and left."""
     complete = Runner._complete
 
     def deadly(self: Runner) -> None:
-        if process_group.restarted() == 0 and self.mesh.rank == 3 and self.tuned and next(iter(self.tuned.values())).grad is not None:
+        if (
+            process_group.restarted() == 0
+            and self.mesh.rank == 3
+            and self.tuned
+            and next(iter(self.tuned.values())).grad is not None
+        ):
             die()
         complete(self)
 
@@ -147,13 +173,17 @@ def test_a_rank_that_waits_for_one_that_has_left_is_freed(
 
 
 @pytest.mark.long
-def test_a_frozen_rank_is_named_killed_and_replaced(tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_rank_is_named_killed_and_replaced(
+    tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_group, "BEAT_S", 0.2)
     monkeypatch.setattr(process_group, "SILENT_S", 0.6)
     recipe = small(tmp_path, "tp", timeout=2)
     before_step(monkeypatch, {(0, 1, 5): lambda: os.kill(os.getpid(), signal.SIGSTOP)})
     train(recipe, restarts=1, reporter=Listener())
-    assert re.match(r"rank 1 has not answered for \d s \(last seen at step \d\)\nrank 1 replaced", said[0]), said
+    assert re.match(r"rank 1 has not answered for \d s \(last seen at step \d\)\nrank 1 replaced", said[0]), (
+        said
+    )
     assert len(forks.pids(0)) == 1
     monkeypatch.undo()
     assert_same(recipe | {"timeout": 30})
@@ -163,13 +193,20 @@ def test_a_frozen_rank_is_named_killed_and_replaced(tmp_path: Path, forks: Forks
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("petune.run.build.load_model", marks=pytest.mark.long), "torch.distributed.init_process_group"]
+    "where",
+    [
+        pytest.param("petune.run.build.load_model", marks=pytest.mark.long),
+        "torch.distributed.init_process_group",
+    ],
 )
 def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it(
     where: str, tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The successor of rank 1 dies as it loads the base, or when it has met rank 0 but not joined its group: rank 0 meets yet another."""
-    work = operator.attrgetter(where.removeprefix("torch.").removeprefix("petune."))(torch if where.startswith("torch") else petune)
+    """The successor of rank 1 dies as it loads the base, or when it has met rank 0 but not joined its group:
+    rank 0 meets yet another."""
+    work = operator.attrgetter(where.removeprefix("torch.").removeprefix("petune."))(
+        torch if where.startswith("torch") else petune
+    )
 
     def deadly(*given: Any, **named: Any) -> Any:
         if process_group.restarted() == 1 and process_group.started()[0] == 1:
@@ -181,7 +218,9 @@ def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it
     before_step(monkeypatch, {(0, 1, 5): die})
     train(recipe, restarts=3, reporter=Listener())
     counts = [line.rpartition(": ")[2] for line in said[:2]]
-    assert counts == ["restart 1 of 3", "restart 2 of 3"] and all("rank 1 replaced" in line for line in said[:2])
+    assert counts == ["restart 1 of 3", "restart 2 of 3"] and all(
+        "rank 1 replaced" in line for line in said[:2]
+    )
     assert len(forks.pids(0)) == 1
     monkeypatch.undo()
     assert_same(recipe)
@@ -190,7 +229,8 @@ def test_a_second_rank_that_dies_while_the_first_is_replaced_is_replaced_with_it
 def test_a_rank_that_hangs_while_a_group_forms_anew_is_replaced_soon(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the new group of both forms, rank 1 dies and rank 0 waits for its connection, in C++, which hears of no order."""
+    """As the new group of both forms, rank 1 dies and rank 0 waits for its connection, in C++, which hears of
+    no order."""
     form = torch.distributed.init_process_group
 
     def hanging(*given: Any, **named: Any) -> Any:
@@ -223,7 +263,9 @@ def test_when_nobody_is_left_who_has_the_model_all_start_again(
     recipe = small(tmp_path, "tp")
     before_step(monkeypatch, {(0, 1, 5): die})
     train(recipe, restarts=2, reporter=Listener())
-    assert said[1].startswith("rank 0 was killed by SIGKILL") and said[1].endswith("all ranks start again: restart 2 of 2")
+    assert said[1].startswith("rank 0 was killed by SIGKILL") and said[1].endswith(
+        "all ranks start again: restart 2 of 2"
+    )
     monkeypatch.undo()
     assert_same(recipe)
 
@@ -247,7 +289,9 @@ def test_the_spare_takes_the_place_and_another_waits(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small(tmp_path, "dp")
-    before_step(monkeypatch, {(0, 1, 4): lambda: time.sleep(0.5), (0, 0, 5): die, (1, 1, 6): lambda: time.sleep(0.5)})
+    before_step(
+        monkeypatch, {(0, 1, 4): lambda: time.sleep(0.5), (0, 0, 5): die, (1, 1, 6): lambda: time.sleep(0.5)}
+    )
     train(recipe, restarts=2, reporter=Listener())
     assert len(forks.pids(0)) == 1 and len(forks.pids(1)) == 1 and len(forks.pids(0, spare=True)) == 2
     with pytest.raises(ProcessLookupError):
@@ -299,7 +343,9 @@ def test_a_plan_whose_objects_hold_the_group_starts_all_again_and_says_why(
     recipe = small(tmp_path, "shard")
     before_step(monkeypatch, {(0, 1, 5): die})
     train(recipe, restarts=1, reporter=Listener())
-    assert said[-1].endswith("all ranks start again, as FSDP's shards hold their process group: restart 1 of 1")
+    assert said[-1].endswith(
+        "all ranks start again, as FSDP's shards hold their process group: restart 1 of 1"
+    )
     assert not forks.pids(0, spare=True), "a spare would be of no use"
     monkeypatch.undo()
     assert_same(recipe)
@@ -343,10 +389,18 @@ def test_no_run_is_lost_to_random_kills_of_its_ranks(
     said: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every run ends as one that was left alone, bit by bit; a kill costs no more steps than were made since the newest saved state."""
+    """Every run ends as one that was left alone, bit by bit; a kill costs no more steps than were made since
+    the newest saved state."""
     draw, steps = random.Random(world), 40 if count > PER_RUN else 12
     plans = ("dp", "tp", "galaxy", "pp", "sp") if world == 2 else ("dp x tp",)
-    shape = {"max_steps": steps, "epochs": 14, "save_every": 5, "eval_every": 17, "keep": 3, "snapshot_every": snapshot_every}
+    shape = {
+        "max_steps": steps,
+        "epochs": 14,
+        "save_every": 5,
+        "eval_every": 17,
+        "keep": 3,
+        "snapshot_every": snapshot_every,
+    }
     expected: dict[str, Path] = {}
     kills, lost, whole, took = 0, [0], 0, [0.0]
     while kills < count:
@@ -356,20 +410,34 @@ def test_no_run_is_lost_to_random_kills_of_its_ranks(
             expected[plan] = straight(recipe | {"out": str(tmp_path / f"out-{plan}" / "run")}, world)
         said.clear()
         forks.places.clear()
-        killer = Killer(forks, Path(recipe["out"]), sorted(draw.choice((-1, *range(steps))) for _ in range(PER_RUN)), draw, world)
+        killer = Killer(
+            forks,
+            Path(recipe["out"]),
+            sorted(draw.choice((-1, *range(steps))) for _ in range(PER_RUN)),
+            draw,
+            world,
+        )
         killer.start()
         train(recipe, restarts=2 * PER_RUN, reporter=Listener())
         killer.join()
         assert_same_run(Path(recipe["out"]), expected[plan])
         log = (Path(recipe["out"]) / "run.log").read_text()
-        lost += [int(last) - int(first) + 1 for first, last in re.findall(r"trained again: steps (\d+) to (\d+)", log)]
+        lost += [
+            int(last) - int(first) + 1
+            for first, last in re.findall(r"trained again: steps (\d+) to (\d+)", log)
+        ]
         whole += sum("all ranks start again" in line for line in said)
         took += [float(found[1]) for line in said if (found := re.search(r"again, (\d+\.\d) s", line))]
         kills += killer.done
         shutil.rmtree(recipe["out"])
-    print(f"\n{kills} kills of one of {world} ranks, {snapshot_every=}: steps lost {sorted(Counter(lost[1:]).items())}")
+    print(
+        f"\n{kills} kills of one of {world} ranks, {snapshot_every=}: steps lost"
+        f" {sorted(Counter(lost[1:]).items())}"
+    )
     print(f"{whole} full restarts, recovery {sorted(took)[-3:]} s at most")
-    assert max(lost) <= 5, "with snapshots it is one, or as many as are made while one is written: that is the disk's to say"
+    assert max(lost) <= 5, (
+        "with snapshots it is one, or as many as are made while one is written: that is the disk's to say"
+    )
 
 
 class Killer(threading.Thread):

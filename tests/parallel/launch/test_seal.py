@@ -1,4 +1,5 @@
-"""The rendezvous under the hands of another user of the machine: what he writes is ignored and counted, and no run dies of it."""
+"""The rendezvous under the hands of another user of the machine: what he writes is ignored and counted, and
+no run dies of it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_only_what_was_sealed_for_this_key_with_this_secret_is_read(monkeypatch:
     store.set("b", b"second \xf0\x9f\x8c\x9e")
     assert (store.read("a"), store.get("b").decode()) == ("first", "second \N{SUN WITH FACE}")
     sealed = raw.get("run/0/a")
-    for number, forged in enumerate((b"", b"garbage", b"{}", sealed[:-1] + b"x", b"\0" * 32 + b"first", raw.get("run/0/b")), start=1):
+    for number, forged in enumerate(
+        (b"", b"garbage", b"{}", sealed[:-1] + b"x", b"\0" * 32 + b"first", raw.get("run/0/b")), start=1
+    ):
         raw.set("run/0/a", forged)
         assert store.read("a") is None and store.read("a") is None
         assert seal.refused() == number, forged
@@ -63,8 +66,14 @@ def test_the_secret_is_the_runs_own_or_the_users_in_a_file_of_his_alone(tmp_path
     assert secret_of(home, one_machine=False) is None
     found = secret_of(home, one_machine=True)
     file = tmp_path / "petune" / "rendezvous-secret"
-    assert found is not None and len(found) == 64 and secret_of(home, one_machine=True) == found == file.read_text()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [path.name for path in file.parent.iterdir()] == [file.name]
+    assert (
+        found is not None
+        and len(found) == 64
+        and secret_of(home, one_machine=True) == found == file.read_text()
+    )
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [path.name for path in file.parent.iterdir()] == [
+        file.name
+    ]
     file.chmod(0o640)
     with pytest.raises(DistributedError, match="others may know this secret"):
         secret_of(home, one_machine=True)
@@ -78,12 +87,18 @@ def test_a_beat_that_is_none_is_none(text: str | None):
 
 
 def vandal(ended: threading.Event) -> None:
-    """Write garbage, forged beats and forged answers to every key of the next meetings, as fast as it goes."""
+    """Write garbage, forged beats and forged answers to every key of the next meetings, as fast as it
+    goes."""
     here = rendezvous.place()
     assert here is not None
     raw = TCPStore(here.host, here.port, is_master=False, timeout=timedelta(seconds=5))
     prefix = f"petune/{here.host}:{here.port} of {here.world} /0"
-    forged = [b"garbage \xff", json.dumps({"count": 10**9, "failed": "he says so"}).encode(), b"", json.dumps({"recipe": "his"}).encode()]
+    forged = [
+        b"garbage \xff",
+        json.dumps({"count": 10**9, "failed": "he says so"}).encode(),
+        b"",
+        json.dumps({"recipe": "his"}).encode(),
+    ]
     number = 0
     while not ended.wait(0.001):
         number += 1
@@ -93,7 +108,9 @@ def vandal(ended: threading.Event) -> None:
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_a_run_of_two_processes_ends_well_while_a_stranger_writes_to_its_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_of_two_processes_ends_well_while_a_stranger_writes_to_its_rendezvous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(process_group, "BEAT_S", 0.05)
 
     def train(recipe: dict[str, Any]) -> list[str]:

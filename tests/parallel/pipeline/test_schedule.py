@@ -1,4 +1,5 @@
-"""A pipeline gives the loss, the gradients and the logits of one process, whatever the family, the method, the cut and the schedule."""
+"""A pipeline gives the loss, the gradients and the logits of one process, whatever the family, the method,
+the cut and the schedule."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ METHODS = tuple(SETTINGS)
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny tuned model and what is asked of it. `changes` go over its config; `key` is what dropout is drawn from."""
+    """A tiny tuned model and what is asked of it. `changes` go over its config; `key` is what dropout is
+    drawn from."""
 
     name: str
     method: str
@@ -58,7 +60,13 @@ def build(case: Case) -> nn.Module:
     """The model, nothing in it at identity any more, in training mode. Equal on every call."""
     model = tiny(case.name, **case.changes).to(case.dtype).train()
     torch.manual_seed(3)
-    tune(model, make_config(case.method, SETTINGS[case.method] | ({"dropout": 0.1} if case.key and case.method != "full" else {})))
+    tune(
+        model,
+        make_config(
+            case.method,
+            SETTINGS[case.method] | ({"dropout": 0.1} if case.key and case.method != "full" else {}),
+        ),
+    )
     stir(model, std=0.1)
     for name, value in model.named_parameters():
         if case.frozen and case.frozen in name:
@@ -91,7 +99,9 @@ def batch(name: str, *, rows: int = ROWS, length: int = 9, seed: int = 1) -> Bat
         found["labels"] = torch.randint(0, 3, (rows,))
     elif name.startswith(("bart", "t5")):
         wanted = torch.randint(3, VOCAB, (rows, length - 3))
-        found["labels"] = torch.where(torch.arange(length - 3) < 1 + torch.arange(rows)[:, None], wanted, -100)
+        found["labels"] = torch.where(
+            torch.arange(length - 3) < 1 + torch.arange(rows)[:, None], wanted, -100
+        )
     else:
         found["labels"] = torch.where(mask.bool(), ids % 3 if name.endswith("tokens") else ids, -100)
     return found | {"rows": torch.arange(rows) + 10}
@@ -117,16 +127,22 @@ def stages(*spans: str) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def plan_of(spans: Sequence[Stage], schedule: str = "1f1b", pieces: int | None = None, world: int | None = None) -> ParallelPlan:
+def plan_of(
+    spans: Sequence[Stage], schedule: str = "1f1b", pieces: int | None = None, world: int | None = None
+) -> ParallelPlan:
     """A plan of a pipeline alone."""
     world = world or len(spans)
     return ParallelPlan(pp=world, stages=tuple(spans), schedule=schedule, microbatches=pieces or len(spans))
 
 
-def place(case: Case, plan: ParallelPlan, ask: Callable[[nn.Module, Batch], Outputs] = outputs_of) -> Pipeline:
+def place(
+    case: Case, plan: ParallelPlan, ask: Callable[[nn.Module, Batch], Outputs] = outputs_of
+) -> Pipeline:
     """This rank's part of the case."""
     model, mesh = build(case), make_mesh(plan, CPU)
-    return Pipeline(cut_stages(model, family(model), plan, mesh.at), family(model), plan, mesh, objective(case, ask))
+    return Pipeline(
+        cut_stages(model, family(model), plan, mesh.at), family(model), plan, mesh, objective(case, ask)
+    )
 
 
 def on_stage(case: Case, plan: ParallelPlan, batches: Sequence[Batch]) -> dict[str, Any]:
@@ -140,14 +156,20 @@ def on_stage(case: Case, plan: ParallelPlan, batches: Sequence[Batch]) -> dict[s
         module.train()
     total = sum(count(one) for one in batches)
     losses = [pipeline.backward(one, plan.microbatches, total, case.key) for one in batches]
-    tuned = {names[own]: value for module in pipeline.modules for own, value in tuned_parameters(module).items()}
+    tuned = {
+        names[own]: value for module in pipeline.modules for own, value in tuned_parameters(module).items()
+    }
     return {"losses": losses, "logits": logits, "grads": {own: value.grad for own, value in tuned.items()}}
 
 
 def all_names(model: nn.Module) -> dict[str, str]:
     """Every name of every tuned tensor -> the first of them; a stage may hold only the other end of a tie."""
     first = {id(value): name for name, value in tuned_parameters(model).items()}
-    return {name: first[id(value)] for name, value in model.named_parameters(remove_duplicate=False) if id(value) in first}
+    return {
+        name: first[id(value)]
+        for name, value in model.named_parameters(remove_duplicate=False)
+        if id(value) in first
+    }
 
 
 def alone(case: Case, batches: Sequence[Batch]) -> dict[str, Any]:
@@ -164,10 +186,16 @@ def alone(case: Case, batches: Sequence[Batch]) -> dict[str, Any]:
         loss = task.loss(answer, asked) / total
         loss.backward()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "logits": logits, "grads": {name: value.grad for name, value in tuned_parameters(model).items()}}
+    return {
+        "losses": losses,
+        "logits": logits,
+        "grads": {name: value.grad for name, value in tuned_parameters(model).items()},
+    }
 
 
-def check(case: Case, plan: ParallelPlan, *, batches: Sequence[Batch] | None = None, close: float = 1e-6) -> None:
+def check(
+    case: Case, plan: ParallelPlan, *, batches: Sequence[Batch] | None = None, close: float = 1e-6
+) -> None:
     """Compare the ranks with one process. Gradients of a tensor on several stages are added."""
     batches = batches or [batch(case.name)]
     expected = alone(case, batches)
@@ -176,7 +204,9 @@ def check(case: Case, plan: ParallelPlan, *, batches: Sequence[Batch] | None = N
         assert rank["losses"] == pytest.approx(expected["losses"], abs=10 * close)
     speaking = [at for at, rank in enumerate(found) if rank["logits"] is not None]
     assert speaking == [(len(plan.stages) - 1) % plan.pp]
-    torch.testing.assert_close(found[speaking[0]]["logits"], expected["logits"], atol=100 * close, rtol=10 * close)
+    torch.testing.assert_close(
+        found[speaking[0]]["logits"], expected["logits"], atol=100 * close, rtol=10 * close
+    )
     assert {name for rank in found for name in rank["grads"]} == set(expected["grads"])
     for name, wanted in expected["grads"].items():
         parts = [rank["grads"][name] for rank in found if rank["grads"].get(name) is not None]
@@ -185,7 +215,9 @@ def check(case: Case, plan: ParallelPlan, *, batches: Sequence[Batch] | None = N
             continue
         assert parts, f"no stage has a gradient of {name}"
         difference = float((sum(parts) - wanted).abs().max())
-        assert difference <= close + 10 * close * float(wanted.abs().max()), f"{name} differs by {difference:.1e}"
+        assert difference <= close + 10 * close * float(wanted.abs().max()), (
+            f"{name} differs by {difference:.1e}"
+        )
 
 
 # ------------------------------------------------------------------ as one process
@@ -228,7 +260,12 @@ SCHEDULES = {"gpipe": ("d0-3", "d3-4"), "1f1b": ("d0-1", "d1-4"), "interleaved":
 
 @pytest.mark.parametrize(
     ("schedule", "method"),
-    [(schedule, method) for schedule in SCHEDULES for method in METHODS if method in ("lora", "full") or schedule == "zero-bubble"],
+    [
+        (schedule, method)
+        for schedule in SCHEDULES
+        for method in METHODS
+        if method in ("lora", "full") or schedule == "zero-bubble"
+    ],
 )
 def test_every_schedule_trains_as_one_process(schedule: str, method: str) -> None:
     check(Case("llama-causal", method, DEEP), plan_of(stages(*SCHEDULES[schedule]), schedule, 4, world=2))
@@ -236,9 +273,15 @@ def test_every_schedule_trains_as_one_process(schedule: str, method: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "method", "schedule"),
-    [("t5-seq2seq", "full", "zero-bubble"), ("bart-seq2seq", "side", "zero-bubble"), ("bart-seq2seq", "lora", "interleaved")],
+    [
+        ("t5-seq2seq", "full", "zero-bubble"),
+        ("bart-seq2seq", "side", "zero-bubble"),
+        ("bart-seq2seq", "lora", "interleaved"),
+    ],
 )
-def test_an_encoder_and_decoder_lie_in_several_stages_on_a_rank(name: str, method: str, schedule: str) -> None:
+def test_an_encoder_and_decoder_lie_in_several_stages_on_a_rank(
+    name: str, method: str, schedule: str
+) -> None:
     check(Case(name, method), plan_of(stages("e0-1", "e1-2", "d0-1", "d1-2"), schedule, 2, world=2))
 
 
@@ -259,7 +302,12 @@ def test_every_head_works_on_the_last_stage(name: str, spans: tuple[str, ...]) -
 
 def test_batches_of_several_shapes_and_fewer_rows_than_pieces() -> None:
     name = "t5-seq2seq"
-    batches = [batch(name), batch(name, rows=3, length=12, seed=2), batch(name, rows=1, seed=3), batch(name, rows=3, seed=4)]
+    batches = [
+        batch(name),
+        batch(name, rows=3, length=12, seed=2),
+        batch(name, rows=1, seed=3),
+        batch(name, rows=3, seed=4),
+    ]
     check(Case(name, "lora"), plan_of(stages(*CUTS["inside both"])), batches=batches)
 
 
@@ -270,9 +318,21 @@ def test_a_table_tied_to_the_head_has_a_gradient_on_both_its_stages() -> None:
 @pytest.mark.parametrize(
     ("case", "spans", "schedule"),
     [
-        (Case("llama-causal", "lora", DEEP | {"attention_dropout": 0.1}, key=5, recompute=True), FOUR, "zero-bubble"),
-        (Case("t5-seq2seq", "side", {"dropout_rate": 0.1}, key=5, recompute=True), CUTS["twice in the decoder"], "1f1b"),
-        (Case("bart-classify", "full", {"dropout": 0.1, "classifier_dropout": 0.1}, key=5), CUTS["inside both"], "gpipe"),
+        (
+            Case("llama-causal", "lora", DEEP | {"attention_dropout": 0.1}, key=5, recompute=True),
+            FOUR,
+            "zero-bubble",
+        ),
+        (
+            Case("t5-seq2seq", "side", {"dropout_rate": 0.1}, key=5, recompute=True),
+            CUTS["twice in the decoder"],
+            "1f1b",
+        ),
+        (
+            Case("bart-classify", "full", {"dropout": 0.1, "classifier_dropout": 0.1}, key=5),
+            CUTS["inside both"],
+            "gpipe",
+        ),
     ],
 )
 def test_dropout_is_drawn_as_in_one_process(case: Case, spans: tuple[str, ...], schedule: str) -> None:
@@ -295,7 +355,14 @@ def test_a_withheld_mask_would_be_noticed() -> None:
     expected = alone(case, [batch(case.name)])["losses"][0]
 
     def forgetful(model: nn.Module, asked: Batch) -> Outputs:
-        return outputs_of(model, {name: value for name, value in asked.items() if name != "attention_mask" or not ends_of(model).incoming})
+        return outputs_of(
+            model,
+            {
+                name: value
+                for name, value in asked.items()
+                if name != "attention_mask" or not ends_of(model).incoming
+            },
+        )
 
     def loss() -> float:
         pipeline = place(case, plan, forgetful)
@@ -387,13 +454,23 @@ def test_every_tensor_lies_on_one_stage_but_for_tied_tables(name: str, method: s
     whole, plan = build(Case(name, method)), three(name)
     every = {own: id(value) for own, value in whole.named_parameters(remove_duplicate=False)}
     tied = {own for own, number in every.items() if list(every.values()).count(number) > 1}
-    cut = [cut_stages(copy.deepcopy(whole), family(whole), plan, Coordinate(pp=at))[0] for at in range(plan.pp)]
+    cut = [
+        cut_stages(copy.deepcopy(whole), family(whole), plan, Coordinate(pp=at))[0] for at in range(plan.pp)
+    ]
     held = [own for module in cut for own, _ in module.named_parameters(remove_duplicate=False)]
     assert set(held) | tied == set(every)
     assert {own for own in held if held.count(own) > 1} <= tied
     for at, module in enumerate(cut):
-        wanted = {(stack, number) for stack, (start, end) in plan.stages[at].blocks.items() for number in range(start, end)}
-        assert {(name, number) for name, stack in own_stacks(module, family(whole)).items() for number, _ in stack.numbered} == wanted
+        wanted = {
+            (stack, number)
+            for stack, (start, end) in plan.stages[at].blocks.items()
+            for number in range(start, end)
+        }
+        assert {
+            (name, number)
+            for name, stack in own_stacks(module, family(whole)).items()
+            for number, _ in stack.numbered
+        } == wanted
 
 
 def test_a_stage_can_be_cut_out_of_a_model_without_memory() -> None:
@@ -414,14 +491,17 @@ def test_the_stages_of_a_rank_share_their_tensors_and_no_blocks() -> None:
     plan = plan_of(stages("e0-1", "e1-2", "d0-1", "d1-2"), "interleaved", 2, world=2)
     first, second = cut_stages(model, family(model), plan, Coordinate(pp=0))
     assert first is model
-    ours, theirs = ({id(value): name for name, value in module.named_parameters()} for module in (first, second))
+    ours, theirs = (
+        {id(value): name for name, value in module.named_parameters()} for module in (first, second)
+    )
     assert set(ours) | set(theirs) <= every
     assert {ours[number] for number in set(ours) & set(theirs)} == {"shared.weight"}
 
 
 def test_a_module_of_which_it_cannot_be_told_where_it_works_is_refused() -> None:
     model = build(Case("bart-seq2seq", "lora"))
-    model.get_submodule("model.encoder").add_module("layer_norm", nn.LayerNorm(64))  # as mBART has one, after the blocks
+    # as mBART has one, after the blocks
+    model.get_submodule("model.encoder").add_module("layer_norm", nn.LayerNorm(64))
     with pytest.raises(UsageError, match=r"model\.encoder\.layer_norm"):
         cut_stages(model, family(model), three("bart-seq2seq"), Coordinate())
 
@@ -438,8 +518,12 @@ def test_a_module_of_which_it_cannot_be_told_where_it_works_is_refused() -> None
         (FOUR, "zero-bubble", 5, "rounds"),
     ],
 )
-def test_stages_that_do_not_fit_are_refused(spans: tuple[str, ...], schedule: str, pieces: int, what: str) -> None:
+def test_stages_that_do_not_fit_are_refused(
+    spans: tuple[str, ...], schedule: str, pieces: int, what: str
+) -> None:
     for at in range(2):  # on every rank, or the others would wait
         model = build(Case("llama-causal", "lora"))
         with pytest.raises(UsageError, match=what):
-            cut_stages(model, family(model), plan_of(stages(*spans), schedule, pieces, world=2), Coordinate(pp=at))
+            cut_stages(
+                model, family(model), plan_of(stages(*spans), schedule, pieces, world=2), Coordinate(pp=at)
+            )

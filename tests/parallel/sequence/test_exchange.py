@@ -1,4 +1,5 @@
-"""Attention over a cut sequence against plain attention over the whole of it, in float64: outputs and every gradient."""
+"""Attention over a cut sequence against plain attention over the whole of it, in float64: outputs and every
+gradient."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ class Case:
     def inputs(self, queries: int, keys: int) -> list[Tensor]:
         """query, key, value and perhaps bias, whole."""
         generator = torch.Generator().manual_seed(7)
-        shapes = [(ROWS, HEADS, queries, WIDTH), (ROWS, self.kv_heads, keys, WIDTH), (ROWS, self.kv_heads, keys, WIDTH + 1)]
+        shapes = [
+            (ROWS, HEADS, queries, WIDTH),
+            (ROWS, self.kv_heads, keys, WIDTH),
+            (ROWS, self.kv_heads, keys, WIDTH + 1),
+        ]
         shapes += [(1, HEADS, queries, keys)] * self.bias
         return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
@@ -74,7 +79,9 @@ def padding_causal(queries: int, keys: int) -> Tensor:
 
 def additive(queries: int, keys: int) -> Tensor:
     """[b, 1, q, k] added to scores, with a query that may attend to nothing."""
-    values = torch.randn(ROWS, 1, queries, keys, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    values = torch.randn(
+        ROWS, 1, queries, keys, generator=torch.Generator().manual_seed(8), dtype=torch.float64
+    )
     return values.masked_fill(~padding_causal(queries, keys), -torch.inf)
 
 
@@ -106,19 +113,26 @@ CASES = {
 
 def weight(queries: int) -> Tensor:
     """What the output is multiplied by, so that every element of it has a gradient of its own."""
-    return torch.randn(ROWS, queries, HEADS, WIDTH + 1, generator=torch.Generator().manual_seed(10), dtype=torch.float64)
+    return torch.randn(
+        ROWS, queries, HEADS, WIDTH + 1, generator=torch.Generator().manual_seed(10), dtype=torch.float64
+    )
 
 
 def on_one(case: Case, queries: int, keys: int) -> list[Tensor]:
     """Output and gradients of plain attention."""
     inputs = [x.requires_grad_() for x in case.inputs(queries, keys)]
     bias = inputs[3] if case.bias else None
-    output, _ = attend(case.module(), *inputs[:3], case.made(queries, keys), position_bias=bias, **case.keywords)
+    output, _ = attend(
+        case.module(), *inputs[:3], case.made(queries, keys), position_bias=bias, **case.keywords
+    )
     return [output.detach(), *torch.autograd.grad((output * weight(queries)).sum(), inputs)]
 
 
-def on_ranks(kind: str, sizes: tuple[int, ...], cases: Mapping[str, Case], keys: int | None) -> dict[str, list[Tensor]]:
-    """The same of one rank's part of the sequence; the bias, and keys of their own, are whole on every rank."""
+def on_ranks(
+    kind: str, sizes: tuple[int, ...], cases: Mapping[str, Case], keys: int | None
+) -> dict[str, list[Tensor]]:
+    """The same of one rank's part of the sequence; the bias, and keys of their own, are whole on every
+    rank."""
     index, whole = dist.get_rank(), sum(sizes)
     own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
     found = {}
@@ -140,7 +154,8 @@ def on_ranks(kind: str, sizes: tuple[int, ...], cases: Mapping[str, Case], keys:
 
 
 def joined(parts: list[list[Tensor]], cross: bool = False) -> list[Tensor]:
-    """Tokens of all ranks behind one another; what is whole on every rank has partial gradients, which add up."""
+    """Tokens of all ranks behind one another; what is whole on every rank has partial gradients, which add
+    up."""
     output, query, key, value, *bias = zip(*parts, strict=True)
     sides = [sum(x) if cross else torch.cat(x, 2) for x in (key, value)]
     return [torch.cat(output, 1), torch.cat(query, 2), *sides, *(sum(x) for x in bias)]
@@ -165,7 +180,12 @@ def test_own_queries_attend_across_to_a_whole_sequence(sizes: tuple[int, ...]) -
     def by_query(queries: int, keys: int) -> Tensor:
         return padding(queries, keys).expand(-1, -1, queries, -1)
 
-    cases = {"all": Case(), "padding": Case(mask=padding), "by query": Case(mask=by_query), "bias": Case(mask=by_query, bias=True)}
+    cases = {
+        "all": Case(),
+        "padding": Case(mask=padding),
+        "by query": Case(mask=by_query),
+        "bias": Case(mask=by_query, bias=True),
+    }
     ranks = run(len(sizes), on_ranks, "cross", sizes, cases, 5)
     for name, case in cases.items():
         assert_equal(joined([rank[name] for rank in ranks], cross=True), on_one(case, sum(sizes), 5), name)
@@ -176,7 +196,9 @@ def test_across_a_bias_made_for_own_queries_is_taken_as_it_is() -> None:
     module = case.module()
     module.exchange = Cross(1)
     with bound_to(Running(sizes=(5, 3), token=5)):
-        output, _ = attention(module, whole[0][:, :, 5:], whole[1], whole[2], None, position_bias=whole[3][:, :, 5:])
+        output, _ = attention(
+            module, whole[0][:, :, 5:], whole[1], whole[2], None, position_bias=whole[3][:, :, 5:]
+        )
     torch.testing.assert_close(output, on_one(case, 8, 5)[0][:, 5:])
 
 
@@ -190,7 +212,9 @@ def test_keys_whose_gradient_is_only_sliced_are_noticed(monkeypatch: pytest.Monk
 
 
 def test_a_causal_mask_without_its_offset_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "no_later", lambda first, end, _: torch.ones(end - first, end).bool().tril()[None, None])
+    monkeypatch.setattr(
+        exchange, "no_later", lambda first, end, _: torch.ones(end - first, end).bool().tril()[None, None]
+    )
     with pytest.raises(AssertionError, match="output"):
         assert_causal("gather")
 
@@ -217,7 +241,8 @@ def assert_causal(kind: str) -> None:
 
 
 def dropped(kind: str, sizes: tuple[int, ...]) -> Tensor:
-    """Probabilities after dropout of one rank's queries, as values are unit vectors: [b, own, heads, keys]."""
+    """Probabilities after dropout of one rank's queries, as values are unit vectors: [b, own, heads,
+    keys]."""
     index, whole = dist.get_rank(), sum(sizes)
     own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
     module = Case(is_causal=True).module()
@@ -253,9 +278,15 @@ def rounded(kind: str, sizes: tuple[int, ...], autocast: bool) -> list[Tensor]:
     own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
     module = Case(is_causal=True, kv_heads=3).module()
     module.exchange = KINDS[kind](dist.group.WORLD, index)
-    inputs = [x[:, :, own].to(torch.float32 if autocast else torch.bfloat16) for x in Case(kv_heads=3).inputs(sum(sizes), sum(sizes))]
+    inputs = [
+        x[:, :, own].to(torch.float32 if autocast else torch.bfloat16)
+        for x in Case(kv_heads=3).inputs(sum(sizes), sum(sizes))
+    ]
     inputs = [x.clone().requires_grad_() for x in inputs]
-    with bound_to(Running(sizes=sizes, token=own.start)), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with (
+        bound_to(Running(sizes=sizes, token=own.start)),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
         output, _ = attention(module, *inputs, None)
     loss = (output.double() * weight(sum(sizes))[:, own]).sum()
     return [output.detach(), *torch.autograd.grad(loss, inputs)]
@@ -286,7 +317,12 @@ def test_where_the_sequence_is_not_cut_attention_is_plain(kind: str) -> None:
 def test_an_exchange_is_shared_by_copies_and_refuses_to_work_alone_after_pickling(kind: str) -> None:
     module = Case().module()
     module.exchange = KINDS[kind]("a group", 1)
-    assert copy.deepcopy(module).exchange is copy.copy(module).exchange is copy.copy(module.exchange) is module.exchange
+    assert (
+        copy.deepcopy(module).exchange
+        is copy.copy(module).exchange
+        is copy.copy(module.exchange)
+        is module.exchange
+    )
     made, fields = module.exchange.__reduce__()
     lone = made(*fields)
     assert (type(lone), lone.group, lone.index) == (KINDS[kind], None, 1)
@@ -309,7 +345,12 @@ def test_a_bias_made_from_own_tokens_alone_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("counts", "expected"),
-    [((8, 8, 2), ((4, 4), (4, 4))), ((8, 4, 3), ((4, 2, 2), (2, 1, 1))), ((6, 3, 2), ((4, 2), (2, 1))), ((8, 1, 1), ((8,), (1,)))],
+    [
+        ((8, 8, 2), ((4, 4), (4, 4))),
+        ((8, 4, 3), ((4, 2, 2), (2, 1, 1))),
+        ((6, 3, 2), ((4, 2), (2, 1))),
+        ((8, 1, 1), ((8,), (1,))),
+    ],
 )
 def test_ulysses_apportions_heads_by_groups(counts: tuple[int, int, int], expected: Any) -> None:
     assert ulysses_heads(*counts) == expected
@@ -339,4 +380,6 @@ def two_lengths() -> list[list[Tensor]]:
         inputs = [x[:, :, own].clone().requires_grad_() for x in case.inputs(sum(sizes), sum(sizes))]
         with bound_to(replace(Running(), sizes=sizes, token=own.start)):
             going.append((attention(module, *inputs, None)[0], inputs, weight(sum(sizes))[:, own]))
-    return [[output.detach(), *torch.autograd.grad((output * by).sum(), inputs)] for output, inputs, by in going]
+    return [
+        [output.detach(), *torch.autograd.grad((output * by).sum(), inputs)] for output, inputs, by in going
+    ]

@@ -1,6 +1,8 @@
-"""Overlapped communication is the plain form in another order: same numbers, and transfers under way while matmuls run.
+"""Overlapped communication is the plain form in another order: same numbers, and transfers under way while
+matmuls run.
 
-A toy region, two linears in and one out, shows what happens when; tiny models under plans are held against one process.
+A toy region, two linears in and one out, shows what happens when; tiny models under plans are held against
+one process.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def plain(region: Region, whole: bool) -> Callable[[Tensor], Tensor]:
         if whole:
             return reduce(region(copy(hidden, dist.group.WORLD)), dist.group.WORLD)
         sizes = running().sizes
-        return reduce_scatter_seq(region(gather_seq(hidden, sizes, dist.group.WORLD)), sizes, dist.group.WORLD)
+        return reduce_scatter_seq(
+            region(gather_seq(hidden, sizes, dist.group.WORLD)), sizes, dist.group.WORLD
+        )
 
     return call
 
@@ -74,7 +78,9 @@ def drawn(seed: int, length: int) -> Tensor:
     return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def both_ways(call: Callable[[Tensor], Tensor], region: Region, sizes: tuple[int, ...], recompute: bool = False) -> list[Tensor]:
+def both_ways(
+    call: Callable[[Tensor], Tensor], region: Region, sizes: tuple[int, ...], recompute: bool = False
+) -> list[Tensor]:
     """Output and gradients of the region for own tokens, or for all of them where `sizes` has one number."""
     rank = dist.get_rank()
     own = sizes[0] if len(sizes) == 1 else sizes[rank]
@@ -106,7 +112,16 @@ def compared(sizes: tuple[int, ...]) -> list[list[list[Tensor]]]:
 
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
-    [(2, (5, 2)), (2, (0, 3)), (3, (3, 2, 1)), (3, (4, 0, 3)), (4, (0, 2, 1, 0)), (2, (7,)), (3, (2,)), (2, (1,))],
+    [
+        (2, (5, 2)),
+        (2, (0, 3)),
+        (3, (3, 2, 1)),
+        (3, (4, 0, 3)),
+        (4, (0, 2, 1, 0)),
+        (2, (7,)),
+        (3, (2,)),
+        (2, (1,)),
+    ],
     ids=str,
 )
 def test_an_overlapped_region_gives_the_numbers_of_the_plain_one(ranks: int, sizes: tuple[int, ...]) -> None:
@@ -166,7 +181,8 @@ def stories(route: tiles.Route) -> list[str]:
 
 
 def test_tiles_travel_while_others_are_computed() -> None:
-    """Forward there is a matmul for each of gate's tiles, one for up, and one for each of down's; backward two for each."""
+    """Forward there is a matmul for each of gate's tiles, one for up, and one for each of down's; backward
+    two for each."""
     ring, star = (run(3, stories, route) for route in tiles.ROUTES)
     enter = "go matmul come go matmul come matmul"
     leave = "matmul go matmul come go matmul come"
@@ -179,7 +195,8 @@ def test_tiles_travel_while_others_are_computed() -> None:
 
 
 def left_under_way() -> list[str]:
-    """The story of a recomputed region: recomputing stops inside the way out, once everything is there that backward needs."""
+    """The story of a recomputed region: recomputing stops inside the way out, once everything is there that
+    backward needs."""
     region = Region(dist.get_rank())
     call = overlapped(region, "star")
 
@@ -195,12 +212,14 @@ def left_under_way() -> list[str]:
 
 def test_recomputing_leaves_nothing_under_way() -> None:
     for story in run(3, left_under_way):
-        assert story.count("go") == story.count("come") == 8  # two for each entry and each exit, forward again and backward
+        # two for each entry and each exit, forward again and backward
+        assert story.count("go") == story.count("come") == 8
         assert story.count("matmul") == 6 + 14  # it stopped before the last of down's tiles
 
 
 def held_after_a_call(recompute: bool) -> list[int]:
-    """How many of a call's objects are alive after its forward pass and after its backward pass, without collecting garbage."""
+    """How many of a call's objects are alive after its forward pass and after its backward pass, without
+    collecting garbage."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     made: list[str] = []
 
@@ -261,7 +280,8 @@ def test_what_reads_hidden_states_before_they_are_here_gets_nan() -> None:
 
 
 def after_a_failure() -> bool:
-    """Whether a site takes other inputs as they are, once a call has failed in a site that had been given a tile."""
+    """Whether a site takes other inputs as they are, once a call has failed in a site that had been given a
+    tile."""
     here = Overlap(dist.group.WORLD, dist.get_rank(), "ring")
     failing, other = nn.Linear(WIDTH + 1, 2).double(), nn.Linear(WIDTH, 2).double()
     here.column(failing)
@@ -296,7 +316,8 @@ def plan_of(kind: str, name: str, ranks: int) -> ParallelPlan:
 
 
 def case_of(name: str, method: str, at: int) -> Case:
-    """Galaxy on two and three ranks, recomputed and not, with dropout and without, shifted from method to method and model to model."""
+    """Galaxy on two and three ranks, recomputed and not, with dropout and without, shifted from method to
+    method and model to model."""
     ranks, recompute, dropout = [(2, True, 0.1), (3, False, 0.1), (3, True, 0.0), (2, False, 0.0)][at % 4]
     return Case(name, method, plan_of("galaxy", name, ranks), torch.float64, recompute, dropout, passes=(3,))
 
@@ -304,7 +325,9 @@ def case_of(name: str, method: str, at: int) -> Case:
 def _cell(row: int, column: int) -> Any:
     """Every other one is left to the long suite."""
     case = case_of(FOUR[row], list(SETTINGS)[column], row + column // 2)
-    return pytest.param(case, marks=pytest.mark.long if (row + column) % 2 else (), id=f"{case.name} {case.method}")
+    return pytest.param(
+        case, marks=pytest.mark.long if (row + column) % 2 else (), id=f"{case.name} {case.method}"
+    )
 
 
 @pytest.mark.parametrize("case", [_cell(row, column) for row in range(4) for column in range(4)])
@@ -326,4 +349,6 @@ OTHERS = [
 def test_other_plans_overlapped_equal_one_process(kind: str, name: str, method: str, ranks: int) -> None:
     plan = plan_of(kind, name, ranks)
     settings = (("num_hidden_layers", 3),) if plan.pp > 1 else ()
-    check(Case(name, method, plan, torch.float64, recompute=True, dropout=0.1, settings=settings, passes=(3,)))
+    check(
+        Case(name, method, plan, torch.float64, recompute=True, dropout=0.1, settings=settings, passes=(3,))
+    )

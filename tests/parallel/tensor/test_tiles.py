@@ -1,4 +1,5 @@
-"""Tiles that travel between ranks against what they are by definition, by both routes and in both directions, tiles without tokens too."""
+"""Tiles that travel between ranks against what they are by definition, by both routes and in both directions,
+tiles without tokens too."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def order(ranks: int, turn: int, leaving: bool) -> tuple[int, ...]:
 
 
 def sent_round(sizes: tuple[int, ...]) -> list[list[Tensor]]:
-    """For each route and direction: what was gathered, in the order of tokens, and the own tile of the sum."""
+    """For each route and direction: what was gathered, in the order of tokens, and the own tile of the
+    sum."""
     rank, ranks, found = dist.get_rank(), len(sizes), []
     for route in ROUTES:
         for turn in (1, -1):
@@ -92,7 +94,8 @@ def test_a_tile_of_another_length_is_refused() -> None:
 
 
 def chosen(seconds: list[dict[Route, float]]) -> list[Any]:
-    """The route where each rank measures what `seconds` says of it, asked for twice; what was said, and how often was measured."""
+    """The route where each rank measures what `seconds` says of it, asked for twice; what was said, and how
+    often was measured."""
     said: list[str] = []
     asked: list[Route] = []
 

@@ -1,4 +1,5 @@
-"""A vocabulary cut across ranks against a whole one: embeddings, logits, losses and gradients of every family."""
+"""A vocabulary cut across ranks against a whole one: embeddings, logits, losses and gradients of every
+family."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from petune.methods import tuned_parameters, wrap
 from petune.parallel.collectives import all_sum_, gather_dim
 from petune.parallel.tensor import vocabulary
 from petune.parallel.tensor.shard_params import Placed, Slice
-from petune.parallel.tensor.vocabulary import Logits, Rows, cut_vocabulary, has_cut_head, hook_vocabulary, refusal, vocabulary_loss
+from petune.parallel.tensor.vocabulary import (
+    Logits,
+    Rows,
+    cut_vocabulary,
+    has_cut_head,
+    hook_vocabulary,
+    refusal,
+    vocabulary_loss,
+)
 from petune.run.evaluate import forward
 from petune.tasks.loss import loss_sum, trained_positions
 from tests.methods.zoo import GENERATE, VOCAB, assert_same_gradients, batch, prompt, stir, tiny
@@ -41,7 +50,9 @@ def gathered(tensors: Tensors, placed: Placed) -> Tensors:
         if name in placed.partial:
             all_sum_([value], dist.group.WORLD)
         part = placed.slices.get(name)
-        found[name] = value if part is None else gather_dim(value, part.sizes, int(part.dim), dist.group.WORLD)
+        found[name] = (
+            value if part is None else gather_dim(value, part.sizes, int(part.dim), dist.group.WORLD)
+        )
     return found
 
 
@@ -92,7 +103,9 @@ def whole_of(build: Callable[[], Any], name: str, dtype: torch.dtype) -> dict[st
     return {"logits": logits.detach(), "loss": loss.detach(), "grads": grads_of(model)}
 
 
-def parts_of(build: Callable[[], Any], name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, Any]:
+def parts_of(
+    build: Callable[[], Any], name: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> dict[str, Any]:
     model, (task, inputs) = build().to(dtype), data_of(name)
     names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
     placed = cut_here(model, sizes)
@@ -112,7 +125,9 @@ def parts_of(build: Callable[[], Any], name: str, dtype: torch.dtype, sizes: tup
     [(label, 3 if label in ("llama-tied", "t5-tied", "bart-tied") else 2, torch.float64) for label in MODELS]
     + [(label, 2, torch.float32) for label in ("llama-untied", "t5-tied", "bart-tied")],
 )
-def test_a_cut_model_has_the_logits_loss_and_gradients_of_a_whole_one(label: str, world: int, dtype: torch.dtype) -> None:
+def test_a_cut_model_has_the_logits_loss_and_gradients_of_a_whole_one(
+    label: str, world: int, dtype: torch.dtype
+) -> None:
     tolerance = 1e-10 if dtype is torch.float64 else 1e-6
     name, build = MODELS[label]
     expected = whole_of(build, name, dtype)
@@ -120,7 +135,9 @@ def test_a_cut_model_has_the_logits_loss_and_gradients_of_a_whole_one(label: str
         assert found["loss"].dtype == expected["loss"].dtype
         assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=tolerance)
         assert_same_gradients({"logits": found["logits"]}, {"logits": expected["logits"]}, 10 * tolerance)
-        assert_same_gradients(found["grads"], expected["grads"], 10 * tolerance if dtype is torch.float32 else tolerance)
+        assert_same_gradients(
+            found["grads"], expected["grads"], 10 * tolerance if dtype is torch.float32 else tolerance
+        )
 
 
 def test_without_the_copy_before_the_head_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +185,9 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("padding", [None, 0, 96])
-def test_an_embedding_finds_every_row_and_gives_it_its_gradient_but_for_the_padding(world: int, padding: int | None) -> None:
+def test_an_embedding_finds_every_row_and_gives_it_its_gradient_but_for_the_padding(
+    world: int, padding: int | None
+) -> None:
     ids = torch.tensor([[0, 96, 5, 5], [49, 50, 61, 0]])
     weights = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -218,7 +237,12 @@ def test_narrowing_needs_no_memory_and_says_what_lies_where() -> None:
         model = tiny("bart-seq2seq")
     model.tie_weights()
     placed = cut_vocabulary(model, SHARES[3], 1)
-    tied = {"model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"}
+    tied = {
+        "model.shared.weight",
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "lm_head.weight",
+    }
     assert placed.slices == dict.fromkeys(tied, Slice(0, SHARES[3])) and not placed.partial
     assert {id(model.get_parameter(name)) for name in tied} == {id(model.lm_head.weight)}
     assert model.lm_head.weight.is_meta and model.lm_head.weight.shape == (30, 64)
@@ -232,7 +256,9 @@ def test_what_does_not_train_stays_frozen() -> None:
     assert placed.partial == {"lm_head.lora_A"}
     assert set(placed.slices) == {"model.embed_tokens.weight", "lm_head.weight", "lm_head.lora_B"}
     assert not model.lm_head.weight.requires_grad and not model.model.embed_tokens.weight.requires_grad
-    assert model.lm_head.lora_B.requires_grad and id(model.lm_head.lora_B) in map(id, tuned_parameters(model).values())
+    assert model.lm_head.lora_B.requires_grad and id(model.lm_head.lora_B) in map(
+        id, tuned_parameters(model).values()
+    )
 
 
 def test_a_tuned_embedding_and_other_unfit_tables_are_refused_with_the_reason() -> None:
@@ -280,7 +306,10 @@ def test_a_copy_of_a_hooked_model_talks_over_the_same_group() -> None:
         cut_here(model, SHARES[2])
         twin = copy.deepcopy(model)
         with torch.no_grad():
-            return {"model": forward(model, batch("bart-seq2seq")), "twin": forward(twin, batch("bart-seq2seq"))}
+            return {
+                "model": forward(model, batch("bart-seq2seq")),
+                "twin": forward(twin, batch("bart-seq2seq")),
+            }
 
     for found in run(2, again):
         assert torch.equal(found["model"], found["twin"])
@@ -310,8 +339,13 @@ def loss_parts(logits: Tensor, labels: Tensor, sizes: tuple[int, ...], factor: f
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("scale", "dtype"), [(1.0, torch.float64), (1e4, torch.float64), (1.0, torch.float32), (1.0, torch.bfloat16)])
-def test_the_loss_is_a_cross_entropy_however_large_the_logits(world: int, scale: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(1.0, torch.float64), (1e4, torch.float64), (1.0, torch.float32), (1.0, torch.bfloat16)],
+)
+def test_the_loss_is_a_cross_entropy_however_large_the_logits(
+    world: int, scale: float, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = (scale * torch.randn(11, VOCAB, generator=generator, dtype=torch.float64)).to(dtype)
     labels = torch.tensor([0, 96, 49, 50, 61, -100, 7, 7, 80, -1, 33])
@@ -322,7 +356,9 @@ def test_the_loss_is_a_cross_entropy_however_large_the_logits(world: int, scale:
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
     for found in run(world, loss_parts, logits, labels, SHARES[world], 0.25):
         assert found["loss"].dtype == wide.dtype
-        assert float(found["loss"]) == pytest.approx(float(expected.detach()), rel=1e-12 if dtype is torch.float64 else 1e-6)
+        assert float(found["loss"]) == pytest.approx(
+            float(expected.detach()), rel=1e-12 if dtype is torch.float64 else 1e-6
+        )
         assert found["grad"].dtype == dtype
         assert float((found["grad"] - whole.grad).abs().max()) <= tolerance
 
@@ -343,4 +379,6 @@ def test_the_loss_in_one_process_is_the_plain_one() -> None:
     labels = torch.arange(5)
     assert torch.autograd.gradcheck(lambda x: vocabulary_loss(x, labels, None, 0), [logits])
     with torch.no_grad():
-        assert float(vocabulary_loss(logits, labels, None, 0)) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")))
+        assert float(vocabulary_loss(logits, labels, None, 0)) == pytest.approx(
+            float(F.cross_entropy(logits, labels, reduction="sum"))
+        )
