@@ -149,7 +149,7 @@ def _untie(model: nn.Module, layer: TunedLinear) -> None:
         if module is not layer and getattr(module, "weight", None) is layer.weight
     ]
     for module in sharing:
-        module.weight = nn.Parameter(layer.weight.detach().clone())
+        module.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
     config: Any = getattr(model, "config", None)
     if sharing and getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = False

@@ -89,14 +89,24 @@ class QuantisedWeight(Tensor):
     """
 
     form: FrozenWeight
-    samples: Tensor | None
+    part: bool
+    _sampled: list[Tensor | None]  # one, shared by all that share the memory
 
     @staticmethod
-    def __new__(cls, form: FrozenWeight, samples: Tensor | None = None) -> Self:
-        """Of a form, whose memory it shares."""
+    def __new__(cls, form: FrozenWeight, samples: Tensor | None = None, *, part: bool = False) -> Self:
+        """Of a form, whose memory it shares. part: of some rows or columns of another weight."""
         made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.tensors[0].device)
-        made.form, made.samples = form, samples
+        made.form, made.part, made._sampled = form, part, [samples]
         return made
+
+    @property
+    def samples(self) -> Tensor | None:
+        """See the class."""
+        return self._sampled[0]
+
+    @samples.setter
+    def samples(self, value: Tensor | None) -> None:
+        self._sampled[0] = value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,10 +116,12 @@ class QuantisedWeight(Tensor):
             return _linear(*args, **(kwargs or {}))
         if func is Tensor.__setitem__ and isinstance(args[0], cls):
             raise _cannot_write(args[0], "an index")
+        if func == _SET_DATA and isinstance(args[0], cls) and not isinstance(args[1], cls):
+            raise _cannot_write(args[0], "dense data in its place")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func == _SET_DATA:
-            args[0].form, args[0].samples = args[1].form, args[1].samples
+            args[0].form, args[0]._sampled = args[1].form, args[1]._sampled
         return found
 
     @classmethod
@@ -124,8 +136,10 @@ class QuantisedWeight(Tensor):
         arguments = func._schema.arguments
         given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
         for one in arguments:
-            if one.is_write and isinstance(found := given.get(one.name), cls):
-                raise _cannot_write(found, str(func))
+            value = given.get(one.name) if one.is_write else None
+            for found in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(found, cls):
+                    raise _cannot_write(found, str(func))
         args, kwargs = tree_map_only(cls, dense_of, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -182,7 +196,9 @@ def _cannot_train(weight: QuantisedWeight) -> UsageError:
 
 
 def _shared(weight: QuantisedWeight) -> QuantisedWeight:
-    return QuantisedWeight(weight.form, weight.samples)
+    made = QuantisedWeight(weight.form, part=weight.part)
+    made._sampled = weight._sampled  # what is written by one name is known by the other
+    return made
 
 
 def _cloned(weight: QuantisedWeight, memory_format: Any = None) -> QuantisedWeight:
@@ -206,7 +222,10 @@ def _moved(
     form = weight.form.each(
         lambda value: value.to(device=device or value.device, non_blocking=non_blocking, copy=True)
     )
-    return QuantisedWeight(form if dtype is None else form.to(dtype), weight.samples)
+    samples = weight.samples
+    if dtype is None or samples is None:
+        return QuantisedWeight(form if dtype is None else form.to(dtype), samples)
+    return QuantisedWeight(form.to(dtype), samples.to(dtype).to(samples.dtype))
 
 
 def _sliced(
@@ -217,13 +236,17 @@ def _sliced(
     first, last, _ = slice(start, end).indices(weight.shape[dim])
     whole = last - first == weight.shape[dim]
     return QuantisedWeight(
-        weight.form.narrow(dim % 2, first, max(0, last - first)), weight.samples if whole else None
+        weight.form.narrow(dim % 2, first, max(0, last - first)),
+        weight.samples if whole else None,
+        part=weight.part or not whole,
     )
 
 
 def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False) -> QuantisedWeight:
+    if weight.part:
+        raise _cannot_write(weight, "a part of it")
     if not isinstance(source, QuantisedWeight):
-        source = source.expand(weight.shape)
+        source = source.expand(weight.shape).to(weight.dtype)
         weight.form.write(source)
         weight.samples = sampled(source)
         return weight
@@ -231,7 +254,8 @@ def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False
         return _written(weight, source.form.dense())
     for own, other in zip(weight.form.tensors, source.form.tensors, strict=True):
         own.copy_(other)
-    weight.samples = source.samples
+    samples = source.samples
+    weight.samples = None if samples is None else samples.to(weight.dtype).to(samples.dtype)
     return weight
 
 

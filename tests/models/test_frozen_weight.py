@@ -39,7 +39,7 @@ def layer(bias: bool = True) -> nn.Linear:
 def reachable(weight: Tensor) -> int:
     """Bytes of every plain tensor that a weight holds."""
     assert isinstance(weight, QuantisedWeight)
-    found, seen = [*vars(weight).values(), *vars(weight.form).values()], {}
+    found, seen = [*vars(weight).values(), *weight._sampled, *vars(weight.form).values()], {}
     seen = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for value in found
@@ -170,6 +170,10 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "mul_ of its data": lambda weight: weight.data.mul_(2),
     "init": lambda weight: nn.init.normal_(weight),
     "an index": lambda weight: weight.__setitem__(0, 0.0),
+    "a list": lambda weight: torch._foreach_mul_([weight], 2.0),
+    "some columns": lambda weight: weight[:, :16].copy_(torch.ones(48, 16)),
+    "some rows": lambda weight: weight[:16].copy_(torch.ones(16, 64)),
+    "dense data": lambda weight: setattr(weight, "data", torch.ones(48, 64)),
     "out": lambda weight: torch.mul(torch.ones(48, 64), 2, out=weight),
 }
 
@@ -203,3 +207,19 @@ def test_a_model_becomes_dense_again_and_what_was_shared_is() -> None:
         and torch.equal(model[0].weight, values)
         and model[0].weight is model[1].weight
     )
+
+
+def test_values_that_are_written_by_another_name_are_known_again() -> None:
+    weight = layer().weight
+    weight.data.copy_(torch.ones(48, 64))
+    assert bool((sampled(weight) == 1).all())
+
+
+def test_in_a_narrower_dtype_it_is_known_by_the_values_of_that() -> None:
+    dense = torch.randn(48, 64)
+    weight = quantised(nn.Parameter(dense.clone(), requires_grad=False), "fp8")
+    moved = weight.to(torch.bfloat16)
+    assert torch.equal(sampled(moved), sampled(dense.bfloat16()))
+    with torch.no_grad():
+        moved.copy_(dense)
+    assert torch.equal(sampled(moved), sampled(dense.bfloat16()))

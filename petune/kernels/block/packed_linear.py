@@ -68,9 +68,10 @@ class Rows:
         """product(ds [m, r], x [m, k]): ds^T x [r, k] in float32, or that of an x some of whose elements are
         zero.
 
-        x = total * rstd * weight need not be made for it: scaling the few columns of ds does the same.
+        x = total * rstd * weight need not be made for it: scaling the few columns of ds does the same, but in
+        float16, whose range ds * rstd may leave.
         """
-        if self.normed is None:
+        if self.normed is None or ds.dtype is torch.float16:
             return product(ds, self.matrix())
         total, rstd, weight = self.normed
         return product(torch.mul(ds, rstd[:, None], out=torch.empty_like(ds)), total).mul_(weight)

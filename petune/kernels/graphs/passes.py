@@ -68,9 +68,8 @@ class Passes:
 
 
 def _added(found: Tensor | None, grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """The sum of what blocks find for an input that all of them read: in its dtype, as autograd adds it
-    up."""
+    """The sum of what blocks find for an input that all of them read, in float32 or wider."""
     if grad is None:
         return found
-    grad = grad.view(like.shape).to(like.dtype)
+    grad = grad.view(like.shape).to(torch.promote_types(like.dtype, torch.float32))
     return grad if found is None else found.add_(grad)

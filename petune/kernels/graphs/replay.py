@@ -104,6 +104,7 @@ class Graphs:
             and all(type(edges) is Unpadded for edges in stack.edges)
             and all(isinstance(block, FusedBlock) for block in stack.blocks)
             and not torch.compiler.is_compiling()
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing
             and not torch._C._len_torch_dispatch_stack()  # whoever watches operations would see none
             and not getattr(stack, "_is_replica", False)  # nn.DataParallel runs its replicas in threads
             and not self._is_mixed(stack)

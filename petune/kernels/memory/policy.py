@@ -141,7 +141,7 @@ def least_bytes(
     """Bytes of device memory that `depth` blocks need at least beside what holds anyway, without host memory;
     see `choose`."""
     step = _step(shape, depth, tokens, sequence, 0, vocabulary, rates, None)
-    plan = _smallest(step, config, 0)
+    plan = _smallest(step, config, 0) or _smallest(step, config, UNBOUNDED)
     return plan.peak if plan is not None else 0
 
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from petune.errors import UsageError
 from petune.kernels.block.call import Spec
+from petune.kernels.block.layout import MEMORY
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
@@ -39,11 +41,14 @@ class Governor:
 
     def __init__(self, config: MemoryConfig) -> None:
         self.config = config
-        self.policies: dict[tuple[int, int, torch.dtype], Policy] = {}
+        self.policies: dict[tuple[int, int, int, torch.dtype], Policy] = {}
         # a weak reference to the one that is running: a copy of a model copies its hooks
         self.model: Any = None
         self.said: tuple[str, ...] = ()
         # the last call: its tokens, and those of its longest row or segment
+        self.beside = (
+            0  # tokens of the memory that the last call read, rounded: what an encoder keeps is in the way
+        )
         self.entered: tuple[int, int] | None = None
 
     def register(self, model: nn.Module, stack: Stack) -> tuple[RemovableHandle, RemovableHandle]:
@@ -73,7 +78,7 @@ class Governor:
             if found is None
             else (found.total, found.longest)
         )
-        self.entered = tokens, longest
+        self.entered, self.beside = (tokens, longest), rounded(_memory_tokens(kwargs.get(MEMORY)))
         for spec, (rung, tile) in zip(
             _specs(stack), self._kept(stack, hidden.device, tokens, longest), strict=True
         ):
@@ -89,12 +94,9 @@ class Governor:
             offload = "none" if self.config.offload == "auto" else self.config.offload
             return [(Rung(keep, offload), self.config.tile)] * len(stack)
         size = rounded(tokens), rounded(longest, 128)
-        key = (*size, _specs(stack)[0].computes_in(device.type))
+        key = (*size, self.beside, _specs(stack)[0].computes_in(device.type))
         if key not in self.policies:
-            policy, shared = self._policy(stack, device, *size), _specs(stack)[0].boundaries.values()
-            self.policies[key] = next(
-                (policy.agreed(partial(one.least, device=device)) for one in shared), policy
-            )
+            self.policies[key] = self._shared(stack, device, *size)
             self._say(self.policies[key])
         policy = self.policies[key]
         return [(rung, None if rung.keep == "all" else policy.tile) for rung in policy.rungs]
@@ -105,6 +107,25 @@ class Governor:
         for line in lines if lines[:1] != self.said else ():
             say(line)
         self.said = lines[:1]
+
+    def _shared(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:
+        """The policy; the least of theirs among ranks that share these blocks. Raises UsageError on all of
+        them where one has no room."""
+        boundary = next(iter(_specs(stack)[0].boundaries.values()), None)
+        if boundary is None:
+            return self._policy(stack, device, tokens, longest)
+        least, problem, found = partial(boundary.least, device=device), None, None
+        try:
+            found = self._policy(stack, device, tokens, longest)
+        except UsageError as error:
+            problem = error
+        (room,) = least([int(found is not None)])
+        if problem is not None:
+            raise problem
+        if found is None or not room:
+            what = "a step does not fit the memory of another rank that shares these blocks"
+            raise UsageError(what, where="memory", remedy="see the message of that rank")
+        return found.agreed(least)
 
     def _policy(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:
         specs = _specs(stack)
@@ -117,7 +138,8 @@ class Governor:
             cap = min(cap, self.config.budget * GIB)
         rates, later = rates_of(torch.cuda.get_device_name(device)), _later(model, stack)
         reserved = sum(
-            _least(other, (tokens, longest), vocabulary_of(model), rates, self.config) for other in later
+            _least(other, (tokens, longest), vocabulary_of(model), rates, self.config, device)
+            for other in later
         )
         shape = shape_of(typical(specs), specs[0].computes_in(device.type))
         # between their passes such blocks lie on the host
@@ -159,7 +181,22 @@ def _later(model: nn.Module, stack: Stack) -> list[Stack]:
     return stacks[stacks.index(stack) + 1 :] if stack in stacks else []
 
 
-def _least(stack: Stack, size: tuple[int, int], vocabulary: int, rates: Rates, config: MemoryConfig) -> int:
+def _memory_tokens(memory: Tensor | None) -> int:
+    """Tokens of the encoder's states that a decoder is handed, padding left out where it is."""
+    if memory is None:
+        return 0
+    kept = running().memory
+    return memory.shape[0] * memory.shape[1] if kept is None else int(kept.total)
+
+
+def _least(
+    stack: Stack,
+    size: tuple[int, int],
+    vocabulary: int,
+    rates: Rates,
+    config: MemoryConfig,
+    device: torch.device,
+) -> int:
     """Bytes that a stack which is entered later needs at least: for as many tokens as it had last, or for
     `size`."""
     hooks = stack._forward_pre_hooks.values()
@@ -168,7 +205,7 @@ def _least(stack: Stack, size: tuple[int, int], vocabulary: int, rates: Rates, c
     )
     specs = _specs(stack)
     return least_bytes(
-        shape_of(typical(specs)),
+        shape_of(typical(specs), specs[0].computes_in(device.type)),
         len(specs),
         rounded(tokens),
         rounded(longest, 128),

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petune.kernels import reference
 from petune.kernels.block.linear import matmul32
 from petune.kernels.reference import Low
 
@@ -170,10 +171,10 @@ def _add_low_kernel(
 
 
 def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`petune.kernels.reference.quantise`, up to `MAX_COLUMNS` columns; ValueError above."""
+    """`petune.kernels.reference.quantise`, which rows of more than `MAX_COLUMNS` columns go to."""
     rows, width = x.shape
     if width > MAX_COLUMNS:
-        raise ValueError(f"rows of {width} columns to quantise, but this kernel takes up to {MAX_COLUMNS}")
+        return reference.quantise(x, by)
     q = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:

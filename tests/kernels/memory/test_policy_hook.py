@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,8 @@ from petune.errors import UsageError
 from petune.kernels.block.module import Spec
 from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory import buffers, policy_hook
-from petune.kernels.memory.policy import Policy, choose
+from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.policy_hook import STATES, Governor, fixed_bytes, shape_of
 from petune.models.stack import Stack
 from petune.rng.context import bound
@@ -474,3 +475,44 @@ def test_rungs_change_with_the_size_of_a_batch() -> None:
         found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
     for name, value in found[1].items():
         torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
+
+
+class Beside:
+    """A boundary of two ranks, of which the other one says `theirs`."""
+
+    def __init__(self, theirs: list[int]) -> None:
+        self.theirs, self.asked = theirs, 0
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        self.asked += 1
+        return [min(one, *self.theirs) for one in numbers]
+
+
+def test_where_one_rank_has_no_room_all_of_them_say_so(device: Device) -> None:
+    made = governor()
+    made.specs[0].boundaries = {0: Beside([0])}  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="another rank"):
+        made.kept(CUDA, 8192, 512)
+    tight = governor(budget=0.01)
+    own = Beside([1])
+    tight.specs[0].boundaries = {0: own}  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="does not fit its memory"):
+        tight.kept(CUDA, 8192, 512)
+    assert own.asked == 1, "the others would wait"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"offload": "input"}, {"keep": "attention", "offload": "attention"}]
+)
+def test_a_stack_needs_something_whatever_goes_to_the_host(settings: dict[str, Any]) -> None:
+    shape = shape_of(governor().specs[0])
+    found = least_bytes(shape, 24, 16384, 512, 0, rates_of("NVIDIA H200"), MemoryConfig(**settings))
+    assert found > 24 * 4096 * shape.width
+
+
+def test_a_decoder_plans_anew_when_its_encoder_keeps_more(device: Device, asked: list[Any]) -> None:
+    made = governor()
+    for beside in (1024, 1024, 65536):
+        made.governor.beside = beside
+        made.kept(CUDA, 4096, 512)
+    assert len(asked) == 2
