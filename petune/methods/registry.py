@@ -37,8 +37,8 @@ def wrap(
 
         >>> model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.wrap(model, "lora", r=8, dropout=0.1)
-        >>> optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad),
-        lr=2e-4)
+        >>> trained = [value for value in model.parameters() if value.requires_grad]
+        >>> optimizer = torch.optim.AdamW(trained, lr=2e-4)
 
     `settings` are the fields of the method's config in petune/methods/configs.py. New tensors are drawn from
     torch's global generator and are float32 (float64 on a float64 base). kernels: "auto" fuses blocks and

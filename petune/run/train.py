@@ -56,29 +56,31 @@ def train(
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> words = transformers.AutoTokenizer.from_pretrained("my-model")
         >>> rows = [{"text": "red sun sings"}, {"text": "blue sea runs"}, {"text": "green hill sings"}]
-        >>> run = petune.train(model=base, tokenizer=words, data=rows, method={"name": "lora", "r": 8},
-        out="runs/second")
+        >>> lora = {"name": "lora", "r": 8}
+        >>> run = petune.train(model=base, tokenizer=words, data=rows, method=lora, out="runs/second")
         >>> run.model is base
         True
 
     recipe: a file, the name of a shipped recipe, a mapping, or a run folder, which stands for its own recipe;
-    None: `model` and `data` with
-        neutral settings, or without them the demo.
+        None: `model` and `data` with neutral settings, or without them the demo.
     model: a folder, a hub id, or a transformers model that has the head of the task, which comes with its
-    `tokenizer`. data: a file, folder or hub id; a list of mappings, a datasets.Dataset or a pandas.DataFrame;
-    a mapping of splits to these
-        (DatasetDict); or a mapping of the settings under `data` (path, eval, columns, ...), whose path and
-        eval may be any of these.
-    method: the name of a method (full, lora, ...), or a mapping of its name and settings. callbacks: objects
-    of subclasses of petune.Callback, called after steps and evaluations; they may end the run. resume: True
-    goes on from the newest checkpoint in the run folder `out` that verifies, a path from exactly that one.
-    Objects are given
-        again: their fingerprints must agree with those the run began with.
-    overwrite: replace the run in the folder `out`. allow_change: names of settings that may differ from those
-    the run began with. reporter: speaks in this process; None: a progress bar and a loss curve in a notebook,
-    plain lines elsewhere. overrides: `key.sub=value` texts, as on the command line. restarts: how often a
-    process of a parallel plan that was killed or froze may be replaced; all then go on from the newest saved
-    state. settings: every other key of a recipe, listed below; docs/recipes.md says more.
+        `tokenizer`.
+    data: a file, folder or hub id; a list of mappings, a datasets.Dataset or a pandas.DataFrame; a mapping of
+        splits to these (DatasetDict); or a mapping of the settings under `data` (path, eval, columns, ...),
+        whose path and eval may be any of these.
+    method: the name of a method (full, lora, ...), or a mapping of its name and settings.
+    callbacks: objects of subclasses of petune.Callback, called after steps and evaluations; they may end the
+        run.
+    resume: True goes on from the newest checkpoint in the run folder `out` that verifies, a path from exactly
+        that one. Objects are given again: their fingerprints must agree with those the run began with.
+    overwrite: replace the run in the folder `out`.
+    allow_change: names of settings that may differ from those the run began with.
+    reporter: speaks in this process; None: a progress bar and a loss curve in a notebook, plain lines
+        elsewhere.
+    overrides: `key.sub=value` texts, as on the command line.
+    restarts: how often a process of a parallel plan that was killed or froze may be replaced; all then go on
+        from the newest saved state.
+    settings: every other key of a recipe, listed below; docs/recipes.md says more.
 
     A recipe with a parallel plan starts its processes itself, unless this is one of those a launcher has
     started. Raises PetuneError: every subclass carries the exit code of its kind; Stopped when a signal ended

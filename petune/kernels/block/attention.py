@@ -58,16 +58,17 @@ class How:
 
     causal: no query sees a later key of its row or segment; self-attention only. scale: of q k^T. batch: rows
     of equal length, of queries and of keys; not read for a side that has segments. segments: of the queries,
-    and of the keys too where there is no memory. memory: segments of the keys of cross-attention, the i-th
-    seen by the queries of the i-th segment or row; None where both sides are rows, those of keys of any
-    length. mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scores, rows of equal
-    length only; it says who attends to whom, and `causal` and `window` are not read. It gets no gradient.
-    drop: what of the probabilities drops out, by the places [m] of the queries in the whole batch. window: a
-    query sees the keys with query - key < window alone; causal attention only. bias: added to the scores,
-    float: [heads, 2 L - 1] by distance, `bias[h, key - query + L - 1]` with L at least the longest row or
-    segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows only. A head is one of q.
-    `backward` has its gradient on demand. softcap: the scores before bias and mask are softcap * tanh(scale q
-    k^T / softcap); None or 0 for none.
+    and of the keys too where there is no memory.
+    memory: segments of the keys of cross-attention, the i-th seen by the queries of the i-th segment or row;
+    None where both sides are rows, those of keys of any length.
+    mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scores, rows of equal length only;
+    it says who attends to whom, and `causal` and `window` are not read. It gets no gradient.
+    drop: what of the probabilities drops out, by the places [m] of the queries in the whole batch.
+    window: a query sees the keys with query - key < window alone; causal attention only.
+    bias: added to the scores, float: [heads, 2 L - 1] by distance, `bias[h, key - query + L - 1]` with L at
+    least the longest row or segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows
+    only. A head is one of q. `backward` has its gradient on demand.
+    softcap: the scores before bias and mask are softcap * tanh(scale q k^T / softcap); None or 0 for none.
     """
 
     causal: bool
