@@ -114,13 +114,14 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
 
 def _agreed(policies: Sequence[Policy], together: int) -> list[Policy]:
     """What ranks keep of which so many, one after the other, share their blocks."""
-    found = []
-    for at in range(0, len(policies), together):
-        own = policies[at : at + together]
-        every = [levels_of(policy) for policy in own]
-        least = [min(column) for column in zip(*every, strict=True)]
-        found += [policy.agreed(lambda _, least=least: least) for policy in own]  # type: ignore[misc]
-    return found
+    groups = (policies[at : at + together] for at in range(0, len(policies), together))
+    return [policy for own in groups for policy in _sharing(own)]
+
+
+def _sharing(own: Sequence[Policy]) -> list[Policy]:
+    """What ranks keep that share their blocks: the least of theirs."""
+    least = [min(column) for column in zip(*map(levels_of, own), strict=True)]
+    return [policy.agreed(lambda _: least) for policy in own]
 
 
 def _kept(rank: Rank, policy: Policy) -> Rank:

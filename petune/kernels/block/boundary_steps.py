@@ -17,8 +17,8 @@ from petune.models.boundary import Connection
 
 
 @dataclass(eq=False)
-class Enter(Step):
-    """y = x as every rank needs it, which is x itself where the connection is whole. at: of which
+class _Crossing(Step):
+    """y of x across ranks: in its place where the connection is whole, else a value of its own. at: of which
     sub-layer."""
 
     x: str
@@ -26,6 +26,21 @@ class Enter(Step):
     at: int
     connection: Connection
     rows = False
+
+    def sizes(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.connection == "whole" else {self.y: shape.width * shape.itemsize}
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
+
+
+@dataclass(eq=False)
+class Enter(_Crossing):
+    """y = x as every rank needs it, which is x itself where the connection is whole. at: of which
+    sub-layer."""
+
     shares = True
 
     def __post_init__(self) -> None:
@@ -48,25 +63,12 @@ class Enter(Step):
         )
         run.give_own(self.x, dx)
 
-    def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return {} if self.connection == "whole" else {self.y: shape.width * shape.itemsize}
-
-    def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
-
 
 @dataclass(eq=False)
-class Leave(Step):
+class Leave(_Crossing):
     """y = the sum over the ranks of x, in its place where the connection is whole. at: of which sub-layer."""
 
-    x: str
-    y: str
-    at: int
-    connection: Connection
     keep: Level | None
-    rows = False
 
     def __post_init__(self) -> None:
         self.takes, self.gives = (self.x,), (self.y,)
@@ -86,14 +88,6 @@ class Leave(Step):
         run.grads[self.x] = (
             boundary.leave_backward(dy) if whole else _rows(boundary.leave_backward(_batch(run, dy)))
         )
-
-    def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return {} if self.connection == "whole" else {self.y: shape.width * shape.itemsize}
-
-    def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return {} if self.connection == "whole" else {self.x: shape.width * shape.itemsize}
 
 
 def _batch(run: Run, x: Tensor) -> Tensor:

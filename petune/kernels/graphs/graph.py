@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import cast
 
 import torch
@@ -81,14 +82,16 @@ class Graph:
         self.places = [torch.zeros(len(room), dtype=torch.int64, device=device) for room in (inlet, *memory)]
         self.bases = torch.zeros(sum(len(one.all) for one in arrival.draws), dtype=torch.int64, device=device)
         bases = iter(self.bases.split(1))
-        self.reads = block.spec.program.across
+        sides = [one.sides(block.spec.program.across) for one in arrival.draws]
         self.draws = [
             one.replaced(
-                draw._replace(numbers=self.places[of], base=next(bases))
-                for draw, of in zip(one.all, one.sides(self.reads), strict=True)
+                draw._replace(numbers=self.places[side], base=next(bases))
+                for draw, side in zip(one.all, own, strict=True)
             )
-            for one in arrival.draws
+            for one, own in zip(arrival.draws, sides, strict=True)
         ]
+        # which of all draws says where the tokens of a side are: those of a side say the same
+        self.telling = {side: at for at, side in enumerate(chain.from_iterable(sides))}
         self._forward: Run
         self._backward: Run
 
@@ -130,8 +133,8 @@ class Graph:
                 _send(size.starts(segments, self.bucket.rows - len(segments.lengths)), slots.starts)
         drawn = [draw for one in arrival.draws for draw in one.all]
         if drawn:
-            of = [side for one in arrival.draws for side in one.sides(self.reads)]
-            for side, numbers in {side: draw.numbers for side, draw in zip(of, drawn, strict=True)}.items():
+            for side, at in self.telling.items():
+                numbers = drawn[at].numbers
                 self.places[side][: len(numbers)].copy_(numbers)
             if self.across is not None and arrival.across is not None:
                 self.across.tokens[: arrival.across.total].copy_(arrival.across.tokens)
