@@ -41,6 +41,7 @@ class Ops:
     linear_low: Callable[..., Any]
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
+    transposed: Callable[..., Any]
     drop: Callable[..., Any]
     dropped_low: Callable[..., Any]
     dropped_low_backward: Callable[..., Any]
@@ -54,6 +55,7 @@ _FILES = {
     "activate": "activation",
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
+    "transposed": "transpose",
     "cross_entropy_": "loss",
     "drop": "dropout",
     **dict.fromkeys(("dropped_low", "dropped_low_backward", "add_dropped_low_"), "dropped_low"),

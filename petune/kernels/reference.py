@@ -357,6 +357,7 @@ def cross_entropy_(
 
 
 quantise = fp8.quantise
+transposed = fp8.transposed
 
 
 # ------------------------------------------------------------------ dropout

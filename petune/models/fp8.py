@@ -31,6 +31,11 @@ def quantise(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
+def transposed(q: Tensor) -> Tensor:
+    """float8_e4m3fn [n, k] as [k, n] in memory of its own; rows of `q` are dense."""
+    return q.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
+
+
 def product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x y^T of quantised matrices [m, k] and [n, k] with a scale a row, summed in float32 and rounded to
     `dtype`; `left` is x and its scale."""
@@ -117,7 +122,12 @@ class Fp8:
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """dy W, [m, n] -> [m, k]."""
-        return self.multiply_back(quantise(dy, self.factors), dy.dtype)
+        return self.multiply_back(quantise(dy, self.factors), transposed(self.rows), dy.dtype)
+
+    @property
+    def rows(self) -> Tensor:
+        """float8_e4m3fn [n, k] whose rows are dense: `q` itself, but for a view that is not."""
+        return self.q if self.q.stride(1) == 1 else self.q.contiguous()
 
     @property
     def factors(self) -> Tensor:
@@ -127,13 +137,12 @@ class Fp8:
 
     def multiply(self, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """x W^T of a quantised x [m, k]."""
-        return product(x, self.q if self.q.stride(1) == 1 else self.q.contiguous(), self.scale, dtype)
+        return product(x, self.rows, self.scale, dtype)
 
-    def multiply_back(self, dy: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """dy W of a quantised dy * factors [m, n]; the matrix is turned for it, as products in eight bits
-        want rows to sum along."""
-        turned = self.q.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
-        return product(dy, turned, torch.ones_like(turned[:, :1], dtype=torch.float32), dtype)
+    def multiply_back(self, dy: tuple[Tensor, Tensor], columns: Tensor, dtype: torch.dtype) -> Tensor:
+        """dy W of a quantised dy * factors [m, n]. columns: the transposed `rows`, as products in eight bits
+        sum along rows."""
+        return product(dy, columns, torch.ones_like(columns[:, :1], dtype=torch.float32), dtype)
 
 
 def _of_bytes(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Fp8:

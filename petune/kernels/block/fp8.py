@@ -50,7 +50,8 @@ class PackedFp8:
 
     def dlinear(self, dy: Tensor) -> Tensor:
         """See PackedWeight."""
-        return self.form.multiply_back(self.ops.quantise(dy, self.form.factors), dy.dtype)
+        columns = self.ops.transposed(self.form.rows)
+        return self.form.multiply_back(self.ops.quantise(dy, self.form.factors), columns, dy.dtype)
 
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See PackedWeight."""
