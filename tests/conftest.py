@@ -108,8 +108,8 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that notice a lost one within a second."""
-    monkeypatch.setattr("petune.parallel.launch.process_group.BEAT_S", 0.1)
-    monkeypatch.setattr("petune.parallel.launch.process_group.SILENT_S", 0.5)
+    monkeypatch.setattr("petune.parallel.launch.beats.BEAT_S", 0.1)
+    monkeypatch.setattr("petune.parallel.launch.beats.SILENT_S", 0.5)
 
 
 @pytest.fixture

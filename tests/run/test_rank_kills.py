@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from petune.parallel.launch import process_group
+from petune.parallel.launch import beats
 from petune.saving import checkpoint
 from tests.group_pool import ends
 from tests.kills import arm
@@ -37,8 +37,8 @@ def assert_same_bits(found: Path, expected: Path) -> None:
 def test_a_rank_killed_in_its_save_leaves_the_checkpoint_before_and_ends_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(process_group, "BEAT_S", 0.02)
-    monkeypatch.setattr(process_group, "SILENT_S", 0.1)
+    monkeypatch.setattr(beats, "BEAT_S", 0.02)
+    monkeypatch.setattr(beats, "SILENT_S", 0.1)
     shape: dict[str, Any] = {
         "save_every": 1,
         "eval_every": 50,
@@ -78,8 +78,8 @@ def test_a_run_killed_again_and_again_ends_bit_by_bit_as_one_that_was_not(
 ):
     """Every kill may come in a step, an evaluation, a save or a rotation; after each the newest checkpoint is
     whole and the right one."""
-    monkeypatch.setattr(process_group, "BEAT_S", 0.02)
-    monkeypatch.setattr(process_group, "SILENT_S", 0.1)
+    monkeypatch.setattr(beats, "BEAT_S", 0.02)
+    monkeypatch.setattr(beats, "SILENT_S", 0.1)
     draw, hits, runs = random.Random(plan), 0, 0
     shape: dict[str, Any] = {
         "save_every": 1,

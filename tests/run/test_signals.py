@@ -20,7 +20,7 @@ import petune.files.atomic
 import petune.run.build
 from petune.errors import Stopped
 from petune.files.manifest import check_folder
-from petune.parallel.launch import process_group
+from petune.parallel.launch import beats, process_group
 from petune.run.finished import load_run
 from petune.run.signals import StopNow, StopRequest
 from petune.saving import checkpoint
@@ -162,8 +162,8 @@ def test_a_rank_that_is_stopped_while_it_prepares_stops_the_others(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Long before their next beat: the bound is below the time of one."""
-    monkeypatch.setattr(process_group, "BEAT_S", 12.0)
-    monkeypatch.setattr(process_group, "LOOKS", 48)
+    monkeypatch.setattr(beats, "BEAT_S", 12.0)
+    monkeypatch.setattr(beats, "LOOKS", 48)
 
     def train(recipe: dict[str, Any]) -> None:
         load = petune.run.build.load_rows

@@ -44,7 +44,15 @@ from petune.errors import (
 )
 from petune.log import say
 from petune.parallel.launch.host_memory import HostMemory
-from petune.parallel.launch.rendezvous import ERROR_FILE, LAUNCHER, lacks_files, serve, too_many_files
+from petune.parallel.launch.rendezvous import (
+    CONNECTIONS,
+    ERROR_FILE,
+    LAUNCHER,
+    lacks_files,
+    make_room,
+    serve,
+    too_many_files,
+)
 from petune.parallel.launch.replacing import Replacing
 from petune.parallel.launch.seal import SECRET, Sealed, new_secret
 
@@ -95,6 +103,7 @@ def _run(
 ) -> PetuneError | KeyboardInterrupt | None:
     """Run the agent; what went wrong. In a function of its own, so that an error that is kept does not keep
     the store's port open."""
+    make_room(CONNECTIONS * num_ranks)
     arguments = ["-I", "-S", str(Path(__file__).with_name("rank_entry.py")), *command]
     spec = WorkerSpec(
         role="petune",

@@ -14,8 +14,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,8 @@ from petune.parallel.launch.seal import Sealed, secret_of
 LAUNCHER = "PETUNE_LAUNCHER"  # set by petune.parallel.launch.launcher: the process id of the launcher
 # set by every elastic launcher; torchrun reads the first failing rank's message from it
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+CONNECTIONS = 3  # of a rank to the store, at the most: meetings, beats, torch
+ROOM = 64  # files for everything else that a process has open
 SPARE_FILES = 16  # what a store, its clients and the groups behind it open at the least
 NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 # torch's store and gloo say it in text alone
@@ -203,6 +205,7 @@ def connect(here: Place, limit_s: float) -> tuple[Store | None, Sealed]:
     server = None
     if here.holds:
         server = serve("127.0.0.1" if here.one_machine else "", here.port)
+        make_room(CONNECTIONS * here.world)
     _reach(here, limit_s)
     return server, client(here, limit_s)
 
@@ -221,14 +224,53 @@ def client(here: Place, limit_s: float) -> Sealed:
 
     # it would wait forever for an answer of something that is no store
     thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(min(limit_s, 30))
+    with _short_look_ups():
+        thread.start()
+        thread.join(min(limit_s, 30))
     if not made:
         raise DistributedError(
             f"what answers at {here.host}:{here.port} is no rendezvous", remedy="choose another MASTER_PORT"
         )
     run = f"{here.host}:{here.port} of {here.world} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return Sealed(made[0], secret, f"petune/{run}/{restarted()}", limit_s)
+
+
+@contextmanager
+def _short_look_ups() -> Iterator[None]:
+    """Inside the block, a thread that begins gives up on a name server after a second, unless RES_OPTIONS is
+    set.
+
+    torch's client asks for the name of whoever it connects to, if only to log it: where no server answers,
+    every other dozen of connections took 5 s.
+    """
+    ours = "RES_OPTIONS" not in os.environ
+    if ours:
+        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    try:
+        yield
+    finally:
+        if ours:
+            os.environ.pop("RES_OPTIONS", None)
+
+
+def make_room(files: int) -> None:
+    """Let this process open so many files more; a socket is one. Raises MachineError where it may not, with
+    the number that is needed."""
+    import resource  # not on every system
+
+    needed = len(os.listdir("/dev/fd")) + files + ROOM
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (ValueError, OSError):  # above the hard limit
+        raise MachineError(
+            "too few files may be open at once: each rank's connections count",
+            expected=f"a limit of {needed} or more",
+            found=str(hard),
+            remedy=f"raise the limit where it is started: ulimit -n {needed}   (or start fewer processes)",
+        ) from None
 
 
 def serve(host: str, port: int = 0) -> TCPStore:

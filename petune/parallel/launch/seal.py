@@ -30,6 +30,7 @@ from petune.parallel.launch import orders
 SECRET = "PETUNE_SECRET"
 _DIGEST = 32  # bytes of an HMAC-SHA256
 _ABSENT = "petune: there is no such key"
+_SEVERAL = 4  # keys that are read together, which takes three requests
 _MOST = 10_000  # refused values that are told apart
 _refused: set[bytes] = set()
 
@@ -98,6 +99,22 @@ class Sealed(Store):
         value = self._opened(key, self.store.compare_set(self._name(key), _ABSENT, _ABSENT))
         return None if value is None else value.decode()
 
+    def read_all(self, keys: Sequence[str]) -> list[str | None]:
+        """The texts of keys, at once: in a few requests where there are values of all of them."""
+        if len(keys) < _SEVERAL or not self.check(keys):
+            return [self.read(key) for key in keys]
+        return self.texts(keys)
+
+    def texts(self, keys: Sequence[str]) -> list[str | None]:
+        """The texts of keys that have been seen, in one request; None for each that is not of this run."""
+        found = self.store.multi_get([self._name(key) for key in keys])
+        values = [self._opened(key, raw) for key, raw in zip(keys, found, strict=True)]
+        return [None if value is None else value.decode() for value in values]
+
+    def within(self, limit_s: float) -> Sealed:
+        """The same over this connection, waiting for `limit_s` seconds."""
+        return Sealed(self.store, self.secret.decode(), self.prefix, limit_s)
+
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{key}"
 
@@ -161,7 +178,7 @@ class Sealed(Store):
                     raise RuntimeError(f"ProcessGroup: waiting for {keys[0]} timed out")
                 time.sleep(0.002)
             return
-        self.store.wait(names) if timeout is None else self.store.wait(names, timeout)
+        self.store.wait(names, timedelta(seconds=self.limit_s) if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether there are values of these keys."""

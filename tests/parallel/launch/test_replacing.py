@@ -25,7 +25,7 @@ import torch.distributed
 
 import petune.run.build
 from petune.errors import DataError, DistributedError, Stopped
-from petune.parallel.launch import orders, process_group
+from petune.parallel.launch import beats, orders, process_group
 from petune.parallel.runner import Runner
 from petune.run.step import Step
 from petune.run.train import train
@@ -176,8 +176,8 @@ def test_a_rank_that_waits_for_one_that_has_left_is_freed(
 def test_a_frozen_rank_is_named_killed_and_replaced(
     tmp_path: Path, forks: Forks, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "BEAT_S", 0.2)
-    monkeypatch.setattr(process_group, "SILENT_S", 0.6)
+    monkeypatch.setattr(beats, "BEAT_S", 0.2)
+    monkeypatch.setattr(beats, "SILENT_S", 0.6)
     recipe = small(tmp_path, "tp", timeout=2)
     before_step(monkeypatch, {(0, 1, 5): lambda: os.kill(os.getpid(), signal.SIGSTOP)})
     train(recipe, restarts=1, reporter=Listener())

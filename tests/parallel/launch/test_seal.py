@@ -16,8 +16,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from petune.errors import DistributedError
-from petune.parallel.launch import process_group, rendezvous, seal
-from petune.parallel.launch.process_group import _beat_of
+from petune.parallel.launch import beats, process_group, rendezvous, seal
+from petune.parallel.launch.beats import beat_of
 from petune.parallel.launch.seal import SECRET, Sealed, secret_of
 from tests.group_pool import assert_same_records, ends
 from tests.planned_runs import PLANS, small, trained
@@ -83,7 +83,7 @@ def test_the_secret_is_the_runs_own_or_the_users_in_a_file_of_his_alone(tmp_path
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", "7", '{"count": 1, "more": 2}', None])
 def test_a_beat_that_is_none_is_none(text: str | None):
-    assert _beat_of(text) is None
+    assert beat_of(text) is None
 
 
 def vandal(ended: threading.Event) -> None:
@@ -111,7 +111,7 @@ def vandal(ended: threading.Event) -> None:
 def test_a_run_of_two_processes_ends_well_while_a_stranger_writes_to_its_rendezvous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(process_group, "BEAT_S", 0.05)
+    monkeypatch.setattr(beats, "BEAT_S", 0.05)
 
     def train(recipe: dict[str, Any]) -> list[str]:
         warned: list[str] = []

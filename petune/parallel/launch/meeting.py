@@ -1,0 +1,200 @@
+"""Meetings of all ranks through the rendezvous store, as text: who is there, what each gives, whether all
+agree.
+
+One collector, rank 0, waits for what the others give and publishes it as classes of equal values: four
+requests a rank and meeting, and few bytes where all give the same. In a form where each reads what every
+other gives a meeting is as many requests as there are pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from petune.errors import DistributedError, Problem
+from petune.parallel.launch import orders
+from petune.parallel.launch.beats import (
+    SPARE_S,
+    Beat,
+    PeerLost,
+    Pulse,
+    beat_key,
+    beat_of,
+    replaced,
+)
+from petune.parallel.launch.rendezvous import Place
+from petune.parallel.launch.seal import Sealed
+
+PAUSE_S = 0.002  # before the second look at the store; each is longer than the one before
+LONGEST_S = 0.1  # of them, where ranks are few
+LOOKS_A_SECOND = 4000  # at the store, of all ranks together, while they wait for long
+HERE = "here"  # the key under which rank 0 says who did not start
+_TOLD = 32  # numbers and rows of ranks that an error names
+
+Runs = list[tuple[int, int]]  # ranks in ascending order, as first and last of each run without a gap
+
+
+def check_in(here: Place, store: Sealed, limit_s: float) -> None:
+    """Wait until every rank is here. Raises DistributedError with those that are not."""
+    until, beats = time.monotonic() + limit_s, [beat_key(rank) for rank in range(here.world)]
+    found, missing = dict[str, str](), list[int]()
+    try:
+        store.set(beats[here.rank], Beat().text)
+        for _ in looks(here, store, beats if here.rank == 0 else [HERE], found):
+            if time.monotonic() > until:
+                missing = [rank for rank, text in enumerate(store.read_all(beats)) if text is None]
+                break
+            if orders.newer():
+                raise replaced()
+            if orders.given().ends:
+                raise PeerLost("a rank was lost and is not replaced", "consequence")
+            # again and again: somebody else may have written over it
+            store.set(beats[here.rank], Beat().text)
+        if here.rank == 0:
+            store.set(HERE, json.dumps(missing))
+    except RuntimeError:
+        raise DistributedError(f"{here.holder}, which holds the rendezvous, is gone") from None
+    missing = json.loads(found.get(HERE, "[]")) or missing
+    if missing:
+        if here.holds:
+            time.sleep(SPARE_S)  # the others find out by its store
+        raise DistributedError(
+            f"{named(missing)} of {here.world} did not start",
+            found=f"waited {limit_s:.0f} s",
+            remedy=f"start every rank; each must reach {here.host}:{here.port}",
+        )
+
+
+class Meetings:
+    """The meetings of one generation of ranks, in the order in which all of them call for them."""
+
+    def __init__(self, here: Place, store: Sealed, pulse: Pulse, silence_s: float) -> None:
+        self.here, self.store, self.pulse, self.silence_s = here, store, pulse, silence_s
+        self.held = 0
+        if here.rank == 0:
+            pulse.kept = {HERE: "[]"}
+
+    def gather(self, text: str) -> list[str]:
+        """What every rank gives, by rank. Waits as long as all are alive. Raises PeerLost when one fails or
+        falls silent meanwhile."""
+        given = [""] * self.here.world
+        for value, runs in self._meet(text).items():
+            for first, last in runs:
+                given[first : last + 1] = [value] * (last + 1 - first)
+        return given
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Raise DistributedError, the same on every rank, unless all ranks have the same facts."""
+        everyone = [(json.loads(text), runs) for text, runs in self._meet(json.dumps(dict(facts))).items()]
+        problems = []
+        for key in dict.fromkeys(key for own, _ in everyone for key in own):
+            ranks: dict[str, list[int]] = {}
+            for own, runs in everyone:
+                having = ranks.setdefault(str(own.get(key, "nothing")), [])
+                having += (rank for first, last in runs for rank in range(first, last + 1))
+            if len(ranks) > 1:
+                first, *others = (f"{value} ({named(which)})" for value, which in ranks.items())
+                problems.append(
+                    Problem(f"the ranks do not have the same {key}", expected=first, found=", ".join(others))
+                )
+        if problems:
+            self.gather("")  # everyone has read, so nobody takes the store away
+            raise DistributedError(
+                [*problems, Problem("every rank needs the same recipe, data, model and packages")]
+            )
+
+    def _meet(self, text: str) -> dict[str, Runs]:
+        """What ranks give: each value with the ranks that give it, in the order of the first of them."""
+        self.pulse.formed = True  # nobody meets the others before
+        keys = [f"meet/{self.held}/{rank}" for rank in range(self.here.world)]
+        own, answer = keys[self.here.rank], f"meet/{self.held}/all"
+        self.pulse.kept = {**self.pulse.kept, own: text}
+        self.store.set(own, text)
+        if self.here.rank == 0:
+            found = json.dumps(_classes(self._await(keys)))
+            self.store.set(answer, found)
+            self.pulse.kept = {answer: found}
+            if self.held:  # whoever is here has read what the last meeting was about
+                self.store.delete_key(f"meet/{self.held - 1}/all")
+        else:
+            (found,) = self._await([answer])
+            self.pulse.kept = {}
+        self.store.delete_key(own)
+        self.held += 1
+        classes: dict[str, Runs] = json.loads(found)
+        return classes
+
+    def _await(self, keys: Sequence[str]) -> list[str]:
+        """What keys hold, waited for as long as all ranks are alive."""
+        found: dict[str, str] = {}
+        for _ in looks(self.here, self.store, keys, found):
+            if lost := self.pulse.lost(self.silence_s):
+                raise lost
+        return [found[key] for key in keys]
+
+    def steps(self) -> str:
+        """At which step each rank was when it beat last, in words."""
+        texts = self.store.read_all([beat_key(rank) for rank in range(self.here.world)])
+        ranks: dict[int, list[int]] = {}
+        for rank, text in enumerate(texts):
+            if beat := beat_of(text):
+                ranks.setdefault(beat.step, []).append(rank)
+        return ", ".join(f"{named(which)} at step {step}" for step, which in ranks.items())
+
+    def part(self, word: str, limit_s: float) -> None:
+        """Say a word to rank 0, which waits until all have said it, for `limit_s` seconds at most."""
+        keys = [f"{word}/{rank}" for rank in range(self.here.world)]
+        own, until = keys[self.here.rank], time.monotonic() + limit_s
+        with suppress(RuntimeError):
+            self.pulse.kept = {**self.pulse.kept, own: "1"}
+            self.store.set(own, "1")
+            for _ in looks(self.here, self.store, keys if self.here.rank == 0 else [], {}):
+                if time.monotonic() > until:
+                    break
+
+
+def looks(here: Place, store: Sealed, keys: Sequence[str], found: dict[str, str]) -> Iterator[None]:
+    """Look at the store until there are texts of all keys, and put them in `found`; comes back between two
+    looks.
+
+    A look is one small request while a key is missing. torch's own wait hears of nothing meanwhile, and
+    writes a line to the terminal whenever its time is up.
+    """
+    pause, longest = PAUSE_S, max(LONGEST_S, here.world / LOOKS_A_SECOND)
+    while absent := [key for key in keys if key not in found]:
+        if store.check(absent):
+            texts = zip(absent, store.texts(absent), strict=True)
+            found |= {key: text for key, text in texts if text is not None}
+        if len(found) < len(keys):
+            yield
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+
+
+def _classes(values: Sequence[str]) -> dict[str, Runs]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return {value: runs_of(which) for value, which in ranks.items()}
+
+
+def runs_of(ranks: Iterable[int]) -> Runs:
+    """Ranks as runs without a gap."""
+    runs: Runs = []
+    for rank in sorted(ranks):
+        first = runs.pop()[0] if runs and runs[-1][1] == rank - 1 else rank
+        runs.append((first, rank))
+    return runs
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words: each by its number, many in a row by the first and the last, and of many rows the
+    first."""
+    found: list[str] = []
+    for first, last in runs_of(ranks):
+        row = range(first, last + 1)
+        found += [f"{first} to {last}"] if len(row) > 3 else map(str, row)
+    more = f" and more, {len(ranks)} in all" if len(found) > _TOLD else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(found[:_TOLD])}{more}"
