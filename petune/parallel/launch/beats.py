@@ -33,6 +33,7 @@ MANY = 512  # beats in that time of all ranks together, from which on each makes
 SILENT_S = 3 * BEAT_S  # a rank that has not beaten for this long is named when a collective fails
 SPARE_S = 1.0  # the main thread's own timeout may come first: it unwinds better than a thread can
 HOST = 8  # ranks whose beats one watcher reads; which hosts they are on does not matter
+NAMED = 32  # ranks that a beat tells of at the most, those silent longest: all read it, again and again
 FAILED = "failed"  # the key under which a rank says that it has failed
 
 Kind = Literal["own", "lost", "consequence"]
@@ -113,6 +114,7 @@ class Pulse:
         self.here, self.store, self.silence_s = here, store, silence_s
         self.on_loss, self.on_order = lost, follow
         self.beat_s = BEAT_S * min(1.0, max(1 / LOOKS, here.world / MANY))
+        self.watch_s = BEAT_S * min(2.0, max(1 / LOOKS, here.world / MANY))
         self.own = Beat()
         # what others may still have to read: written again with each beat, lest somebody wrote over it
         self.kept: dict[str, str] = {}
@@ -204,11 +206,12 @@ class Pulse:
         """What the beat of this rank says of others: a watcher's of its wards, rank 0's of all."""
         if not self.wards:
             return {}
-        return {
-            str(rank): (age, step)
+        late = [
+            (age, rank, step)
             for rank, (age, step) in self._ages().items()
             if age > 2 * BEAT_S and (rank in self.wards or self.here.rank == 0)
-        }
+        ]
+        return {str(rank): (age, step) for age, rank, step in sorted(late, reverse=True)[:NAMED]}
 
     def _hear_of_failure(self) -> None:
         """Note that another rank has failed: rank 0 by its word, the others by rank 0's."""
@@ -230,7 +233,7 @@ class Pulse:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self.ended.wait(self.beat_s):
+        while not self.ended.wait(self.watch_s):
             now = time.monotonic()
             if now - last > SILENT_S:
                 self.answered, self.heard = now, self._as_if_now()

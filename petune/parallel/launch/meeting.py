@@ -29,7 +29,7 @@ from petune.parallel.launch.seal import Sealed
 
 PAUSE_S = 0.002  # before the second look at the store; each is longer than the one before
 LONGEST_S = 0.1  # of them, where ranks are few
-LOOKS_A_SECOND = 4000  # at the store, of all ranks together, while they wait for long
+LOOKS_A_SECOND = 1000  # at the store, of all ranks but the collector together, while they wait for long
 HERE = "here"  # the key under which rank 0 says who did not start
 _TOLD = 32  # numbers and rows of ranks that an error names
 
@@ -162,7 +162,9 @@ def looks(here: Place, store: Sealed, keys: Sequence[str], found: dict[str, str]
     A look is one small request while a key is missing. torch's own wait hears of nothing meanwhile, and
     writes a line to the terminal whenever its time is up.
     """
-    pause, longest = PAUSE_S, max(LONGEST_S, here.world / LOOKS_A_SECOND)
+    others = 0 if here.rank == 0 else here.world  # the collector looks alone
+    longest = max(LONGEST_S, others / LOOKS_A_SECOND)
+    pause = max(PAUSE_S, longest / 16 if longest > LONGEST_S else 0.0)
     while absent := [key for key in keys if key not in found]:
         if store.check(absent):
             texts = zip(absent, store.texts(absent), strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import socket
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -219,6 +220,51 @@ def test_too_few_file_descriptors_are_the_machines_fault_and_no_matter_of_ports(
         MachineError,
     )
     assert isinstance(process_group.explain(OSError(errno.EMFILE, "Too many open files")), MachineError)
+    del server
+
+
+def test_the_limit_of_files_is_raised_to_what_ranks_need_or_refused_with_the_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(256, 4096)]
+
+    def limit(kind: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > wanted[1]:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(wanted)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", limit)
+    rendezvous.make_room(10)
+    assert limits == [(256, 4096)], "it is enough"
+    rendezvous.make_room(3 * 1024)
+    (soft, hard) = limits[-1]
+    assert 3 * 1024 + rendezvous.ROOM < soft < 4096 == hard
+    with pytest.raises(MachineError, match="too few files may be open at once") as caught:
+        rendezvous.make_room(3 * 2048)
+    assert "found 4096" in str(caught.value) and re.search(r"ulimit -n 6\d\d\d ", str(caught.value))
+
+
+def test_a_connection_waits_a_second_for_a_name_server_and_no_longer(
+    as_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+    store = rendezvous.TCPStore
+
+    def noting(*given: Any, **named: Any) -> Any:
+        seen.append(os.environ.get("RES_OPTIONS"))
+        return store(*given, **named)
+
+    here = process_group.place()
+    assert here is not None
+    server = rendezvous.serve("127.0.0.1", as_rank)
+    monkeypatch.setattr(rendezvous, "TCPStore", noting)
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+    rendezvous.client(here, 5)
+    assert "RES_OPTIONS" not in os.environ
+    monkeypatch.setenv("RES_OPTIONS", "timeout:3")
+    rendezvous.client(here, 5)
+    assert seen == ["timeout:1 attempts:1", "timeout:3"]
     del server
 
 

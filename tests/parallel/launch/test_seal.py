@@ -103,7 +103,9 @@ def vandal(ended: threading.Event) -> None:
     while not ended.wait(0.001):
         number += 1
         for rank in range(here.world):
-            for key in (f"beat/{rank}", *(f"meet/{at}/{rank}" for at in range(number % 40, number % 40 + 3))):
+            meetings = range(number % 40, number % 40 + 3)
+            texts = [f"meet/{at}/{who}" for at in meetings for who in (rank, "all")]
+            for key in (f"beat/{rank}", "failed", "here", *texts):
                 raw.set(f"{prefix}/{key}", forged[number % len(forged)])
 
 
