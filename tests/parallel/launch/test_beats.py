@@ -24,8 +24,7 @@ TIMEOUT_S = 1.0
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Rank]:
-    """Ranks that have met; their beats are ten times as fast as in life, but for the least silence that is
-    named."""
+    """Ranks that have met; their beats are faster than in life."""
     monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
     monkeypatch.setattr(beats, "BEAT_S", 0.3)
     monkeypatch.setattr(beats, "SILENT_S", 1.5)
@@ -92,8 +91,13 @@ def test_ranks_that_agree_say_nothing_and_those_that_differ_are_named_by_all(ran
 
 @pytest.mark.parametrize(
     "lost",
-    [{61}, {8}, {0}, set(range(16, 24)), {8, 13}],
-    ids=["a rank", "a watcher", "rank 0", "a host", "a watcher and a rank of its own"],
+    [
+        pytest.param({61}, id="a rank"),
+        pytest.param({0}, id="rank 0"),
+        pytest.param({8, 13}, id="a watcher and a rank of its own"),
+        pytest.param({8}, id="a watcher", marks=pytest.mark.slow),
+        pytest.param(set(range(16, 24)), id="a host", marks=pytest.mark.slow),
+    ],
 )
 def test_whoever_falls_silent_is_named_by_all_others_and_nobody_else_is(
     lost: set[int], ranks: list[Rank]
