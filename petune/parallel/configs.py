@@ -241,7 +241,7 @@ def unfused(name: str, axis: AxisConfig) -> str | None:
         return f"under {name} {EXCHANGED}" if by_sequence else OVERLAPPED if axis.overlap else None
     if isinstance(axis, PpConfig):
         return "the parallel plan cuts the model into stages"
-    return "the parallel plan shards their weights" if axis.shard else None
+    return None
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

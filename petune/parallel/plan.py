@@ -104,11 +104,11 @@ class ParallelPlan:
     def unfused(self) -> str | None:
         """Why blocks under this plan are not fused, or None; petune.parallel.configs.unfused says it of
         settings."""
-        if self.pp > 1 or self.sharding is not None:
+        if self.pp > 1:
             return (
                 "the parallel plan cuts the model into stages"
-                if self.pp > 1
-                else "the parallel plan shards their weights"
+                if self.sharding is None
+                else "the parallel plan cuts the model into stages, and shards their weights"
             )
         if self.cut is None:
             return None

@@ -115,9 +115,13 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "family"),
-    [("tp", "llama"), ("galaxy", "bert"), pytest.param("galaxy", "t5", marks=pytest.mark.long)],
+    [
+        *(("tp", "llama"), ("galaxy", "bert"), ("shard", "llama")),
+        pytest.param("galaxy", "t5", marks=pytest.mark.long),
+        pytest.param("shard", "t5", marks=pytest.mark.long),
+    ],
 )
-def test_a_run_with_fused_blocks_that_a_plan_cuts_is_that_of_one_process(
+def test_a_run_with_fused_blocks_under_a_plan_is_that_of_one_process(
     plan: str, family: str, tmp_path: Path, alone: Callable[..., Path]
 ):
     recipe = small(tmp_path, family, "lora", parallel=PLANS[plan], kernels="reference", memory="attention")
@@ -132,8 +136,7 @@ def test_a_run_with_fused_blocks_that_a_plan_cuts_is_that_of_one_process(
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ("shard", "shards their weights"),
-        pytest.param("sp", "exchanges keys and values", marks=pytest.mark.long),
+        ("sp", "exchanges keys and values"),
         pytest.param("pp", "into stages", marks=pytest.mark.long),
     ],
 )
