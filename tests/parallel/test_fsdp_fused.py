@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from petune.errors import UsageError
 from petune.kernels.configs import MemoryConfig
+from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.head.lazy_logits import Unmade
 from petune.kernels.memory.policy_hook import STATES, fixed_bytes
@@ -27,6 +28,7 @@ from petune.parallel.mesh import make_mesh
 from petune.parallel.placement import parallelize
 from petune.parallel.plan import ALONE, ParallelPlan, Sharding
 from petune.parallel.runner import Runner
+from tests.methods.zoo import GENERATE, prompt
 from tests.parallel import harness
 from tests.parallel.harness import Case, assert_same, check, collate, rows, total
 from tests.pool import run
@@ -76,6 +78,13 @@ def test_every_setting_computes_what_fused_blocks_of_one_process_do(
     changes: dict[str, bool], name: str, method: str
 ) -> None:
     assert_as_fused_alone(Case(name, method, plan_of(**changes), blocks=LESS))
+
+
+def test_factors_in_float32_train_over_sharded_weights_in_half_precision() -> None:
+    case = Case("llama-causal", "lora", plan_of(), torch.bfloat16, blocks=LESS)
+    expected, found = gradients(replace(case, plan=ALONE)), run(2, gradients, case)[0]
+    assert {value.dtype for name, value in found.items() if "lora" in name} == {torch.float32}
+    assert_same(found, expected, 0.0, case.name, relative=2e-2)
 
 
 def test_replicas_of_shards_train_as_one_process() -> None:
@@ -174,6 +183,31 @@ def test_frozen_weights_are_packed_only_where_they_are_whole() -> None:
     for frozen, expected in ((True, [False] * 4), (False, [True, False, True, True])):
         case = Case("llama-causal", "lora", plan_of(frozen=frozen), blocks=LESS)
         assert run(2, packed, case) == [expected] * 2
+
+
+@pytest.mark.parametrize("plan", [ALONE, plan_of()], ids=["whole", "sharded"])
+def test_shards_are_not_recorded_as_graphs(plan: ParallelPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = replace(reference_ops(), name="triton")
+    monkeypatch.setattr("petune.kernels.fuse.select", lambda *_: ops)
+    case = Case("llama-causal", "lora", plan, blocks=LESS)
+
+    def recorded() -> bool:
+        model: Any = harness.place(case, plan).model
+        return model.model.layers.whole is not None
+
+    assert run(plan.world, recorded) == [plan is ALONE] * plan.world
+
+
+def test_a_sharded_model_of_fused_blocks_generates_what_a_whole_one_does() -> None:
+    case = Case("t5-seq2seq", "lora", plan_of(), blocks=LESS)
+    expected = harness.build(case).eval().generate(**prompt(case.name), **GENERATE)  # type: ignore[operator]
+
+    def part() -> Tensor:
+        model: Any = harness.place(case, case.plan).model.eval()
+        return cast("Tensor", model.generate(**prompt(case.name), **GENERATE))
+
+    for found in run(2, part):
+        assert torch.equal(found, expected)
 
 
 def test_quantising_sharded_weights_is_refused() -> None:
