@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
         (
             "llama-causal",
             {"parallel": {"pp": 2, "dp": {"size": 2, "shard": True}}},
-            "the parallel plan cuts the model into stages, and shards their weights",
+            "the parallel plan cuts the model into stages and shards their weights",
         ),
     ],
     ids=str,

@@ -20,7 +20,7 @@ from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.head.lazy_logits import Unmade
-from petune.kernels.memory.policy_hook import STATES, fixed_bytes
+from petune.kernels.memory.policy_hook import STATES, fixed_bytes, shape_of
 from petune.methods import tuned_parameters
 from petune.models import family_of
 from petune.models.sharded import Shards, shards_of
@@ -34,7 +34,7 @@ from tests.parallel.harness import Case, assert_same, check, collate, rows, tota
 from tests.pool import run
 
 PLAIN = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
-LESS = MemoryConfig("attention", tile=5)
+LESS = MemoryConfig("attention", "input", tile=5)
 
 
 def plan_of(world: int = 2, **changes: Any) -> ParallelPlan:
@@ -42,23 +42,25 @@ def plan_of(world: int = 2, **changes: Any) -> ParallelPlan:
     return ParallelPlan(dp=world, shares=(2, *(1,) * (world - 1)), sharding=replace(PLAIN, **changes))
 
 
-def gradients(case: Case) -> dict[str, Tensor]:
-    """The whole gradients of the first step and its loss, on this rank of the case's plan."""
+def gradients(case: Case, hooked: bool = False) -> dict[str, Tensor]:
+    """The whole gradients of the first step and its loss, on the main rank of the case's plan. hooked:
+    somebody waits for a module inside a block."""
     placed = harness.place(case, case.plan)
-    for module in placed.modules:
-        module.train()
-    batches = [collate(mine, case) for chosen in rows(case, 0) if (mine := placed.share(chosen))]
+    model: Any = placed.model.train()
+    if hooked:
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    batches = [collate(placed.share(chosen), case) for chosen in rows(case, 0)]
     loss = placed.backward(batches, total(case, 0), case.key)
     found = placed.whole({name: harness.gradient(value) for name, value in placed.tuned.items()})
-    assert not any(block.spec.said for block in fused_blocks(placed.model))
+    assert bool(fused_blocks(model)[0].spec.said) is hooked
     return found | {"loss": torch.tensor(loss)} if placed.mesh.main else {}
 
 
-def assert_as_fused_alone(case: Case) -> None:
+def assert_as_fused_alone(case: Case, hooked: bool = False) -> None:
     """In float64, where replicas that add up other rows first round nothing that is seen."""
     case = replace(case, dtype=torch.float64)
-    expected = gradients(replace(case, plan=ALONE))
-    assert_same(run(case.plan.world, gradients, case)[0], expected, 1e-10, case.name)
+    expected = gradients(replace(case, plan=ALONE), hooked)
+    assert_same(run(case.plan.world, gradients, case, hooked)[0], expected, 1e-10, case.name)
 
 
 # ------------------------------------------------------------------ the numbers of one process
@@ -78,6 +80,12 @@ def test_every_setting_computes_what_fused_blocks_of_one_process_do(
     changes: dict[str, bool], name: str, method: str
 ) -> None:
     assert_as_fused_alone(Case(name, method, plan_of(**changes), blocks=LESS))
+
+
+@pytest.mark.parametrize("keep", ["all", "input"])
+def test_a_hook_inside_a_block_is_called_and_those_of_fsdp_are_no_reason(keep: Any) -> None:
+    """Such a block runs by itself, and computes again what it is not to keep."""
+    assert_as_fused_alone(Case("llama-causal", "full", plan_of(), blocks=MemoryConfig(keep)), hooked=True)
 
 
 def test_factors_in_float32_train_over_sharded_weights_in_half_precision() -> None:
@@ -159,17 +167,19 @@ def test_memory_is_planned_by_what_a_rank_holds_and_gathers(changes: dict[str, b
     whole = size(every, {id(value) for value in every}) - size(every, cut)
     whole += sum(value.nbytes for value in model.buffers())
 
-    def held() -> tuple[Shards | None, int]:
-        placed = harness.place(case, case.plan)
-        return shards_of(placed.model), fixed_bytes(placed.model)
+    def held(case: Case) -> tuple[Shards | None, int, str]:
+        model = harness.place(case, case.plan).model
+        return shards_of(model), fixed_bytes(model), str(shape_of(fused_blocks(model)[0].spec))
 
-    ranks = run(2, held)
-    for shards, fixed in ranks:
+    ranks, alone = run(2, held, case), held(replace(case, plan=ALONE))
+    assert alone[0] is None
+    for shards, fixed, shape in ranks:
+        assert shape == alone[2], "blocks are planned as whole ones"
         assert shards.gathered == gathered
         assert fixed == shards.own + STATES * shards.trained + gathered
     resting = "offload" in changes
-    assert sum(shards.own for shards, _ in ranks) == 2 * whole + (not resting) * size(every, cut)
-    assert 4 * sum(shards.trained for shards, _ in ranks) == (not resting) * size(every, trains)
+    assert sum(shards.own for shards, *_ in ranks) == 2 * whole + (not resting) * size(every, cut)
+    assert 4 * sum(shards.trained for shards, *_ in ranks) == (not resting) * size(every, trains)
 
 
 def test_frozen_weights_are_packed_only_where_they_are_whole() -> None:
