@@ -213,12 +213,13 @@ def head_loss(
     """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head`
     has seen; nothing is waited for.
 
-    It is made in the model's forward pass, whose hooks see it in the output: those of FSDP have the head's
-    weight here no longer than that, and wait for the gradient of what comes out. ask: (model, batch) -> the
-    model's outputs, with logits [b, s, v], labels not among what it hands to the model. batch: "labels" [b,
-    s] and perhaps "rows" [b], which are negative where a row only fills the batch up. shift: the logits of a
-    token are about the next one. trained: how many labels count at most, where the host knows; see
-    `linear_cross_entropy`.
+    It is made before the model's forward pass ends and stands in its output, as hooks around the model
+    expect: FSDP's free the head's weight then, and wait for the gradient of what comes out.
+
+    ask: (model, batch) -> the model's outputs, with logits [b, s, v], labels not among what it hands to the
+    model. batch: "labels" [b, s] and perhaps "rows" [b], which are negative where a row only fills the batch
+    up. shift: the logits of a token are about the next one. trained: how many labels count at most, where the
+    host knows; see `linear_cross_entropy`.
     """
 
     def loss(logits: Tensor) -> Tensor:
