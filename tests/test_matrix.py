@@ -144,24 +144,26 @@ def test_single_modules_fused_in_cut_blocks_train_as_in_one_process(
     check(case(name, "lora", plan, recompute=dropout > 0, dropout=dropout, steps=1, fused=True))
 
 
-# Blocks that are cut and fused: methods, families and what is kept go round under each plan here, their
-# product in the long part.
+# Blocks that are cut or sharded, and fused: methods, families and what is kept go round under each plan here,
+# their product in the long part.
 KEPT = [
     MemoryConfig("all"),
     MemoryConfig("projections", tile=7),
     MemoryConfig("attention"),
     MemoryConfig("input", tile=5),
 ]
-CUT = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2")
+APART = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2", "shard")
 FUSED_BLOCKS = [
-    (METHODS[at], CUT[turn], FOUR[(at + turn) % 4], (at + turn) % 4) for turn in range(4) for at in range(4)
+    (METHODS[at], backend, FOUR[(at + turn) % 4], (at + turn) % 4)
+    for turn, backend in enumerate(APART)
+    for at in range(4)
 ]
-EVERY_FUSED = list(product(METHODS, CUT, FOUR, range(4)))
+EVERY_FUSED = list(product(METHODS, APART, FOUR, range(4)))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
 @pytest.mark.parametrize(("method", "backend", "name", "kept"), in_part(EVERY_FUSED, FUSED_BLOCKS))
-def test_fused_blocks_that_are_cut_train_as_in_one_process(
+def test_fused_blocks_that_are_cut_or_sharded_train_as_in_one_process(
     method: str, backend: str, name: str, kept: int, dropout: float
 ) -> None:
     check(case(name, method, BACKENDS[backend](name, 2), dropout=dropout, steps=1, blocks=KEPT[kept]))
@@ -180,7 +182,7 @@ def test_other_models_fused_and_cut(name: str) -> None:
     check(case(name, "lora", BACKENDS["tp"](name, 2), steps=1, passes=(3,), blocks=KEPT[2]))
 
 
-@pytest.mark.parametrize("composed", ["dp x tp", "dp x galaxy"])
+@pytest.mark.parametrize("composed", ["dp x tp", "dp x galaxy", "shard x tp"])
 def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
     check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), blocks=KEPT[2]))
 

@@ -19,6 +19,7 @@ from petune.estimate.comm_cost import in_flight
 from petune.kernels.memory.buffers import STREAMED_BLOCKS, states_bytes
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, own_stacks
+from petune.parallel.fsdp import gathered
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
 from petune.parallel.plan import Cut, ParallelPlan, apportion
@@ -99,23 +100,28 @@ def footprint(
 ) -> Footprint:
     """What the rank `at` needs for a forward pass `work` of all replicas; `model` is the whole one, `held`
     the rank's part of it."""
+    activations = _activations(held, model, family, plan, at, work)
+    activations += _cast_weights(held.tensors(), work.itemsize)
+    return replace(standing(held, plan, work.streamed), activations=activations)
+
+
+def standing(held: Held, plan: ParallelPlan, streamed: bool | None = None) -> Footprint:
+    """What a rank needs whatever it computes: `footprint` without activations. streamed: see Pass."""
     own = held.tensors()
-    activations = _activations(held, model, family, plan, at, work) + _cast_weights(own, work.itemsize)
     if plan.sharding is not None:
-        return _sharded(held, own, plan, activations)
-    if work.streamed is not None:
-        return _streamed(held, own, activations, work.streamed)
+        return _sharded(held, own, plan)
+    if streamed is not None:
+        return _streamed(held, own, streamed)
     tuned = _bytes(value for value in own if value.requires_grad)
     return Footprint(
         frozen=_bytes(own) - tuned,
         tuned=tuned,
         gradients=tuned,
         optimizer=MOMENTS * sum(value.numel() for value in own if value.requires_grad),
-        activations=activations,
     )
 
 
-def _streamed(held: Held, own: list[Tensor], activations: int, wide: bool) -> Footprint:
+def _streamed(held: Held, own: list[Tensor], wide: bool) -> Footprint:
     """The same where blocks rest in host memory, with their states and those of all else; STREAMED_BLOCKS of
     the largest are here."""
     blocks = [list(_once(block.parameters())) for block in _blocks(held)]
@@ -129,7 +135,6 @@ def _streamed(held: Held, own: list[Tensor], activations: int, wide: bool) -> Fo
         tuned=tuned + here,
         gradients=tuned + here,
         optimizer=STREAMED_BLOCKS * _states(largest, wide),
-        activations=activations,
         at_rest=sum(_bytes(block) + _states(block, wide) for block in blocks) + _states(trained, wide),
     )
 
@@ -142,9 +147,8 @@ def _states(values: Iterable[Tensor], wide: bool) -> int:
     return sum(value.numel() * states_bytes(value.element_size(), wide) for value in values)
 
 
-def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan, activations: int) -> Footprint:
-    """The same over shards. While the model runs two blocks are whole, the one that runs and the next, or
-    with `reshard` off all of them; and everything outside the blocks."""
+def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan) -> Footprint:
+    """The same over shards."""
     sharding = plan.sharding
     assert sharding is not None
     shards = plan.dp // sharding.replicas
@@ -160,20 +164,15 @@ def _sharded(held: Held, own: list[Tensor], plan: ParallelPlan, activations: int
     tuned = sum(bytes_of(value) for value in own if value.requires_grad)
     frozen = sum(map(bytes_of, own)) - tuned
     moments = sum(MOMENTS * bytes_of(value) // value.element_size() for value in own if value.requires_grad)
-    blocks = [
-        sum(value.nbytes for value in _once(block.parameters()) if id(value) in cuts)
-        for block in _blocks(held)
-    ]
-    inside = {id(value) for block in _blocks(held) for value in block.parameters()}
-    outside = sum(value.nbytes for value in own if id(value) in cuts and id(value) not in inside)
-    gathered = outside + (sum(sorted(blocks)[-2:]) if sharding.reshard else sum(blocks))
+    blocks = [[value for value in _once(block.parameters()) if id(value) in cuts] for block in _blocks(held)]
+    inside = {id(value) for block in blocks for value in block}
+    rest = [value for value in own if id(value) in cuts and id(value) not in inside]
+    together = gathered(blocks, rest, sharding)
     if not sharding.offload:
-        return Footprint(frozen, tuned, tuned, moments, activations, gathered)
+        return Footprint(frozen, tuned, tuned, moments, gathered=together)
     # these have no shards that could rest elsewhere
     whole = sum(value.nbytes for value in own if id(value) not in cuts)
-    return Footprint(
-        frozen=whole, activations=activations, gathered=gathered, at_rest=frozen - whole + 2 * tuned + moments
-    )
+    return Footprint(frozen=whole, gathered=together, at_rest=frozen - whole + 2 * tuned + moments)
 
 
 def _activations(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from petune.errors import UsageError
-from petune.estimate.footprint import held_by
+from petune.estimate.footprint import held_by, standing
 from petune.estimate.forecast import PROCESS, Forecast, Rank, Sketch
 from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
@@ -27,7 +27,6 @@ from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
     SPARE,
-    fixed_bytes,
     logits_bytes,
     pinnable,
     resident_bytes,
@@ -175,7 +174,8 @@ def policy_for(
     # of all stacks, with blocks as those of the last one, which are no smaller
     longest = max(drawn.work.tokens.values())
     itemsize = drawn.work.itemsize
-    fixed = resident_bytes(fused) if streams(recipe) else fixed_bytes(_part(drawn, plan, tp))
+    own = held_by(drawn.model, drawn.family, plan, Coordinate(0, 0, tp))
+    fixed = resident_bytes(fused) if streams(recipe) else standing(own, plan).total
     try:
         return choose(
             replace(shape_of(typical(alike)), itemsize=itemsize),

@@ -33,6 +33,7 @@ from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised
+from petune.models.sharded import shards_of
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
@@ -241,7 +242,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         if isinstance(spec, str):
             return f"block {number}: {spec}"
         specs.append(spec)
-    _quantise(specs, plan)
+    _quantise(model, specs, plan)
     limit = None if plan.memory.host is None else int(plan.memory.host * GIB)
     store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
@@ -265,7 +266,8 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
     # a graph has fixed addresses, and no peers
-    if plan.ops.name == "triton" and plan.memory.stream == "none" and not specs[0].boundaries:
+    alone = shards_of(model) is None and not specs[0].boundaries
+    if plan.ops.name == "triton" and plan.memory.stream == "none" and alone:
         stack.whole = Graphs()
     return None
 
@@ -288,11 +290,17 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
         stack.edges.insert(0, Unpadded())
 
 
-def _quantise(specs: Sequence[Spec], plan: Plan) -> None:
+def _quantise(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> None:
     """Put quantised weights in the place of those of the linears, one by one. Raises UsageError, before the
     first, where one cannot be."""
     if plan.base_dtype is None:
         return
+    if shards_of(model) is not None:
+        raise UsageError(
+            "base_dtype: fp8 quantises whole weights, and these are sharded",
+            where="base_dtype",
+            remedy="remove base_dtype, or use dp without shard",
+        )
     layers: list[Any] = [layer for spec in specs for group in spec.layers for layer in group]
     for weight in (layer.weight for layer in layers):
         if weight.requires_grad:

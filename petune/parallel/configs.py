@@ -157,8 +157,11 @@ class ParallelConfig:
 
     @property
     def unfused(self) -> bool:
-        """Whether there is an axis under which blocks are not fused."""
-        return any(unfused(name, axis) is not None for name, axis in self.axes.items())
+        """Whether there is an axis under which blocks are not fused, or two that do not go together so."""
+        staged = self.pp is not None and size_of(self.pp) != 1
+        return (staged and self.dp is not None and self.dp.shard) or any(
+            unfused(name, axis) is not None for name, axis in self.axes.items()
+        )
 
     @property
     def cuts_blocks(self) -> bool:
@@ -230,6 +233,7 @@ EXCHANGED, OVERLAPPED = (
     "attention exchanges keys and values with other ranks",
     "overlap hides communication behind matmuls tile by tile",
 )
+STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
 
 
 def unfused(name: str, axis: AxisConfig) -> str | None:
@@ -241,7 +245,7 @@ def unfused(name: str, axis: AxisConfig) -> str | None:
         return f"under {name} {EXCHANGED}" if by_sequence else OVERLAPPED if axis.overlap else None
     if isinstance(axis, PpConfig):
         return "the parallel plan cuts the model into stages"
-    return "the parallel plan shards their weights" if axis.shard else None
+    return None
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from petune.errors import PetuneError, UsageError
+from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
 from petune.parallel.collectives import gather_dims
 from petune.parallel.launch.process_group import limit
@@ -86,9 +87,42 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
         if any(value not in left for value in block.parameters()):
             _unit(block, reshard_after_forward=sharding.reshard, **settings)
     _unit(model, reshard_after_forward=False, **settings)
+    put_shards(model, _held(model, blocks, sharding))
     if hasattr(model, "generate"):  # it calls an encoder by itself, which needs what is the root's
         register_fsdp_forward_method(model, "generate")
     _check_mask(model, trains)
+
+
+def _held(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> Shards:
+    """What this rank's device holds of a model that has been sharded."""
+    every = (*model.parameters(), *model.buffers())
+    here = [value for value in every if not (sharding.offload and is_sharded(value))]
+    cut = [list(filter(is_sharded, block.parameters())) for block in blocks]
+    inside = {id(value) for block in cut for value in block}
+    rest = [value for value in every if is_sharded(value) and id(value) not in inside]
+    return Shards(
+        own=_bytes(map(local, here)),
+        trained=sum(local(value).numel() for value in here if value.requires_grad),
+        gathered=gathered(cut, rest, sharding),
+    )
+
+
+def gathered(blocks: Iterable[Sequence[Tensor]], rest: Sequence[Tensor], sharding: Sharding) -> int:
+    """Bytes that are whole at once while a model runs, of the sharded tensors of its blocks and of the rest.
+
+    With their gradients: the rest, and two blocks, one that runs and one that is gathered or reduced
+    meanwhile; with `reshard` off the weights of all blocks.
+    """
+    weights, gradients = [], []
+    for block in blocks:
+        weights.append(_bytes(block))
+        gradients.append(_bytes(value for value in block if value.requires_grad))
+    inside = sum(sorted(weights)[-2:] if sharding.reshard else weights) + sum(sorted(gradients)[-2:])
+    return inside + _bytes(rest) + _bytes(value for value in rest if value.requires_grad)
+
+
+def _bytes(values: Iterable[Tensor]) -> int:
+    return sum(value.nbytes for value in values)
 
 
 class Settle:

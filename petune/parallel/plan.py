@@ -21,6 +21,7 @@ from petune.parallel.configs import (
     LOOPED,
     OVERLAPPED,
     ROWS,
+    STAGES_SHARDED,
     Connection,
     CutConfig,
     DpConfig,
@@ -104,12 +105,10 @@ class ParallelPlan:
     def unfused(self) -> str | None:
         """Why blocks under this plan are not fused, or None; petune.parallel.configs.unfused says it of
         settings."""
-        if self.pp > 1 or self.sharding is not None:
-            return (
-                "the parallel plan cuts the model into stages"
-                if self.pp > 1
-                else "the parallel plan shards their weights"
-            )
+        if self.pp > 1 and self.sharding is not None:
+            return STAGES_SHARDED
+        if self.pp > 1:
+            return "the parallel plan cuts the model into stages"
         if self.cut is None:
             return None
         return EXCHANGED if self.cut.attention == "sequence" else OVERLAPPED if self.cut.overlap else None

@@ -29,6 +29,6 @@ def objective_of(task: Task, weights: Tensor | None) -> Objective:
     def fused_loss(model: nn.Module, batch: Batch, trained: int) -> Tensor | None:
         if not task.over_vocabulary or not has_fused_head(model):
             return None
-        return head_loss(model, batch, lambda *asked: ask(*asked).logits, shift=task.shifts, trained=trained)
+        return head_loss(model, batch, ask, shift=task.shifts, trained=trained)
 
     return Objective(ask, loss, select, fused_loss, tuned_parameters)

@@ -186,8 +186,8 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
         ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts the model into stages"),
         (
             "llama-causal",
-            {"parallel": {"dp": {"size": 2, "shard": True}}},
-            "the parallel plan shards their weights",
+            {"parallel": {"pp": 2, "dp": {"size": 2, "shard": True}}},
+            "the parallel plan cuts the model into stages and shards their weights",
         ),
     ],
     ids=str,
@@ -280,6 +280,16 @@ def test_replicas_have_policies_of_their_rows(tmp_path: Path) -> None:
     ]
     assert told.policies[0].peak > even.policies[0].peak > told.policies[1].peak
     assert [line for line in told.lines if line.startswith("ranks")] == ["ranks    0", "ranks    1"]
+
+
+def test_shards_leave_room_that_blocks_keep_more_in(tmp_path: Path) -> None:
+    alone = seen(large(tmp_path, 4, 4096), 60 * GIB)
+    told = seen(large(tmp_path, 8, 4096, parallel={"dp": {"size": 2, "shard": True}}), 60 * GIB)
+    (whole,), (policy, _) = alone.forecast.ranks, told.policies
+    stands = [rank.memory.total - rank.memory.activations for rank in (whole, *told.forecast.ranks)]
+    assert stands[1] < 0.75 * stands[0], "a half, and what is gathered"
+    assert policy.host < alone.policies[0].host
+    assert told.forecast.ranks[0].total == policy.peak + PROCESS["cuda"]
 
 
 def test_devices_of_unknown_memory_have_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

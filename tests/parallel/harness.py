@@ -44,7 +44,8 @@ from petune.parallel.placement import parallelize
 from petune.parallel.plan import ALONE, ParallelPlan
 from petune.parallel.runner import Runner
 from petune.run.evaluate import outputs_of
-from petune.tasks import loss_sum
+from petune.run.objective import objective_of
+from petune.tasks import TASKS, loss_sum
 from petune.tasks.loss import count, trained_positions
 from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny
 from tests.pool import run
@@ -205,6 +206,7 @@ def objective(case: Case) -> Objective:
         forward=answer,
         loss=lambda outputs, batch: summed(outputs.logits, batch, case),
         select=lambda outputs, batch: trained_positions(outputs.logits, batch["labels"], case.task),
+        fused_loss=objective_of(TASKS[case.task], None).fused_loss,
         tuned=tuned_parameters,
     )
 

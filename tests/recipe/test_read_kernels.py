@@ -156,7 +156,8 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 # ------------------------------------------------------------------------------------------------------ rules
 
 UNFUSED: tuple[Any, ...] = (
-    *("sp", "pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}, {"dp": {"size": 2, "shard": True}}),
+    *("sp", "pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}),
+    {"dp": {"size": 2, "shard": True}, "pp": 2},
     *(
         {"tp": {"size": 2, "overlap": True}},
         {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
@@ -167,6 +168,7 @@ CUTTING = (
     "galaxy",
     "galaxy2",
     {"tp": 2, "dp": 2},
+    {"dp": {"size": 2, "shard": True}},
     {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
 )
 ASKING = (

@@ -49,14 +49,17 @@ class _Fusion:
     def __init__(self, model: nn.Module, head: nn.Module, ops: Ops, part: VocabularySlice | None) -> None:
         self.head, self.ops, self.part = head, ops, part
         self.signature = inspect.signature(model.forward)
-        self.asked = self.armed = False  # asked: by `head_loss`, whatever the arguments
+        self.armed = False
+        # what `head_loss` has asked for, whatever the arguments: a loss of the logits
+        self.asked: Callable[[Tensor], Tensor] | None = None
         self.hidden: Tensor | None = None  # between the hooks of the head
         # how many labels of the running forward pass count, where that is known
         self.trained: Callable[[], int] | None = None
         self.said: set[str] = set()
         self.handles = (
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
-            model.register_forward_hook(self.after_model, always_call=True),
+            # before the hooks that free weights after the forward pass
+            model.register_forward_hook(self.after_model, always_call=True, prepend=True),
             head.register_forward_pre_hook(self.before_head),
             head.register_forward_hook(self.after_head),
         )
@@ -66,7 +69,8 @@ class _Fusion:
         given = self.signature.bind_partial(*args, **kwargs).arguments
         labels, kept = given.get("labels"), given.get("logits_to_keep")
         whole = kept is None or (isinstance(kept, int) and kept == 0)
-        if not self.asked and not (model.training and isinstance(labels, Tensor) and whole):
+        asked = self.asked is not None
+        if not asked and not (model.training and isinstance(labels, Tensor) and whole):
             return
         # nn.DataParallel runs its replicas in threads
         if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
@@ -77,14 +81,16 @@ class _Fusion:
                 say(f"the head and its loss are not fused: {reason}")
             return
         self.armed = True
-        if not self.asked and labels is not None and labels.is_cuda and kwargs.get("shift_labels") is None:
+        if not asked and labels is not None and labels.is_cuda and kwargs.get("shift_labels") is None:
             self.trained = _counting(labels)
 
     def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        """The end of the forward pass, after an error too."""
+        """The end of the forward pass, after an error too: a loss that was asked for joins its output."""
         self.armed, self.hidden = False, None
-        if not self.asked:
+        if self.asked is None:
             self.trained = None
+        elif output is not None:
+            output["loss"] = self.asked(output.logits)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """The head itself sees no row: what it gives then is the dtype and the width of its logits."""
@@ -116,13 +122,13 @@ class _Fusion:
         return Unmade(origin, output.shape[-1], output.dtype, make)
 
     @contextmanager
-    def asking(self, trained: int | None) -> Iterator[None]:
-        """Every forward pass of the block leaves its logits unmade."""
-        self.asked, self.trained = True, None if trained is None else lambda: trained
+    def asking(self, loss: Callable[[Tensor], Tensor], trained: int | None) -> Iterator[None]:
+        """Every forward pass of the block leaves its logits unmade, and makes their `loss` before it ends."""
+        self.asked, self.trained = loss, None if trained is None else lambda: trained
         try:
             yield
         finally:
-            self.asked, self.trained = False, None
+            self.asked, self.trained = None, None
 
     def refusal(self) -> str | None:
         """Why the head as it is now must run by itself, or None."""
@@ -199,7 +205,7 @@ Batch = Mapping[str, Tensor]
 def head_loss(
     model: nn.Module,
     batch: Batch,
-    ask: Callable[[nn.Module, Any], Tensor],
+    ask: Callable[[nn.Module, Any], Any],
     *,
     shift: bool,
     trained: int | None = None,
@@ -207,14 +213,16 @@ def head_loss(
     """The summed cross-entropy in nats of a batch, a scalar, float32 or wider, by a model that `fuse_head`
     has seen; nothing is waited for.
 
-    ask: (model, batch) -> logits [b, s, v], labels not among what it hands to the model. batch: "labels" [b,
-    s] and perhaps "rows" [b], which are negative where a row only fills the batch up. shift: the logits of a
-    token are about the next one. trained: how many labels count at most, where the host knows; see
-    `linear_cross_entropy`.
+    It is made before the model's forward pass ends and stands in its output, as hooks around the model
+    expect: FSDP's free the head's weight then, and wait for the gradient of what comes out.
+
+    ask: (model, batch) -> the model's outputs, with logits [b, s, v], labels not among what it hands to the
+    model. batch: "labels" [b, s] and perhaps "rows" [b], which are negative where a row only fills the batch
+    up. shift: the logits of a token are about the next one. trained: how many labels count at most, where the
+    host knows; see `linear_cross_entropy`.
     """
-    fusion: _Fusion = getattr(model, _FUSION)
-    with fusion.asking(trained):
-        logits = ask(model, batch)
+
+    def loss(logits: Tensor) -> Tensor:
         labels = batch["labels"].to(logits.device)
         if "rows" in batch:
             labels = labels.masked_fill((batch["rows"] < 0).to(labels.device)[:, None], IGNORED)
@@ -222,6 +230,10 @@ def head_loss(
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    fusion: _Fusion = getattr(model, _FUSION)
+    with fusion.asking(loss, trained):
+        return cast("Tensor", ask(model, batch).loss)
 
 
 def has_fused_head(model: nn.Module) -> bool:

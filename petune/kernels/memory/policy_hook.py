@@ -25,6 +25,7 @@ from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.log import say
 from petune.models.boundary import FIRST_ROW
+from petune.models.sharded import shards_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import linear_of
 from petune.rng.context import running
@@ -142,8 +143,7 @@ class Governor:
             for other in later
         )
         shape = shape_of(typical(specs), specs[0].computes_in(device.type))
-        # between their passes such blocks lie on the host
-        streamed = cast("Tensor", specs[0].layers[0][0].weight).device.type == "cpu"
+        streamed = self.config.stream != "none"
         pinned = (
             len(specs) * streamed_host_bytes(shape, self.config.stream == "fp32")
             if streamed and self.config.host is None
@@ -267,7 +267,10 @@ def resident_bytes(model: nn.Module) -> int:
 
 
 def fixed_bytes(model: nn.Module) -> int:
-    """Bytes on the device whatever is kept: tensors of the model, gradients and states of what trains."""
+    """Bytes on the device whatever is kept: tensors of the model, gradients and states of what trains; where
+    the model is sharded, of this process' part, and what is gathered while it runs."""
+    if (shards := shards_of(model)) is not None:
+        return shards.own + STATES * shards.trained + shards.gathered
     values = {id(value): value for value in (*model.parameters(), *model.buffers())}.values()
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     return sum(value.nbytes for value in values) + STATES * trained

@@ -27,7 +27,7 @@ from petune.kernels.head.linear_cross_entropy import VocabularySlice, linear_cro
 from petune.kernels.triton import loss as kernels
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
-from petune.run.evaluate import forward, real_rows
+from petune.run.evaluate import forward, outputs_of, real_rows
 from petune.tasks import loss_sum
 from tests.methods.zoo import (
     GENERATE,
@@ -686,7 +686,7 @@ def test_the_loss_of_the_loop_is_the_sum_over_real_rows(name: str, task: str, kn
     wanted = grads(expected, parameters)
     fuse_head(model, OPS)
     trained = int((inputs["labels"] >= 0).sum()) if known else None
-    found = head_loss(model, inputs, forward, shift=task == "causal", trained=trained)
+    found = head_loss(model, inputs, outputs_of, shift=task == "causal", trained=trained)
     torch.testing.assert_close(found, expected.detach())
     assert_alike(grads(found, parameters), wanted)
     assert type(forward(model, inputs)) is Tensor
@@ -696,11 +696,11 @@ def test_the_loss_of_the_loop_is_taken_in_the_autocast_of_its_forward_pass() -> 
     model, inputs = training("llama-causal", torch.float32), batch("llama-causal")
     fuse_head(model, OPS)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = head_loss(model, inputs, forward, shift=True)
+        expected = head_loss(model, inputs, outputs_of, shift=True)
 
-    def ask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def ask(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
-            return forward(model, batch)
+            return outputs_of(model, batch)
 
     assert torch.equal(head_loss(model, inputs, ask, shift=True), expected)
 
@@ -710,7 +710,7 @@ def test_the_loss_of_the_loop_is_right_where_the_head_runs_by_itself() -> None:
     expected = loss_sum(forward(model, inputs), inputs, "causal")[0]
     model.lm_head.register_forward_hook(lambda *_: None)
     fuse_head(model, OPS)
-    torch.testing.assert_close(head_loss(model, inputs, forward, shift=True), expected)
+    torch.testing.assert_close(head_loss(model, inputs, outputs_of, shift=True), expected)
 
 
 def test_the_loss_of_the_loop_over_slices_of_the_vocabulary() -> None:
@@ -727,7 +727,7 @@ def test_the_loss_of_the_loop_over_slices_of_the_vocabulary() -> None:
         # as the hooks of the slices are: theirs come first
         model.lm_head.register_forward_hook(lambda module, args, output: output)
         fuse_head(model, OPS, part)
-        loss = head_loss(model, inputs, forward, shift=True)
+        loss = head_loss(model, inputs, outputs_of, shift=True)
         return loss.detach(), torch.autograd.grad(loss, model.lm_head.weight)[0]
 
     found = Meeting(sizes).run(each)

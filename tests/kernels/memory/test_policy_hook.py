@@ -31,6 +31,7 @@ from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.policy_hook import STATES, Governor, fixed_bytes, shape_of
+from petune.models.sharded import Shards, put_shards
 from petune.models.stack import Stack
 from petune.rng.context import bound
 from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
@@ -260,6 +261,17 @@ def test_fixed_are_weights_buffers_gradients_and_states() -> None:
     assert fixed_bytes(model) == weights + STATES * sum(
         value.numel() for value in model.parameters() if value.requires_grad
     )
+
+
+def test_of_a_sharded_model_what_is_here_and_what_is_gathered_is_fixed(
+    device: Device, asked: list[Any]
+) -> None:
+    """Shards may rest in host memory, where blocks that stream do too."""
+    model = petune.wrap(llama(), kernels="reference")
+    put_shards(model, Shards(own=20 * GIB, trained=GIB, gathered=5 * GIB))
+    Planned(Governor(MemoryConfig()), model, []).under(MemoryConfig(host=1)).kept(CUDA, 2048, 512)
+    assert asked[0]["fixed"] == fixed_bytes(model) == (25 + STATES) * GIB
+    assert asked[0]["host"] == GIB and not asked[0]["streamed"]
 
 
 def test_tied_embeddings_are_there_once() -> None:

@@ -1,0 +1,31 @@
+"""What a process holds of a model whose weights are sharded over ranks: said by whoever shards them, read
+where memory is planned and where whole weights are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+
+_SHARDS = "petune_shards"  # attribute of a model
+
+
+@dataclass(frozen=True)
+class Shards:
+    """own: bytes on the device of this process, of its shards and of what is whole; trained: numbers among
+    them that train; gathered: bytes of weights and gradients that are whole at once while the model runs."""
+
+    own: int
+    trained: int
+    gathered: int
+
+
+def put_shards(model: nn.Module, shards: Shards) -> None:
+    """Say that the weights of `model` are sharded, and what of them is here."""
+    model.__dict__[_SHARDS] = shards
+
+
+def shards_of(model: nn.Module) -> Shards | None:
+    """What is here of a model whose weights are sharded; None where they are whole."""
+    return cast("Shards | None", model.__dict__.get(_SHARDS))
