@@ -224,7 +224,7 @@ def micro(size: int, repeats: int) -> None:
     import torch
 
     from petune.files.safetensors import is_finite
-    from petune.run.audit import checksums
+    from petune.models.checksums import checksums
 
     def all_checksums(values: list[torch.Tensor]) -> object:
         return checksums({str(at): value for at, value in enumerate(values)})

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from petune.methods import mark_only_trainable as mark_only_adapter_as_trainable
     from petune.methods import mark_only_trainable as mark_only_lora_as_trainable
     from petune.methods import mark_only_trainable as mark_only_side_as_trainable
+    from petune.methods.activation_cache import ActivationCache
     from petune.recipe import Recipe, load_recipe
     from petune.run.callbacks import Callback
     from petune.run.finished import Run, load_run
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCache",
     "Callback",
     "PetuneError",
     "Recipe",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "ActivationCache": "methods.activation_cache",
     "Callback": "run.callbacks",
     "PetuneError": "errors",
     **dict.fromkeys(("Recipe", "load_recipe"), "recipe"),

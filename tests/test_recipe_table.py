@@ -101,7 +101,13 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
         "data": {**FAMILIES["bert"]["data"], "chunk": True},
     },
 }
-NAMES = [*ALONE, "llama_full_streamed", *(f"bert_lora_{task}" for task in OTHER_TASKS), *TOGETHER]
+NAMES = [
+    *ALONE,
+    "llama_full_streamed",
+    "t5_side_cache",
+    *(f"bert_lora_{task}" for task in OTHER_TASKS),
+    *TOGETHER,
+]
 
 
 def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
@@ -121,6 +127,8 @@ def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     } | {"name": name}
     if over == ["streamed"]:
         row |= STREAMED
+    elif over == ["cache"]:
+        row["cache"] = True
     elif over and over[0] in OTHER_TASKS:
         row |= OTHER_TASKS[over[0]]
     elif over:

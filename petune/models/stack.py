@@ -112,6 +112,24 @@ class Whole(Protocol):
         ...
 
 
+class Levels(Protocol):
+    """What the blocks of a stack give for rows that were seen before (see methods/activation_cache.py)."""
+
+    def read(self, number: int) -> Tensor | None:
+        """What block `number` gives for the rows of this pass, [batch, seq, width]; None where it has to be
+        computed."""
+        ...
+
+    @property
+    def writes(self) -> bool:
+        """Whether what blocks give in this pass is wanted."""
+        ...
+
+    def write(self, number: int, hidden: Tensor) -> None:
+        """Take what block `number` gives, [batch, seq, width]."""
+        ...
+
+
 class Stack(nn.ModuleList):
     """The blocks of one stack, each run by its port: receive -> enter -> block, the ladder's step beside it,
     ... -> leave -> send.
@@ -124,6 +142,7 @@ class Stack(nn.ModuleList):
 
     wire: Wire | None = None
     whole: Whole | None = None
+    levels: Levels | None = None
     recompute = False
     now: Pass | None = None  # the pass that is on its way
     reached = True  # whether a port was called since the module around the stack was
@@ -250,9 +269,15 @@ class Stack(nn.ModuleList):
             self._begin_ladder(
                 self.ladder, now, self._inside(now, call) | now.carry, arrived.side if arrived else None
             )
-        elif self.whole is not None and self.whole.takes(self, self._inside(now, call) | now.carry):
+        elif self._goes_whole(now, call):
             now.waiting = []
         return now
+
+    def _goes_whole(self, now: Pass, call: Call) -> bool:
+        """Whether a pass that begins with `call` runs all blocks at once."""
+        if self.whole is None or self.levels is not None:
+            return False
+        return self.whole.takes(self, self._inside(now, call) | now.carry)
 
     def _refuse_their_checkpointing(self) -> None:
         """Raise UsageError for Hugging Face's gradient checkpointing where it cannot be right: it knows
@@ -272,10 +297,7 @@ class Stack(nn.ModuleList):
 
     def _begin_ladder(self, ladder: Ladder, now: Pass, call: Call, arrived: Call | None) -> None:
         if arrived is not None:
-            hidden = arrived["hidden_states"]
-            for edges in self.edges:
-                hidden = edges.part(hidden, now.here)
-            arrived = arrived | {"hidden_states": hidden}
+            arrived = arrived | {"hidden_states": self._parted(arrived["hidden_states"], now.here)}
         with drawing(replace(now.here, site=f"{self.name}.side", drawn=0)):
             now.side = ladder.begin(call, arrived)
         for edges in self.edges:
@@ -303,16 +325,24 @@ class Stack(nn.ModuleList):
         """What a block returns for a call that is inside; the ladder advances beside it."""
         now, ladder = cast("Pass", self.now), self.ladder
         if ladder is None or now.side is None:
-            return self._maybe_again(
-                self.step, one.number, one.block, _given(call, one.by_position), now.here
-            )
+            return self._output(one, call, now)
         call, side = ladder.split(call, now)
         with torch.no_grad():
-            output = self._maybe_again(
-                self.step, one.number, one.block, _given(call, one.by_position), now.here
-            )
+            output = self._output(one, call, now)
         hidden = carried_by(self.rule, output)["hidden_states"]
         now.side = now.side | self._maybe_again(self._climb, one.number, hidden, side | now.side, now.here)
+        return output
+
+    def _output(self, one: Recorded, call: Call, now: Pass) -> Any:
+        """What a block returns: as `levels` know it, else computed."""
+        levels = self.levels
+        if levels is not None and (known := levels.read(one.number)) is not None:
+            return self._handed_on(call | {"hidden_states": self._parted(known, now.here)})
+        output = self._maybe_again(self.step, one.number, one.block, _given(call, one.by_position), now.here)
+        if levels is not None and levels.writes:
+            levels.write(
+                one.number, self._left(carried_by(self.rule, output)["hidden_states"].detach(), now.here)
+            )
         return output
 
     def _wait(self, waiting: list[Recorded], one: Recorded, last: bool) -> Any:
@@ -366,6 +396,12 @@ class Stack(nn.ModuleList):
             if ladder.handed is not None:
                 ladder.handed = self._left(ladder.handed, now.here)
         return self._left(hidden, now.here)
+
+    def _parted(self, hidden: Tensor, here: Running) -> Tensor:
+        """Hidden states inside all edges."""
+        for edges in self.edges:
+            hidden = edges.part(hidden, here)
+        return hidden
 
     def _left(self, hidden: Tensor, here: Running) -> Tensor:
         """Hidden states outside all edges."""

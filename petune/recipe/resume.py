@@ -22,6 +22,7 @@ _DO_NOT_CHANGE_NUMBERS = (
         "eval_batch_size",
         "head_only",
         "timeout",
+        "cache_folder",
     ),
     *("device", "gradient_checkpointing", "kernels", "memory", "parallel"),
 )

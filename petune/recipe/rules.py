@@ -176,6 +176,38 @@ STREAMED = (
         "set snapshot_every: null, and save_every as often as you want",
     ),
 )
+CACHED = (
+    Rule(
+        ("cache", "method"),
+        lambda recipe: not recipe.cache or method_of(recipe.method).ladder,
+        "it keeps what frozen blocks give, and this method changes that in every step",
+        "remove cache, or set method: side",
+    ),
+    Rule(
+        ("cache", "task"),
+        lambda recipe: not recipe.cache or recipe.task != "mlm",
+        "mlm draws other masks in every epoch, so no row comes twice",
+        "remove cache",
+    ),
+    Rule(
+        ("cache", "parallel"),
+        lambda recipe: not recipe.cache or recipe.parallel.dp is None or not recipe.parallel.dp.shard,
+        "it does not go with sharded weights yet",
+        "remove cache, or use dp without shard, tp, sp, galaxy or pp",
+    ),
+    Rule(
+        ("cache", "compile"),
+        lambda recipe: not recipe.cache or not recipe.compile,
+        "a compiled model runs its blocks",
+        "remove cache, or set compile: false",
+    ),
+    Rule(
+        ("cache_folder", "cache"),
+        lambda recipe: recipe.cache_folder is None or bool(recipe.cache),
+        "it is about the cache, which is off",
+        "remove cache_folder, or set cache: true",
+    ),
+)
 RULES = (
     Rule(
         ("data.path",),
@@ -291,6 +323,7 @@ RULES = (
         if other not in (asking, _EITHER.get(asking))
     ),
     *STREAMED,
+    *CACHED,
     Rule(
         ("base_dtype", "parallel"),
         lambda recipe: recipe.base_dtype is None or not recipe.parallel.cuts_blocks,

@@ -137,6 +137,12 @@ class Recipe(BaseModel):
     base_dtype: BaseDtype | None = Field(
         None, description="fp8: hold frozen weights of fused blocks in one byte each; not exact"
     )
+    cache: bool | Literal["fp32", "bf16", "fp8"] = Field(
+        False, description="side: run the frozen backbone once for each row; true, or the dtype to store"
+    )
+    cache_folder: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="cache: folder that keeps it for other runs; null: in the run folder until its end"
+    )
     parallel: SkipValidation[ParallelConfig] = Field(
         ParallelConfig(),
         description=(

@@ -9,125 +9,22 @@ its steps add up in.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from petune.errors import Problem, TrainingFault
 from petune.methods import frozen_tensors
-from petune.models.frozen_weight import bytes_in
+from petune.models.checksums import checksums
 from petune.parallel import local
 
 GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
-CHECKSUM_VERSION = 2  # stands before every digest: values of another version are not comparable
-_COLUMNS = 1024  # 32-bit words in a row of a checksum
-# bytes of a tensor on a device that are multiplied at once: the products take twice as many
-_PORTION = 128 << 20
-
-
-def checksum(tensor: Tensor) -> int:
-    """A 64-bit checksum of the bits of `tensor`, position included: the same on every device and with any
-    number of threads.
-
-    The contiguous bits, as signed 32-bit words and filled up with zeros, are multiplied by odd 64-bit
-    weights, one for each position, and added modulo 2^64. So one changed word always changes the sum, and of
-    other changes about one in 2^32 is missed at the worst (two words of which only the signs change). Shape
-    and dtype are not part of it.
-    """
-    return checksums({"": tensor})[""]
-
-
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """`checksum` of every tensor by name: those on the CPU by as many threads as torch uses, those of each
-    device with one wait.
-
-    That of a quantised weight is an odd multiple of each of those of the tensors that it is held in, added
-    up.
-    """
-    found: dict[tuple[str, int], int] = {}
-    parts = {(name, at): part for name, value in tensors.items() for at, part in enumerate(bytes_in(value))}
-    for device in {value.device for value in parts.values()}:
-        here = {name: value for name, value in parts.items() if value.device == device}
-        weights = _weights(
-            _COLUMNS + 1 + max(value.nbytes for value in here.values()) // (4 * _COLUMNS), device
-        )
-        add_up = partial(_weighted_sum, weights=weights)
-        if device.type == "cpu":
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                sums = list(threads.map(add_up, here.values()))
-        else:
-            sums = [add_up(value) for value in here.values()]
-        found |= zip(here, torch.stack(sums).tolist(), strict=True)
-    counts = {name: len(bytes_in(value)) for name, value in tensors.items()}
-    return {
-        name: sum((2 * at + 1) * found[name, at] for at in range(count)) % 2**64
-        for name, count in counts.items()
-    }
-
-
-@torch.no_grad()
-def _weighted_sum(tensor: Tensor, weights: Tensor) -> Tensor:
-    """The checksum as a signed int64 scalar on the tensor's device, which is not waited for."""
-    whole, rest = _words(tensor)
-    columns, rows = weights[:_COLUMNS], weights[_COLUMNS:]
-    return (_row_sums(whole, columns) * rows[: len(whole)]).sum() + (rest * columns).sum() * rows[len(whole)]
-
-
-def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of `tensor` as int32 words: whole rows of _COLUMNS, a view where it can be one, and a last row
-    filled up with zeros."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % 4:
-        flat = flat.clone()
-    content, row = flat.view(torch.uint8), 4 * _COLUMNS
-    end = len(content) // row * row
-    rest = torch.zeros(row, dtype=torch.uint8, device=flat.device)
-    rest[: len(content) - end] = content[end:]
-    return content[:end].view(torch.int32).view(-1, _COLUMNS), rest.view(torch.int32)
-
-
-def _row_sums(words: Tensor, columns: Tensor) -> Tensor:
-    """The weighted sum of each row: numpy widens in its registers on the CPU; a device multiplies a portion
-    at a time."""
-    if words.device.type == "cpu":
-        return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), columns.numpy()))
-    portions = words.split(_PORTION // (4 * _COLUMNS))
-    return torch.cat([columns.new_zeros(0), *(torch.mul(portion, columns).sum(1) for portion in portions)])
-
-
-def _weights(number: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers without a pattern, always the same: the steps of splitmix64, with shifts that keep
-    the sign."""
-    mixed = torch.arange(1, number + 1, device=device).mul_(_signed(0x9E3779B97F4A7C15))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
-    return mixed.bitwise_xor_(mixed >> 31).bitwise_or_(1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def frozen_checksums(model: nn.Module) -> dict[str, int]:
     """The checksum of every tensor of `model` that must not move."""
     return checksums(frozen_tensors(model))
-
-
-def digest(checksums: Mapping[str, int]) -> str:
-    """One text for the checksums of many tensors, in their order, behind the version of the checksum."""
-    values = b"".join(value.to_bytes(8, "little") for value in checksums.values())
-    return f"{CHECKSUM_VERSION}:{hashlib.sha256(values).hexdigest()[:16]}"
-
-
-def comparable(saved: str) -> bool:
-    """Whether a digest is of this version of the checksum, so that a difference means other bits."""
-    return saved.startswith(f"{CHECKSUM_VERSION}:")
 
 
 Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it

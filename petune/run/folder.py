@@ -42,7 +42,8 @@ _RESOLVED, _SUMMARY, _REPLACING = "resolved.yaml", "summary.json", ".replacing"
 # what an --overwrite replaces, or removes last, when all else is cleared
 _LASTING = ("recipe.yaml", _RESOLVED, _REPLACING)
 _PASSING = (*APPENDED, _SUMMARY, "env.json", "loss.png", "eval.json", "README.md", "best")
-_WRITTEN = ("checkpoints", "tuned")  # by the run, which holds the lock
+ACTIVATIONS = "activations"  # of frozen blocks, until the run is done
+_WRITTEN = ("checkpoints", "tuned", ACTIVATIONS)  # by the run, which holds the lock
 SHIPPED = ("merged", "hf", "peft")  # by other commands, which do not
 FILES, FOLDERS = (*_LASTING, *_PASSING), (*_WRITTEN, *SHIPPED)
 _PACKAGES = ("petune", "torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")

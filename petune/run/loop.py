@@ -13,6 +13,7 @@ from petune.log import phase
 from petune.parallel import Mesh
 from petune.parallel.launch import process_group
 from petune.run import distributed
+from petune.run.activations import caching
 from petune.run.build import Prepared
 from petune.run.callbacks import Callbacks
 from petune.run.control import head_only_control, untouched_base
@@ -61,7 +62,7 @@ class Loop:
 
     def run(self, resume: bool | str | Path, allow_change: Collection[str] = ()) -> None:
         """From wherever the run stands to its end. Raises Stopped after a signal, once the state is saved."""
-        with self.saver.working():
+        with self.saver.working(), caching(self.step, self.folder.path, self.reporter.note):
             self._run(resume, allow_change)
 
     def _run(self, resume: bool | str | Path, allow_change: Collection[str]) -> None:
@@ -135,6 +136,7 @@ class Loop:
         self.saver.restore(True, self.allow_change)
         step.audit = step.make_audit()
         step.audit.frozen_before = known
+        step.look_at_cache(anew=True)
         self.runner.barrier()
         self.stop.save_first()
 
@@ -172,6 +174,7 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Scores on the held-out rows. Raises StopAsked when a stop was asked for meanwhile."""
         rows, runner = self.prepared.encoded.eval, self.runner
+        self.step.look_at_cache()
         held_out = self.step.batches(rows, self.recipe.eval_batch_size or self.recipe.batch_size)
         labels, explained = self.prepared.rows.labels or (), self.step.explain_memory("evaluation")
         with phase(f"evaluating on {len(rows)} rows"), explained, scoring(*runner.modules):

@@ -19,9 +19,10 @@ from torch import nn
 from petune.errors import FileError, TrainingFault
 from petune.log import phase
 from petune.methods import frozen_tensors
+from petune.models.checksums import comparable, digest
 from petune.parallel.launch import process_group
 from petune.run import state
-from petune.run.audit import Audit, comparable, digest
+from petune.run.audit import Audit
 from petune.run.evaluate import Metric
 from petune.run.folder import RunFolder
 from petune.run.progress import Progress

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from petune.errors import TrainingFault, UsageError
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors
+from petune.methods.activation_cache import ActivationCache, identity_of
+from petune.models.checksums import digest
 from petune.parallel import Batch, Mesh, alone, local
 from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
-from petune.run.audit import Audit, digest, frozen_checksums
+from petune.run.audit import Audit, frozen_checksums
 from petune.run.build import Prepared, build, run_on
 from petune.run.progress import Progress
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
@@ -78,8 +80,8 @@ class Step:
 
     Each process of a group has one. described: the method in words; trained and all parameters. fingerprint:
     of the whole base, as all ranks agreed on it; None in one process. frozen: digest of the whole model's
-    frozen tensors on the main one of several ranks, None elsewhere. audit: watches nothing until it is
-    replaced by `make_audit`.
+    frozen tensors on the main one of several ranks, None elsewhere. base: what an activation cache knows the
+    backbone by, None without one. audit: watches nothing until it is replaced by `make_audit`.
     """
 
     def __init__(self, prepared: Prepared, mesh: Mesh | None = None) -> None:
@@ -88,6 +90,7 @@ class Step:
         mesh = mesh or alone(self.place.device)
         self.keeper: Keeper = KeepsNothing()
         self.progress, self.audit = Progress(), Audit({}, {})
+        self.cache: ActivationCache | None = None
         self.units = prepared.encoded.train
         seed_others(recipe.seed)
         self.weights = self._class_weights()
@@ -112,6 +115,7 @@ class Step:
 
     def _note_whole(self, model: nn.Module, mesh: Mesh) -> None:
         """What can be said of the tuned model only before it is cut."""
+        self.base = identity_of(model) if self.recipe.cache else None
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
         whole = mesh.plan.world > 1 and mesh.main
@@ -174,6 +178,12 @@ class Step:
     def _places(self, step: int) -> list[str]:
         return [example.where for example in self.rows_of(step)]
 
+    def look_at_cache(self, anew: bool = False) -> None:
+        """Let rows count that were cached before, at a moment when all ranks are as far; see
+        ActivationCache.look."""
+        if self.cache is not None:
+            self.cache.look(anew=anew)
+
     # ------------------------------------------------------------ the step
 
     def take(self) -> dict[str, Any]:
@@ -185,6 +195,7 @@ class Step:
         """
         began, number, runner = time.perf_counter(), self.progress.step, self.runner
         process_group.at_step(number)
+        self.look_at_cache()
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
         for options in self.optimizer.param_groups:

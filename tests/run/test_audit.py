@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import petune.run.objective
 import petune.run.step
 from petune.errors import FileError, TrainingFault
-from petune.files.safetensors import is_finite
 from petune.parallel import Outputs
-from petune.run.audit import Audit, _weighted_sum, _weights, checksum, checksums
+from petune.run.audit import Audit
 from petune.run.build import Prepared, build
 from petune.run.evaluate import outputs_of
 from petune.run.loop import Loop
@@ -159,124 +157,6 @@ def test_every_fault_is_named_up_to_ten():
     assert [problem.where for problem in caught.value.problems] == [
         f"layer.{index:02}" for index in range(10)
     ]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
-)
-def test_any_changed_element_changes_the_checksum(dtype: torch.dtype):
-    value = torch.arange(60).remainder(2).reshape(5, 12).to(dtype)
-    before = checksum(value)
-    assert checksum(value.clone()) == before
-    for index in range(60):
-        other = value.clone()
-        other.view(-1)[index] = 1 - other.view(-1)[index].int()
-        assert checksum(other) != before, index
-
-
-def test_the_checksum_sees_signs_of_zero_and_exchanged_elements_and_works_on_views():
-    value = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    exchanged = value.clone()
-    exchanged[0, 0], exchanged[6, 4] = value[6, 4], value[0, 0]
-    assert checksum(value) != checksum(exchanged)
-    assert checksum(torch.zeros(3)) != checksum(torch.tensor([0.0, -0.0, 0.0]))
-    assert checksum(value.T) == checksum(value.T.contiguous()) != checksum(value)
-    assert isinstance(checksum(torch.empty(0)), int)
-    assert isinstance(checksum(torch.tensor(3.5)), int)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("number", [0, 1, 1023, 1024, 4096, 5001])
-def test_the_checksum_is_the_weighted_sum_of_32_bit_words_modulo_2_to_64(number: int, dtype: torch.dtype):
-    # at an odd place in memory
-    value = (100 * torch.randn(number + 1, generator=torch.Generator().manual_seed(number))).to(dtype)[1:]
-    content = bytes(value.clone().view(torch.uint8).tolist())
-    words = [
-        int.from_bytes(content[at : at + 4].ljust(4, b"\0"), "little", signed=True)
-        for at in range(0, len(content), 4)
-    ]
-    weights = _weights(1024 + 1 + len(words) // 1024, torch.device("cpu")).tolist()
-    assert (
-        checksum(value)
-        == sum(word * weights[at % 1024] * weights[1024 + at // 1024] for at, word in enumerate(words))
-        % 2**64
-    )
-
-
-def test_weights_are_odd_and_differ_so_that_every_changed_or_exchanged_word_is_seen():
-    weights = _weights(100_000, torch.device("cpu"))
-    assert bool((weights % 2 != 0).all()) and len(weights.unique()) == len(weights)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_checksum_sees_an_even_number_of_changed_signs(dtype: torch.dtype):
-    value = torch.randn(6, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = {checksum(value)}
-    for columns in (slice(None), slice(0, None, 2), slice(1, None, 2), slice(1, 4, 2), slice(2, 6, 2)):
-        other = value.clone()
-        other[:, columns].neg_()
-        found.add(checksum(other))
-    assert len(found) == 6
-
-
-def test_checksums_of_many_tensors_are_those_of_each_with_any_number_of_threads():
-    values = {
-        str(size): torch.randn(size, generator=torch.Generator().manual_seed(size))
-        for size in (1, 5000, 30, 3000)
-    }
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert list(checksums(values).items()) == [
-                (name, checksum(value)) for name, value in values.items()
-            ]
-    finally:
-        torch.set_num_threads(1)
-    assert checksums({}) == {}
-
-
-class Results(TorchDispatchMode):
-    """How many operations have run, and the bytes of the largest result that is not a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.largest = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls += 1
-        if isinstance(result, torch.Tensor) and not func.is_view:
-            self.largest = max(self.largest, result.nbytes)
-        return result
-
-
-@pytest.mark.parametrize(
-    "look",
-    [lambda value: _weighted_sum(value, _weights(4096, value.device)), is_finite],
-    ids=["checksum", "finite"],
-)
-def test_a_tensor_is_read_once_without_a_loop_or_a_copy_of_it(look: Callable[[torch.Tensor], Any]):
-    seen = []
-    for number in (2**18, 2**21):
-        value = torch.ones(number)
-        with Results() as results:
-            look(value)
-        seen.append(results.calls)
-        assert results.largest < value.nbytes / 8
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
-)
-def test_one_value_that_is_not_finite_is_found_wherever_it_lies(dtype: torch.dtype):
-    value = torch.linspace(-400, 400, 5001).to(dtype)
-    assert is_finite(value) and is_finite(value[:0]) and is_finite(torch.tensor(3))
-    for bad in (torch.nan, torch.inf, -torch.inf) if dtype is not torch.float8_e4m3fn else (torch.nan,):
-        for at in (0, 2500, 5000):
-            other = value.clone()
-            other[at] = bad
-            assert not is_finite(other), (bad, at)
 
 
 def test_a_checkpoint_with_a_checksum_of_another_version_is_not_compared_and_says_so(tmp_path: Path):

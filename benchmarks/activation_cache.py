@@ -1,0 +1,139 @@
+"""Epochs of ladder side-tuning with and without the activation cache, random weights, in turn.
+
+    PYTHONPATH=. python3 benchmarks/activation_cache.py [--models bert t5 llama] [--rows 32] [--tokens 64]
+
+Prints seconds of an epoch without a cache (median), of the first and of a later one with it, what three and
+ten epochs with it take of those without, and the largest relative difference of a step's loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import petune
+from petune.methods.activation_cache import Stored
+
+VOCABULARY = 4096
+BATCH = 8
+
+
+def model_of(name: str, device: str, dtype: torch.dtype) -> Any:
+    """A model of width 768: BERT and Llama of 12 blocks, T5 of 8 and 8."""
+    torch.manual_seed(0)
+    made: nn.Module
+    if name == "bert":
+        made = BertForSequenceClassification(
+            BertConfig(vocab_size=VOCABULARY, num_labels=3, hidden_dropout_prob=0.0)
+        )
+    elif name == "t5":
+        sizes = {"d_model": 768, "d_ff": 2048, "num_layers": 8, "num_heads": 12, "dropout_rate": 0.0}
+        sizes["decoder_start_token_id"] = 0
+        made = T5ForConditionalGeneration(
+            T5Config(vocab_size=VOCABULARY, feed_forward_proj="gated-gelu", **sizes)
+        )
+    else:
+        sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+        made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=12, **sizes))
+    return petune.wrap(made.to(device, dtype), "side", reduction=8)
+
+
+def batches_of(name: str, rows: int, tokens: int, epoch: int, device: str) -> list[dict[str, Tensor]]:
+    """Rows of `tokens`, the same in every epoch, in another order."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=draw)
+    labels = torch.randint(0, 3, (rows,), generator=draw) if name == "bert" else ids.clone()
+    labels = labels[:, : tokens // 4] if name == "t5" else labels
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(epoch))
+    return [
+        {
+            "input_ids": ids[chunk].to(device),
+            "attention_mask": torch.ones_like(ids[chunk]).to(device),
+            "labels": labels[chunk].to(device),
+        }
+        for chunk in order.split(BATCH)
+    ]
+
+
+def epoch_of(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[float]:
+    """The losses of an epoch."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch, **({} if "Bert" in type(model).__name__ else {"use_cache": False})).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def measure(name: str, options: argparse.Namespace, stored: Stored) -> str:
+    """One line of the table."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    plain, cached = (model_of(name, device, dtype).train() for _ in range(2))
+    steps = [
+        torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-3)
+        for model in (plain, cached)
+    ]
+    warm = batches_of(name, BATCH, options.tokens, 99, device)
+    with torch.no_grad():
+        plain(**warm[0]), cached(**warm[0])
+    times: tuple[list[float], list[float]] = ([], [])
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder, petune.ActivationCache(cached, folder, stored) as cache:
+        for epoch in range(options.epochs):
+            losses = []
+            for model, step, took in zip((plain, cached), steps, times, strict=True):
+                rows = batches_of(name, options.rows, options.tokens, epoch, device)
+                began = time.perf_counter()
+                losses.append(epoch_of(model, step, rows))
+                took.append(time.perf_counter() - began)
+            worst = max(worst, *(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True)))
+        size = cache.nbytes
+    usual, later = statistics.median(times[0]), statistics.median(times[1][1:])
+    first = times[1][0]
+    three, ten = ((first + (epochs - 1) * later) / (epochs * usual) for epochs in (3, 10))
+    ratios = f"{usual / later:.1f} | {first / later:.1f} | {three:.0%} | {ten:.0%}"
+    return (
+        f"| {name} | {stored} | {usual:.2f} | {first:.2f} | {later:.2f} | {ratios} | {size / 2**20:.0f} MiB"
+        f" | {worst:.1e} |"
+    )
+
+
+def main() -> None:
+    """The table, a line a model and dtype of the cache."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    models, dtypes = ["bert", "t5", "llama"], ["auto", "fp32", "bf16", "fp8"]
+    parser.add_argument("--models", nargs="+", default=models, choices=models)
+    parser.add_argument("--stored", nargs="+", default=["auto"], choices=dtypes)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--bf16", action="store_true", help="a bf16 backbone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    heads = "model", "stored", "epoch s", "first, cached", "later", "x epoch", "x first", "3 epochs", "10"
+    print("|", " | ".join((*heads, "cache", "loss differs")), "|")
+    print("|---" * (len(heads) + 2) + "|", flush=True)
+    for name in options.models:
+        for stored in options.stored:
+            print(measure(name, options, stored), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""The activation cache of PAC (Ouyang et al. 2024, arXiv:2408.10746): a frozen backbone is run once for each
+row.
+
+A ladder reads h_1 .. h_L, what the backbone's blocks give, and nothing that trains comes before or between
+them. So what they give for a row of tokens is the same in every epoch: the first pass that meets a row writes
+it down, every later one reads it and runs no block. Embeddings, final norm, head and the ladder itself run as
+ever, so loss and gradients are those of an uncached run: to the bit where rows were padded alike and the
+stored dtype is the computed one; a bf16 backbone rounds otherwise in a batch of another width, which an
+uncached run shows just as much.
+
+A row is known by its tokens (and types, positions, and how far from the left it begins), so any loop, any
+order, any batch and any plan meets it again; one of a decoder also by its encoder's. Padding is not stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from petune.errors import UsageError
+from petune.files.row_store import RowStore
+from petune.methods.row_keys import Row, sources_of
+from petune.methods.trainable import frozen_tensors, tuned_parameters
+from petune.methods.wrapped import is_wrapped, tuning
+from petune.models.checksums import checksums, digest
+from petune.models.port import names_of
+from petune.models.stack import Stack
+
+Stored = Literal["auto", "fp32", "bf16", "fp8"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_NAMED = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_LARGEST = 448.0  # of float8_e4m3fn
+
+
+class StackLevels:
+    """What the blocks of one stack give, see petune.models.stack.Levels: of the rows of the running pass, and
+    where all of them are kept."""
+
+    def __init__(self, stack: Stack, folder: Path, stored: Stored, writer: bool) -> None:
+        self.numbers = [number for number, _ in stack.numbered]
+        self.name = f"{stack.name}.{self.numbers[0]}-{self.numbers[-1]}"
+        self.folder, self.stored, self.writer = folder, stored, writer
+        self.store: RowStore | None = None
+        self.phase = 0
+        self.rows: Sequence[Row] = ()
+        self.shape = (0, 0)
+        self.known: Tensor | None = None
+        self.fresh: dict[int, Tensor] = {}
+        self.width = cast("Any", stack.ladder).width
+        self.dtype = self.form = torch.float32
+        if (
+            kind := RowStore.kind_in(folder, self.name)
+        ) is not None:  # what was computed stands in the middle
+            self.open(_NAMED.get(kind.split(" ")[1], torch.float32) if " " in kind else torch.float32, None)
+
+    # ------------------------------------------------------------ a pass
+
+    def begin(self, rows: Sequence[Row], shape: tuple[int, int], device: torch.device) -> None:
+        """The rows of a pass, [batch, seq] = `shape`: they are read if all of them are known."""
+        self.rows, self.shape, self.known = rows, shape, None
+        self.fresh.clear()
+        if rows and self.store is not None:
+            places = [self.store.find(row.key) for row in rows]
+            if all(places):
+                self.known = self._read(cast("list[Any]", places), device)
+
+    def end(self) -> None:
+        """Write down what was computed, once the blocks have run."""
+        if self.writes and len(self.fresh) == len(self.numbers):
+            self._write()
+        self.rows, self.known = (), None
+        self.fresh.clear()
+
+    @property
+    def reads(self) -> bool:
+        """Whether the blocks do not run in this pass."""
+        return self.known is not None
+
+    @property
+    def writes(self) -> bool:
+        """See petune.models.stack.Levels. A process that writes nothing takes part too: ranks make hidden
+        states whole together."""
+        return bool(self.rows) and self.known is None
+
+    def read(self, number: int) -> Tensor | None:
+        """See petune.models.stack.Levels."""
+        return None if self.known is None else self.known[self.numbers.index(number)]
+
+    def write(self, number: int, hidden: Tensor) -> None:
+        """See petune.models.stack.Levels."""
+        self.fresh[number] = hidden
+
+    # ------------------------------------------------------------ bytes
+
+    def open(self, dtype: torch.dtype, phase: int | None) -> RowStore:
+        """The store of rows whose levels were computed in `dtype`. phase: see RowStore."""
+        self.dtype = dtype
+        form = dtype if self.stored == "auto" else _DTYPES[self.stored]
+        self.form = torch.promote_types(form, dtype) if self.stored == "fp32" else form
+        token = len(self.numbers) * (self.width * self.form.itemsize + 4 * self.scaled)
+        kind = f"{len(self.numbers)}x{self.width} {_short(dtype)} as {_short(self.form)}"
+        self.store = RowStore(self.folder, self.name, token, kind, self.writer, phase)
+        return self.store
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each token of a level has a scale."""
+        return self.form is torch.float8_e4m3fn
+
+    def _read(self, places: Sequence[Any], device: torch.device) -> Tensor:
+        """[levels, batch, seq, width] of rows that are there, zeros for padding."""
+        assert self.store is not None
+        shape = len(self.numbers), *self.shape
+        pinned = device.type == "cuda"
+        values = torch.zeros((*shape, self.width * self.form.itemsize), dtype=torch.uint8, pin_memory=pinned)
+        scales = torch.zeros((*shape, 4 * self.scaled), dtype=torch.uint8, pin_memory=pinned)
+        for at, (row, place) in enumerate(zip(self.rows, places, strict=True)):
+            here = slice(row.first, row.first + row.tokens)
+            parts = [level[at, here] for level in values] + [
+                level[at, here] for level in scales
+            ] * self.scaled
+            self.store.read(place, [memoryview(part.numpy().reshape(-1)) for part in parts])
+        found = values.to(device, non_blocking=True).view(self.form)
+        if self.scaled:
+            found = found.float() * scales.to(device, non_blocking=True).view(torch.float32)
+        return found.to(self.dtype)
+
+    def _write(self) -> None:
+        """Add the rows of this pass."""
+        levels = torch.stack([self.fresh[number] for number in self.numbers])  # [levels, batch, seq, width]
+        store = self.store or self.open(levels.dtype, self.phase)
+        if not self.writer:
+            return
+        values, scales = _packed(levels, self.form) if self.scaled else (levels.to(self.form), None)
+        own, scale = _bytes(values), None if scales is None else _bytes(scales)
+        for at, row in enumerate(self.rows):
+            here = slice(row.first, row.first + row.tokens)
+            parts = [level[at, here] for level in own]
+            parts += [] if scale is None else [level[at, here] for level in scale]
+            views = [memoryview(part.contiguous().numpy().reshape(-1)) for part in parts]
+            store.write(row.key, row.tokens, views)
+
+
+def _packed(levels: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`levels` in eight bits, with a float32 scale for each token of each level."""
+    wide = levels.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=1e-12)
+    return (wide / scale).clamp(-_LARGEST, _LARGEST).to(form), scale
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """The bytes of `values` on the CPU, in its last dim."""
+    return values.contiguous().view(torch.uint8).cpu()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class Counts:
+    """Rows whose blocks did not run and rows whose blocks did, one for each stack that they went through;
+    calls that the cache had no part in."""
+
+    read: int = 0
+    computed: int = 0
+    passed_by: int = 0
+
+
+class ActivationCache:
+    """The cache of a model under ladders, or of the parts of it that a process holds.
+
+        >>> model = petune.wrap(model, "side")
+        >>> cache = petune.ActivationCache(model, "cache/")
+        >>> for epoch in range(3):
+        ...     train(model)  # the second and third run no block of the backbone
+        >>> cache.close()
+
+    folder: where rows are kept, for this base and this computation alone; made where it is not. dtype: "auto"
+    stores what was computed; fp32, bf16 and fp8 (a scale for each token of each level) round it. together:
+    other processes run the same rows, so that all must know the same ones: rows count from the next `look`
+    on. writes: whether this process adds rows. Raises UsageError for a model whose blocks or embeddings
+    train, as they give something else in every step, or which has no ladder.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        folder: str | Path,
+        dtype: Stored = "auto",
+        *,
+        identity: str | None = None,
+        together: bool = False,
+        writes: bool = True,
+    ) -> None:
+        if dtype not in get_args(Stored):
+            raise UsageError(
+                f"dtype {dtype!r} is unknown", where="cache.dtype", expected=", ".join(get_args(Stored))
+            )
+        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        self.dtype: Stored = dtype
+        self.folder, self.together, self.counts, self.phase = Path(folder), together, Counts(), 0
+        for one in self.models:
+            refuse_moving(one)
+        self.folder /= identity or identity_of(self.models[0])
+        self.levels: dict[nn.Module, dict[Stack, StackLevels]] = {}
+        self._hooks: list[RemovableHandle] = []
+        for one in self.models:
+            stacks = [module for module in one.modules() if isinstance(module, Stack) and module.numbered]
+            self.levels[one] = {stack: StackLevels(stack, self.folder, dtype, writes) for stack in stacks}
+            for stack, level in self.levels[one].items():
+                stack.levels = level
+            self._hooks += [
+                one.register_forward_pre_hook(self._begin, with_kwargs=True),
+                one.register_forward_hook(self._end, always_call=True),
+            ]
+
+    # ------------------------------------------------------------ the rows of a pass
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        call = dict(zip(names_of(type(model)), args, strict=False)) | dict(kwargs)
+        sources = sources_of(model, call)
+        self.counts.passed_by += sources is None
+        if not self.together:
+            self.look()
+        for stack, level in self.levels[model].items():
+            if sources is None:
+                level.begin((), (0, 0), torch.device("cpu"))
+                continue
+            rows, ids = sources["decoder" if stack.name == "decoder" and "decoder" in sources else "input"]
+            level.begin(rows, (ids.shape[0], ids.shape[1]), ids.device)
+            self.counts.read += len(rows) * level.reads
+            self.counts.computed += len(rows) * (not level.reads)
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        for level in self.levels[model].values():
+            level.end()
+
+    @property
+    def _all(self) -> list[StackLevels]:
+        return [level for levels in self.levels.values() for level in levels.values()]
+
+    # ------------------------------------------------------------ the whole
+
+    def look(self, *, anew: bool = False) -> None:
+        """Begin the next phase; with `anew` the first one, at a moment when no process writes: every row that
+        is there counts then. See petune.files.row_store.RowStore.look."""
+        self.phase = 0 if anew else self.phase + 1
+        for level in self._all:
+            level.phase = self.phase
+            if level.store is not None:
+                level.store.look(None if anew else self.phase)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows that are known."""
+        return sum(level.store.nbytes for level in self._all if level.store is not None)
+
+    def token_bytes(self, stack: Stack, dtype: torch.dtype) -> int:
+        """Bytes of a token of a whole stack whose blocks compute in `dtype`."""
+        form = dtype if self.dtype == "auto" else _DTYPES[self.dtype]
+        width: int = cast("Any", stack.ladder).width
+        return len(stack) * (width * form.itemsize + 4 * (form is torch.float8_e4m3fn))
+
+    def __enter__(self) -> ActivationCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the model as it was; the rows stay."""
+        for handle in self._hooks:
+            handle.remove()
+        for levels in self.levels.values():
+            for stack, level in levels.items():
+                stack.levels = None
+                if level.store is not None:
+                    level.store.close()
+        self.levels.clear()
+
+
+def refuse_moving(model: nn.Module) -> None:
+    """Raise UsageError unless what the blocks of `model` give depends on nothing that trains."""
+    if not is_wrapped(model) or not any(
+        isinstance(module, Stack) and module.ladder is not None for module in model.modules()
+    ):
+        found = tuning(model).method if is_wrapped(model) else "a model that is not wrapped"
+        raise UsageError(
+            "an activation cache is for ladders: every other method changes what blocks give in every step",
+            where="cache",
+            expected="method side",
+            found=found,
+            remedy="leave the cache out",
+        )
+    stacks = [module for module in model.modules() if isinstance(module, Stack)]
+    after = {id(value) for stack in stacks for value in cast("nn.Module", stack.ladder).parameters()}
+    base = getattr(model, "base_model", model)
+    before = {id(value) for value in base.parameters()} - after
+    for name, value in tuned_parameters(model).items():
+        if id(value) in before:
+            raise UsageError(
+                "an activation cache is for a backbone that stays as it is, and this tensor of it trains",
+                where=name,
+                remedy="take it out of also_train, or leave the cache out",
+            )
+
+
+def identity_of(model: nn.Module) -> str:
+    """16 digits by which a backbone is known: every bit of what does not train, and the version of
+    transformers."""
+    still = frozen_tensors(model)
+    text = f"transformers {transformers.__version__} {list(still)} {digest(checksums(still))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,108 @@
+"""Which rows of tokens a call of a model is about, each under a key: what an activation cache knows them by.
+
+A row is known by its tokens without padding, their types and positions and the place of the first; one of a
+decoder by its encoder's too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.models import family_of
+
+# Tensors a row is known by: of an encoder or a lone decoder, and of a decoder behind an encoder.
+MASKED = -100  # a label that is not trained
+_OF_INPUT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_OF_TARGET = ("decoder_input_ids", "decoder_attention_mask")
+_HARMLESS = {*_OF_INPUT, *_OF_TARGET, "labels", "logits_to_keep", "return_dict", "use_cache"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch: its key, the place of its first token, the number of its tokens."""
+
+    key: bytes
+    first: int
+    tokens: int
+
+
+Source = tuple[list[Row], Tensor]  # rows, and the tensor [batch, seq] that they are of
+
+
+def sources_of(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Source] | None:
+    """The rows of a call of `model`: "input" and, of a decoder with tokens of its own, "decoder"; None where
+    something else is asked than the hidden states of whole rows of tokens."""
+    family = family_of(model)
+    asked = {name for name, value in call.items() if value is not None and value is not False}
+    tokens = [call[name] for name in (*_OF_INPUT, *_OF_TARGET) if call.get(name) is not None]
+    fills_cache = call.get("use_cache") is not False and not torch.is_grad_enabled()
+    if (
+        family is None
+        or not asked <= _HARMLESS
+        or call.get("input_ids") is None
+        or (family.caches and fills_cache)
+        or any(value.dim() != 2 for value in tokens)
+    ):
+        return None
+    pad = cast("Any", model).config.pad_token_id
+    inputs = _rows([call.get(name) for name in _OF_INPUT], pad), call["input_ids"]
+    own, mask, labels = (call.get(name) for name in (*_OF_TARGET, "labels"))
+    if own is None and (labels is None or labels.dim() != 2 or family.kind != "encoder-decoder"):
+        return {"input": inputs}  # a decoder that is given nothing reads the input
+    ids, padding = (labels, MASKED) if own is None else (own, pad)
+    targets = _rows([ids, mask], padding, padded=True)
+    behind = [
+        Row(_key(row.key, one.key), row.first, row.tokens)
+        for row, one in zip(targets, inputs[0], strict=True)
+    ]
+    return {"input": inputs, "decoder": (behind, ids)}
+
+
+def _rows(values: Sequence[Tensor | None], pad: int | None, padded: bool = False) -> list[Row]:
+    """Rows of [batch, seq] tensors: ids, a mask or None, and what else rows are known by. padded: ids of
+    `pad` at the end are padding where no mask says so."""
+    ids, mask, *others = (None if value is None else value.cpu() for value in values)
+    assert ids is not None
+    rows = []
+    for at, row in enumerate(ids):
+        first, end = _ends(row, mask, at, others[-1] if others else None, pad, padded)
+        parts = [row, *(value[at if len(value) > 1 else 0] for value in others if value is not None)]
+        pieces = [part[first:end].contiguous().numpy().tobytes() for part in parts]
+        if mask is not None:
+            pieces.append(mask[at, first:end].bool().numpy().tobytes())
+        rows.append(Row(_key(str(first).encode(), *pieces), first, end - first))
+    return rows
+
+
+def _ends(
+    row: Tensor, mask: Tensor | None, at: int, positions: Tensor | None, pad: int | None, padded: bool
+) -> tuple[int, int]:
+    """The first token of a row that is no padding, and the end of the last."""
+    if mask is not None:
+        real = mask[at].nonzero()[:, 0]
+        return (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 1)
+    other = (row != pad).nonzero()[:, 0] if pad is not None else None
+    last = len(row) if other is None or not len(other) else int(other[-1]) + 1
+    if padded:
+        return 0, last
+    if positions is None or last == len(row):
+        return 0, len(row)
+    starts = (positions[at if len(positions) > 1 else 0] == 0).nonzero()[:, 0]
+    sample = int(starts[-1]) if len(starts) else 0
+    return 0, sample if last <= sample else len(
+        row
+    )  # a last sample of nothing but padding fills a packed row
+
+
+def _key(*parts: bytes) -> bytes:
+    """16 bytes that no other parts have."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.digest()

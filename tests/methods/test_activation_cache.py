@@ -1,0 +1,295 @@
+"""The activation cache: losses and gradients of an uncached run to the bit, each row through the backbone
+once, and nothing read where something else was asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petune.errors import FileError, UsageError
+from petune.methods import without_tuning, wrap
+from petune.methods.activation_cache import ActivationCache, Counts, sources_of
+from petune.models.stack import Stack
+from tests.methods.zoo import GENERATING, ZOO, batch, gradients, stir, tiny
+
+
+def sided(name: str, **settings: Any) -> Any:
+    """A side-tuned model of the zoo away from its start."""
+    model = wrap(tiny(name), "side", **{"reduction": 4, "also_train": (), **settings})
+    stir(model, std=0.2)
+    return model
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    return [module for module in model.modules() if isinstance(module, Stack)]
+
+
+def count_blocks(model: nn.Module) -> list[int]:
+    """A list that grows by one for each call of a block of the backbone."""
+    calls: list[int] = []
+    for stack in stacks(model):
+        for number, block in stack.numbered:
+            block.register_forward_hook(lambda *_, number=number: calls.append(number))
+    return calls
+
+
+def assert_equal(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Loss and gradients to the bit."""
+    assert torch.equal(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+# ------------------------------------------------------------------ what is computed
+
+
+@pytest.mark.parametrize("end", ["residual", "paper"])
+@pytest.mark.parametrize("name", ZOO)
+def test_later_epochs_are_the_uncached_ones_to_the_bit_and_run_no_block(
+    name: str, end: str, tmp_path: Path
+) -> None:
+    model = sided(name, end=end)
+    batches = [batch(name, seed=seed) for seed in (1, 2)]
+    expected = [gradients(model, one) for one in batches]
+    calls, blocks = count_blocks(model), sum(len(stack) for stack in stacks(model))
+    with ActivationCache(model, tmp_path):
+        for _ in range(3):
+            for one, right in zip(batches, expected, strict=True):
+                assert_equal(gradients(model, one), right)
+    assert len(calls) == blocks * len(batches)
+    assert all(stack.levels is None for stack in stacks(model))
+    assert_equal(gradients(model, batches[0]), expected[0])
+    assert len(calls) == blocks * (len(batches) + 1)
+
+
+def pick(inputs: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
+    """Some rows, without the columns that are padding in all of them."""
+    some = {name: value[rows] for name, value in inputs.items()}
+    width = int(some["attention_mask"].sum(1).max())
+    return {
+        name: value
+        if name == "labels" and value.dim() == 1
+        else value[:, :width]
+        if value.shape == inputs["input_ids"].shape
+        else value
+        for name, value in some.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal"])
+def test_rows_are_met_again_in_any_order_and_any_batch(name: str, tmp_path: Path) -> None:
+    model, inputs = sided(name), batch(name)
+    orders = [[2, 0], [1], [0, 1], [2]]
+    expected = [gradients(model, pick(inputs, rows)) for rows in orders]
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, inputs)
+        cache.counts = Counts()
+        for rows, (loss, grads) in zip(orders, expected, strict=True):
+            found, own = gradients(model, pick(inputs, rows))
+            torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
+            for place, value in grads.items():
+                torch.testing.assert_close(own[place], value, rtol=1e-5, atol=1e-6)
+        assert cache.counts.computed == 0 and cache.counts.passed_by == 0
+
+
+def test_a_batch_of_old_and_new_rows_is_computed_whole_and_then_known(tmp_path: Path) -> None:
+    name = "llama-causal"
+    model, inputs = sided(name), batch(name)
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, pick(inputs, [0]))
+        gradients(model, inputs)
+        assert (cache.counts.read, cache.counts.computed) == (0, 4)
+        gradients(model, inputs)
+        assert (cache.counts.read, cache.counts.computed) == (3, 4)
+
+
+def test_a_row_of_the_decoder_is_known_by_its_input_too(tmp_path: Path) -> None:
+    name = "bart-seq2seq"
+    model, inputs = sided(name), batch(name)
+    other = inputs | {"input_ids": inputs["input_ids"].roll(1, 0)}
+    other["attention_mask"] = inputs["attention_mask"].roll(1, 0)
+    expected = gradients(model, other)
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, inputs)
+        found = gradients(model, other)
+        assert (cache.counts.read, cache.counts.computed) == (3, 9)  # the encoder's rows are old ones
+    torch.testing.assert_close(found[0], expected[0])
+
+
+@pytest.mark.parametrize("name", ["bert-classify", "llama-causal"])
+def test_the_place_of_a_rows_first_token_is_part_of_what_it_is_known_by(name: str, tmp_path: Path) -> None:
+    model, inputs = sided(name), batch(name)
+    left = {key: value if value.dim() == 1 else value.roll(2, 1) for key, value in pick(inputs, [1]).items()}
+    left = {key: torch.cat([value[:, :2] * 0, value], 1) if value.dim() == 2 else value
+            for key, value in pick(inputs, [1]).items()}  # fmt: skip
+    if "labels" in left and left["labels"].dim() == 2:
+        left["labels"][:, :2] = -100
+    expected = gradients(model, left)
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, pick(inputs, [1]))
+        assert_equal(gradients(model, left), expected)
+        assert cache.counts.read == 0
+
+
+def test_packed_rows_are_met_again_whatever_fills_them_up(tmp_path: Path) -> None:
+    model = sided("llama-causal").train()
+    ids, positions = torch.randint(3, 40, (1, 8)), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    pad = model.config.pad_token_id = 0
+    fill = torch.full((1, 3), pad)
+    wide = {
+        "input_ids": torch.cat([ids, fill], 1),
+        "position_ids": torch.cat([positions, torch.arange(3)[None]], 1),
+        "labels": torch.cat([ids, fill * 0 - 100], 1),
+        "use_cache": False,
+    }
+    narrow = {"input_ids": ids, "position_ids": positions, "labels": ids, "use_cache": False}
+    expected = gradients(model, wide)
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, narrow)
+        found = gradients(model, wide)
+        assert (cache.counts.read, cache.counts.computed) == (1, 1)
+    torch.testing.assert_close(found[0], expected[0])
+
+
+def test_a_tail_of_real_pad_tokens_is_part_of_a_packed_row(tmp_path: Path) -> None:
+    model = sided("llama-causal").train()
+    model.config.pad_token_id = 0
+    ids = torch.tensor([[5, 6, 7, 0, 0]])  # the end of a text that ends in tokens like padding
+    inputs = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": ids, "use_cache": False}
+    expected = gradients(model, inputs)
+    with ActivationCache(model, tmp_path):
+        for _ in range(2):
+            assert_equal(gradients(model, inputs), expected)
+
+
+def test_the_untouched_base_is_read_too(tmp_path: Path) -> None:
+    name = "bert-classify"
+    model, inputs = sided(name), batch(name)
+    with without_tuning(model), torch.no_grad():
+        expected = model(**inputs).logits
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, inputs)
+        with without_tuning(model), torch.no_grad():
+            assert torch.equal(model(**inputs).logits, expected)
+        assert cache.counts.read == 3
+
+
+# ------------------------------------------------------------------ how it is stored
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 0.0), ("bf16", 0.02), ("fp8", 0.15)])
+def test_a_narrower_cache_rounds_as_its_dtype_does(dtype: Any, tolerance: float, tmp_path: Path) -> None:
+    name = "llama-causal"
+    model, inputs = sided(name), batch(name)
+    loss, grads = gradients(model, inputs)
+    with ActivationCache(model, tmp_path, dtype) as cache:
+        gradients(model, inputs)
+        found, own = gradients(model, inputs)
+        assert cache.counts.read == 3
+        tokens = int(inputs["attention_mask"].sum())
+        assert cache.nbytes == tokens * 2 * {"fp32": 256, "bf16": 128, "fp8": 64 + 4}[dtype]
+    assert float((found - loss).abs()) <= tolerance * float(loss)
+    for place, value in grads.items():
+        assert float((own[place] - value).norm()) <= 4 * tolerance * float(value.norm()) + 1e-9, place
+
+
+def test_bfloat16_is_stored_as_it_is(tmp_path: Path) -> None:
+    name = "llama-causal"
+    model = wrap(tiny(name).bfloat16(), "side", reduction=4, also_train=())
+    inputs = batch(name)
+    expected = gradients(model, inputs)
+    with ActivationCache(model, tmp_path) as cache:
+        for _ in range(2):
+            assert_equal(gradients(model, inputs), expected)
+        assert cache.counts.read == 3
+
+
+def test_another_process_goes_on_with_what_is_there(tmp_path: Path) -> None:
+    name = "t5-seq2seq"
+    inputs = batch(name)
+    with ActivationCache(sided(name), tmp_path):
+        pass
+    first = sided(name)
+    with ActivationCache(first, tmp_path):
+        expected = gradients(first, inputs)
+    again = sided(name)
+    with ActivationCache(again, tmp_path) as cache:
+        assert_equal(gradients(again, inputs), expected)
+        assert cache.counts.computed == 0
+
+
+def test_a_base_with_one_other_weight_has_rows_of_its_own(tmp_path: Path) -> None:
+    name = "bert-classify"
+    inputs = batch(name)
+    with ActivationCache(sided(name), tmp_path) as cache:
+        gradients(cache.models[0], inputs)
+    other = sided(name)
+    with torch.no_grad():
+        stacks(other)[0].blocks[1].output.dense.weight[0, 0] += 1
+    expected = gradients(other, inputs)
+    with ActivationCache(other, tmp_path) as cache:
+        assert_equal(gradients(other, inputs), expected)
+        assert cache.counts.read == 0
+
+
+def test_rows_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    name = "bert-classify"
+    with ActivationCache(sided(name), tmp_path) as cache:
+        gradients(cache.models[0], batch(name))
+    with pytest.raises(FileError, match="rows of another kind"):
+        ActivationCache(sided(name), tmp_path, "fp8")
+
+
+# ------------------------------------------------------------------ what is passed by, and what is refused
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_generation_computes(name: str, tmp_path: Path) -> None:
+    model, inputs = sided(name), batch(name)
+    prompt = {key: inputs[key][:1] for key in ("input_ids", "attention_mask")}
+    expected = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    with ActivationCache(model, tmp_path):
+        gradients(model, inputs)
+        assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_what_a_user_wants_to_see_of_blocks_is_computed(asked: str, tmp_path: Path) -> None:
+    name = "bert-classify"
+    model, inputs = sided(name), batch(name)
+    with ActivationCache(model, tmp_path) as cache:
+        gradients(model, inputs)
+        model(**inputs, **{asked: True})
+        assert (cache.counts.read, cache.counts.passed_by) == (0, 1)
+
+
+def test_embeddings_in_the_place_of_tokens_are_no_rows() -> None:
+    model = sided("bert-classify")
+    assert sources_of(model, {"inputs_embeds": torch.zeros(1, 2, 64)}) is None
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter"])
+def test_methods_that_change_blocks_are_refused(method: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is for ladders"):
+        ActivationCache(wrap(tiny("bert-classify"), method), tmp_path)
+
+
+def test_a_model_that_is_not_wrapped_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is for ladders"):
+        ActivationCache(tiny("bert-classify"), tmp_path)
+
+
+def test_a_backbone_of_which_something_trains_is_refused(tmp_path: Path) -> None:
+    model = wrap(tiny("bert-classify"), "side", reduction=4, also_train=("bert.embeddings.word_embeddings",))
+    with pytest.raises(UsageError, match="this tensor of it trains") as caught:
+        ActivationCache(model, tmp_path)
+    assert "word_embeddings" in str(caught.value)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown"):
+        ActivationCache(sided("bert-classify"), tmp_path, "fp16")  # type: ignore[arg-type]

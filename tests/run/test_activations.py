@@ -1,0 +1,138 @@
+"""A run with an activation cache ends as one without, bit by bit, also when it is stopped, under plans, and
+again in another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petune.errors import MachineError, RecipeError, Stopped
+from petune.files.lock import RunLock
+from petune.saving import checkpoint
+from tests.planned_runs import PLANS, small, trained
+from tests.small_runs import Listener, assert_same_run, newest, numbers, run, settings, state_of, terminate_at
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+EPOCHS: dict[str, Any] = {"epochs": 3, "save_every": 6}
+
+
+def cached(place: Path, family: str, **changes: Any) -> dict[str, Any]:
+    """A recipe of three epochs over 24 rows, by a ladder."""
+    return settings(place, family, "side", **{**EPOCHS, "cache": True, "out": "cached", **changes})
+
+
+def uncached(place: Path, family: str, **changes: Any) -> Path:
+    return run(settings(place, family, "side", **{**EPOCHS, **changes})).folder
+
+
+def told(listener: Listener) -> str:
+    """What a run said of its cache at its end."""
+    (line,) = (line for line in listener.notes if "blocks ran for" in line)
+    return line
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "t5", "llama"])
+def test_a_run_with_a_cache_ends_as_one_without(family: str, tmp_path: Path) -> None:
+    listener = Listener()
+    found = run(cached(tmp_path, family), listener).folder
+    expected = uncached(tmp_path, family)
+    # rows of another length stand beside a row in every epoch, and float32 rounds by the width of a batch
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    stacks = 2 if family in ("bart", "t5") else 1
+    assert f"blocks ran for {stacks * (24 + 9)} rows" in told(listener)
+    assert not (found / "activations").exists()
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_rows_that_are_padded_alike_end_bit_by_bit_as_without_a_cache(family: str, tmp_path: Path) -> None:
+    alike = {"batch_size": 24, "accumulate": 1, "eval_batch_size": 9, "save_every": 3}
+    found = run(cached(tmp_path, family, **alike)).folder
+    assert_same_run(found, uncached(tmp_path, family, **alike))
+
+
+def test_a_run_that_is_stopped_and_resumed_computes_no_row_twice(tmp_path: Path) -> None:
+    recipe = cached(tmp_path, "bert")
+    with pytest.raises(Stopped):
+        run(recipe, terminate_at(7))
+    assert (tmp_path / "cached" / "activations").is_dir()
+    listener = Listener()
+    found = run(recipe, listener, resume=True).folder
+    assert "blocks ran for 0 rows" in told(listener)
+    for one, other in zip(numbers(found), numbers(uncached(tmp_path, "bert")), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_a_folder_of_ones_own_serves_the_next_run(tmp_path: Path) -> None:
+    recipe = cached(tmp_path, "llama", cache_folder=str(tmp_path / "kept"))
+    run(recipe)
+    listener = Listener()
+    run(recipe | {"out": str(tmp_path / "second"), "lr": 2e-3, "seed": 3}, listener)
+    assert "blocks ran for 0 rows" in told(listener)
+    assert list((tmp_path / "kept").glob("*/*.index"))
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    with RunLock(tmp_path / "kept"), pytest.raises(MachineError):
+        run(cached(tmp_path, "llama", cache_folder=str(tmp_path / "kept")))
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def require(path: Path, needed: int) -> None:
+        asked.append(needed)
+        if "activations" in str(path):
+            raise MachineError("not enough disk space", where=str(path))
+
+    monkeypatch.setattr(checkpoint, "require_free", require)
+    listener = Listener()
+    with pytest.raises(MachineError, match="not enough disk space"):
+        run(cached(tmp_path, "llama"), listener)
+    assert listener.steps == [] and asked[-1] > 0
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "galaxy", "pp", "sp"])
+def test_ranks_share_a_cache_and_train_as_without(plan: str, tmp_path: Path) -> None:
+    family = {"tp": "t5", "pp": "bart", "sp": "bert"}.get(plan, "llama")
+    method = {"name": "side", "reduction": 4}
+    changes: dict[str, Any] = {"parallel": PLANS[plan], "max_steps": 8, "epochs": 3}
+    expected = trained(small(tmp_path, family, method, **changes))
+    found = trained(small(tmp_path, family, method, **changes, cache=True, out=str(tmp_path / "cached")))
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    (tensors, _), (others, _) = state_of(newest(found)), state_of(newest(expected))
+    for name, value in others.items():
+        if name.startswith("tuned/"):
+            torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-4)
+    log = (found / "run.log").read_text()
+    assert "blocks ran for" in log and "and were read for 0" not in log
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "lora"}, "frozen blocks"),
+        ({"parallel": {"dp": {"size": 2, "shard": True}}}, "sharded weights"),
+        ({"compile": True}, "runs its blocks"),
+        ({"cache": False, "cache_folder": "x"}, "is off"),
+        ({"cache": "fp16"}, "cache"),
+    ],
+    ids=["method", "sharded", "compiled", "folder alone", "dtype"],
+)
+def test_what_does_not_go_with_a_cache_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        run(cached(tmp_path, "llama") | changes)
+
+
+def test_masks_that_are_drawn_anew_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="other masks in every epoch"):
+        run(cached(tmp_path, "bert") | {"task": "mlm"})
