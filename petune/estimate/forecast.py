@@ -367,7 +367,7 @@ def _of_ladder(
 ) -> list[Transition]:
     """A ladder exchanges keys and values where the connection is cut by sequence, and goes from stage to
     stage beside the backbone."""
-    cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=False)
+    cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=())
     beside = replace(plan, cut=cut if cut and cut.connection == "sequence" else None)
     kept = [
         one
