@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from petune.kernels.configs import MemoryConfig
+from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan
 from tests.methods.zoo import FOUR
 from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, METHODS, ROUND, SQUARE, case
 from tests.parallel.harness import Case, check
-from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, LOOPED, OVERLAPPED, pp
+from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, LOOPED, OVERLAPPED, VOCABULARY, pp
 
 long = pytest.mark.long
 OTHERS = (
@@ -167,6 +168,19 @@ def test_fused_blocks_that_are_cut_or_sharded_train_as_in_one_process(
     method: str, backend: str, name: str, kept: int, dropout: float
 ) -> None:
     check(case(name, method, BACKENDS[backend](name, 2), dropout=dropout, steps=1, blocks=KEPT[kept]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "method", "name"), [("galaxy", "full", "t5-seq2seq"), ("galaxy2", "lora", "llama-causal")]
+)
+def test_a_vocabulary_cut_beside_a_sequence_has_its_loss_without_logits(
+    backend: str, method: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "vocabulary_loss", None)
+    plan = BACKENDS[backend](name, 2)
+    assert plan.cut is not None
+    plan = replace(plan, cut=replace(plan.cut, vocabulary=VOCABULARY[2]))
+    check(case(name, method, plan, steps=1, blocks=KEPT[0]))
 
 
 @pytest.mark.parametrize("backend", ["tp", "galaxy"])

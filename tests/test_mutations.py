@@ -354,6 +354,25 @@ def test_the_loss_is_that_of_the_whole_vocabulary(fails: Fails) -> None:
     fails(cell("llama-causal", "lora", "tp"), runner, "vocabulary_loss", own, "losses of step 0")
 
 
+@pytest.mark.parametrize(
+    ("what", "fault", "match"),
+    [
+        ("gather", lambda self, x: x[None], "losses of step 0"),
+        ("gather", lambda self, x: 2 * x[None], "losses of step 0"),
+        ("enter_backward", lambda self, dx: dx, GRADIENTS),
+        ("first", property(lambda self: sum(self.sizes[: self.index]) + 1), "losses of step 0"),
+    ],
+    ids=["largest and sum of one slice", "or as if all were alike", "gradient", "offset of labels"],
+)
+def test_a_loss_without_logits_is_that_of_all_slices(
+    what: str, fault: Any, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = cell("llama-causal", "lora", "tp", blocks=FUSED)
+    monkeypatch.setattr(vocabulary.Logits, what, fault)
+    with pytest.raises(AssertionError, match=match):
+        check(one)
+
+
 # ------------------------------------------------------------------ what ranks start from, and what they draw
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,9 +41,15 @@ def plan(
             "--device", help="CUDA devices to plan for: H200, H100, A100-80, A100-40; others with --memory."
         ),
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the schedule as a picture, too.")
+    ] = None,
 ) -> None:
-    """Plan: layout, memory, traffic and speed, no weights read."""
+    """Plan: layout, memory, traffic, schedule and speed, no weights read."""
     recipe = Given.of(words).recipe()
+    if svg is not None and (svg.exists() or not svg.parent.is_dir()):
+        what = "this file is there already" if svg.exists() else "its folder is not there"
+        raise UsageError(what, where=f"--svg {svg}", remedy="choose another --svg")
     sizes: Sequence[int] | None = _sizes(memory) if memory is not None else None
     from petune.estimate import forecast
     from petune.estimate.fused_forecast import on_device, outlook
@@ -63,7 +70,21 @@ def plan(
         _show(seen)
         for line in _advice(advice):
             echo(line)
+    if svg is not None:
+        _draw(seen.forecast, svg)
     seen.forecast.check()
+
+
+def _draw(found: Forecast, file: Path) -> None:
+    from petune.estimate.timeline import charts
+    from petune_cli.drawing import as_svg
+
+    drawn = charts(found)
+    if not drawn:
+        remedy = "leave --svg out, or name axes: parallel=tp"
+        raise UsageError("one process has no schedule to draw", where="--svg", remedy=remedy)
+    file.write_text(as_svg(drawn, found.facts), encoding="utf-8")
+    echo(f"drawn    {file}")
 
 
 def _sizes(text: str) -> list[int]:
@@ -116,8 +137,18 @@ def _show(seen: Outlook) -> None:
             for one in found.transitions
         ]
         show_table(("sent by a rank", "forward / backward", "times", "forward", "backward"), rows)
+    _schedule(found)
     echo("")
     for line in _closing(found, fused=bool(seen.policies)):
+        echo(line)
+
+
+def _schedule(found: Forecast) -> None:
+    from petune.estimate.timeline import charts
+    from petune_cli.drawing import as_text
+
+    lines = as_text(charts(found))
+    for line in ["", *lines] if lines else []:
         echo(line)
 
 

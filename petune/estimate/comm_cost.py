@@ -19,11 +19,20 @@ backbone beside a ladder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from petune.models.spec import Family, Region, Shape, StackName
 from petune.parallel.configs import LOOPED
 from petune.parallel.plan import Cut, ParallelPlan
+
+# When an exchange happens. Of a region: as it is entered, as it is left, at one end forward and at the other
+# backward, or inside; then of a stack, of all stacks, between stages, and of a whole step.
+When = (
+    Literal["enter", "leave", "ends", "within"]
+    | Literal["entry", "exit", "states"]
+    | Literal["vocabulary", "stage", "weights", "gradients"]
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Transition:
     times: int
     forward: int
     backward: int
+    when: When = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,9 @@ def transitions(
         if plan.cut.vocabulary:
             size = _reduced(plan.tp, load.hidden(stacks[-1], shape.width))
             found.append(
-                Transition("vocabulary", "all-reduce / all-reduce", 1, size, _if(load.backward, size))
+                Transition(
+                    "vocabulary", "all-reduce / all-reduce", 1, size, _if(load.backward, size), "vocabulary"
+                )
             )
     found += _between_stages(plan, family, shape, load)
     return tuple(one for one in found if one.forward or one.backward)
@@ -102,22 +114,30 @@ def _of_stack(
 ) -> Iterator[Transition]:
     hidden = load.hidden(stack, shape.width)
     gathered, summed = _gathered(cut.sequence or (1,) * ranks, hidden), _reduced(ranks, hidden)
-    for region in family.stacks[stack].regions:
-        if region.cross and not crossed:
-            continue
-        where = f"{stack} {'cross-attention' if region.cross else region.kind}"
+    for where, region in regions_of(family, stack, crossed=crossed):
         if cut.layout(region.kind) == "sequence":
             yield from _keys_and_values(cut, ranks, region, where, shape, depth[stack], stack, load)
         elif cut.connection == "whole":
             yield Transition(
-                where, "all-reduce / all-reduce", depth[stack], summed, _if(load.backward, summed)
+                where, "all-reduce / all-reduce", depth[stack], summed, _if(load.backward, summed), "ends"
             )
         else:
-            for operations in ("all-gather / reduce-scatter", "reduce-scatter / all-gather"):
-                yield Transition(where, operations, depth[stack], gathered, _if(load.backward, gathered))
+            sizes = depth[stack], gathered, _if(load.backward, gathered)
+            yield Transition(where, "all-gather / reduce-scatter", *sizes, "enter")
+            yield Transition(where, "reduce-scatter / all-gather", *sizes, "leave")
     if crossed:  # encoder states enter the decoder once, and every rank's share of their gradient is summed
         states = _reduced(ranks, load.hidden("encoder", shape.width))
-        yield Transition("decoder, encoder states", "nothing / all-reduce", 1, 0, _if(load.backward, states))
+        yield Transition(
+            "decoder, encoder states", "nothing / all-reduce", 1, 0, _if(load.backward, states), "states"
+        )
+
+
+def regions_of(family: Family, stack: StackName, *, crossed: bool) -> Iterator[tuple[str, Region]]:
+    """The regions of a stack's blocks in the order in which a block runs them, each with its name in a
+    forecast. crossed: whether there is an encoder to attend to."""
+    for region in family.stacks[stack].regions:
+        if crossed or not region.cross:
+            yield f"{stack} {'cross-attention' if region.cross else region.kind}", region
 
 
 def _around(plan: ParallelPlan, stack: StackName, load: Load, shape: Shape) -> Iterator[Transition]:
@@ -127,8 +147,8 @@ def _around(plan: ParallelPlan, stack: StackName, load: Load, shape: Shape) -> I
         return
     times = sum(stack in stage.blocks for stage in plan.stages) or 1
     size = _gathered(plan.cut.sequence, load.hidden(stack, shape.width))
-    yield Transition(f"{stack} entry", "slice / all-gather", times, 0, _if(load.backward, size))
-    yield Transition(f"{stack} exit", "all-gather / slice", times, size, 0)
+    yield Transition(f"{stack} entry", "slice / all-gather", times, 0, _if(load.backward, size), "entry")
+    yield Transition(f"{stack} exit", "all-gather / slice", times, size, 0, "exit")
 
 
 def _keys_and_values(
@@ -142,13 +162,13 @@ def _keys_and_values(
     )
     if cut.exchange == "ulysses":
         size = (2 * queries + 2 * keys) * (ranks - 1) // ranks**2
-        yield Transition(where, "all-to-all / all-to-all", times, size, _if(load.backward, size))
+        yield Transition(where, "all-to-all / all-to-all", times, size, _if(load.backward, size), "within")
         return
     size = _gathered(cut.sequence, 2 * keys)
     if cut.exchange == "ring":  # backward, keys and values go round again, and their gradients with them
-        yield Transition(where, "ring / ring", times, size, _if(load.backward, 2 * size))
+        yield Transition(where, "ring / ring", times, size, _if(load.backward, 2 * size), "within")
         return
-    yield Transition(where, "all-gather / reduce-scatter", times, size, _if(load.backward, size))
+    yield Transition(where, "all-gather / reduce-scatter", times, size, _if(load.backward, size), "within")
 
 
 def _between_stages(plan: ParallelPlan, family: Family, shape: Shape, load: Load) -> Iterator[Transition]:
@@ -163,7 +183,9 @@ def _between_stages(plan: ParallelPlan, family: Family, shape: Shape, load: Load
         for stack in on:
             if family.stacks[stack].bias:
                 size += plan.microbatches * shape.heads * load.tokens[stack] ** 2 * load.itemsize
-        yield Transition(f"stage {index} to {index + 1}", "send / send", 1, size, _if(load.backward, back))
+        yield Transition(
+            f"stage {index} to {index + 1}", "send / send", 1, size, _if(load.backward, back), "stage"
+        )
 
 
 def _if(flows: bool, size: int) -> int:

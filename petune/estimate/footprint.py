@@ -24,7 +24,7 @@ from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
 from petune.parallel.plan import Cut, ParallelPlan, apportion
 from petune.parallel.tensor.shard_params import Placed, cut
-from petune.parallel.tensor.vocabulary import cut_vocabulary
+from petune.parallel.tensor.vocabulary import cut_vocabulary, rows_of_ranks
 
 MOMENTS = 2 * 4  # AdamW keeps two float32 numbers for each one that trains
 
@@ -87,9 +87,8 @@ def held_by(model: nn.Module, family: Family | None, plan: ParallelPlan, at: Coo
         return Held((own,), Placed())
     own_stacks(own, family)
     placed = cut(own, family, plan, at)
-    if plan.cut is not None and plan.cut.vocabulary:
-        rows = cast("Any", own).get_input_embeddings().weight.shape[0]
-        narrowed = cut_vocabulary(own, apportion(rows, (1,) * plan.tp), at.tp)
+    if rows := rows_of_ranks(own, plan.cut):
+        narrowed = cut_vocabulary(own, rows, at.tp)
         placed.slices |= narrowed.slices
         placed.partial |= narrowed.partial
     return Held(tuple(cut_stages(own, family, plan, at)) if plan.pp > 1 else (own,), placed)

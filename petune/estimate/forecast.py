@@ -344,7 +344,12 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
     partial = sum(size for key, size in trained.items() if names.get(key) in held.placed.partial)
     found.append(
         Transition(
-            "gradients over the cut, once a step", "- / all-reduce", 1, 0, summed_over(plan.tp, partial)
+            "gradients over the cut, once a step",
+            "- / all-reduce",
+            1,
+            0,
+            summed_over(plan.tp, partial),
+            "gradients",
         )
     )
     if plan.sharding is None:
@@ -355,6 +360,7 @@ def _transitions(drawn: Sketch, plan: ParallelPlan, held: Held) -> tuple[Transit
                 1,
                 0,
                 summed_over(plan.dp, sum(trained.values())),
+                "gradients",
             )
         )
     else:
@@ -367,7 +373,7 @@ def _of_ladder(
 ) -> list[Transition]:
     """A ladder exchanges keys and values where the connection is cut by sequence, and goes from stage to
     stage beside the backbone."""
-    cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=False)
+    cut = plan.cut and replace(plan.cut, attention="sequence", mlp="sequence", vocabulary=())
     beside = replace(plan, cut=cut if cut and cut.connection == "sequence" else None)
     kept = [
         one
@@ -391,9 +397,16 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
     gathered = whole * (shards - 1) // shards
     found = [
         Transition(
-            "shards of weights", "all-gather / all-gather", 1, gathered, gathered if sharding.reshard else 0
+            "shards of weights",
+            "all-gather / all-gather",
+            1,
+            gathered,
+            gathered if sharding.reshard else 0,
+            "weights",
         ),
-        Transition("shards of gradients", "- / reduce-scatter", 1, 0, trained * (shards - 1) // shards),
+        Transition(
+            "shards of gradients", "- / reduce-scatter", 1, 0, trained * (shards - 1) // shards, "gradients"
+        ),
     ]
     if sharding.replicas > 1:
         found.append(
@@ -403,6 +416,7 @@ def _of_shards(plan: ParallelPlan, held: Held, trained: int) -> list[Transition]
                 1,
                 0,
                 summed_over(sharding.replicas, trained // shards),
+                "gradients",
             )
         )
     return found

@@ -27,7 +27,6 @@ from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
     SPARE,
-    logits_bytes,
     pinnable,
     resident_bytes,
     rounded,
@@ -182,7 +181,7 @@ def policy_for(
             len(specs),
             tokens=rounded(rows * longest),
             sequence=min(rounded(longest), rounded(rows * longest)),
-            fixed=fixed + logits_bytes(fused, rounded(rows * longest), itemsize),
+            fixed=fixed,
             vocabulary=vocabulary_of(fused) if hasattr(fused, "lm_head") else 0,
             budget=_budget(config, memory, fixed),
             host=_host(config, memory, device),

@@ -326,7 +326,6 @@ def cross_entropy_(
     scale: float | Tensor,
     softcap: float = 0.0,
     smoothing: float = 0.0,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(loss [n], log of the partition sum [n]), both float32, of logits [n, v]; `logits` become `scale` times
     their own gradient.
@@ -334,16 +333,16 @@ def cross_entropy_(
     labels [n] int64 within the vocabulary, or negative: such a row counts nothing, and its loss, log and
     gradient are 0. A label beyond the vocabulary is an error here and a loss of NaN in a kernel. With a
     softcap the scores are softcap * tanh(logits / softcap) (Gemma 2). smoothing spreads that share of the
-    target over all classes alike (Szegedy et al. 2016); z_loss adds z_loss * log^2 (Chowdhery et al. 2022,
-    PaLM). `scale`, a number or a scalar tensor, multiplies the gradient alone.
+    target over all classes alike (Szegedy et al. 2016). `scale`, a number or a scalar tensor, multiplies the
+    gradient alone.
     """
     scores = wide(logits)
     ignored, target = labels < 0, labels.clamp(min=0)[:, None]
     capped = softcap * torch.tanh(scores / softcap) if softcap else scores
     lse = torch.logsumexp(capped, -1)
     hit = capped.gather(1, target)[:, 0]
-    loss = lse - (1 - smoothing) * hit + z_loss * lse.square()
-    grad = torch.exp(capped - lse[:, None]) * (1 + 2 * z_loss * lse[:, None])
+    loss = lse - (1 - smoothing) * hit
+    grad = torch.exp(capped - lse[:, None])
     if smoothing:  # else a score of minus infinity would make 0 times infinity of it
         loss, grad = loss - smoothing * capped.mean(-1), grad - smoothing / capped.shape[-1]
     grad.scatter_add_(1, target, torch.full_like(grad[:, :1], smoothing - 1))

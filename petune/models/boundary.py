@@ -10,6 +10,8 @@ left with one term of a sum. What lies between two of them is whole on every ran
 
 Tensors in, tensors out, no autograd: hooks around the model's own modules call the functions by an autograd
 function, a fused block calls them in both of its passes. A sub-layer that is not cut has no boundary.
+
+A head that is cut by vocabulary has a slice instead: what its loss needs of the ranks that hold the others.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from torch import Tensor, nn
 Connection = Literal["whole", "sequence"]  # how ranks hold what lies between sub-layers
 
 _BOUNDARY = "boundary"  # attribute of the module by which a sub-layer is entered
-# attribute of an embedding or a head that is cut by vocabulary: the number of its first row
-FIRST_ROW = "first_row"
+_SLICE = "vocabulary_slice"  # attribute of a head that is cut by vocabulary
 
 
 class Boundary(Protocol):
@@ -77,6 +78,39 @@ class Boundary(Protocol):
         ...
 
 
+class VocabularySlice(Protocol):
+    """The rows of a vocabulary that a head holds, of which other ranks hold the others. All call alike."""
+
+    @property
+    def first(self) -> int:
+        """The number in the whole vocabulary of the first row."""
+        ...
+
+    @property
+    def whole(self) -> int:
+        """Rows of the whole vocabulary."""
+        ...
+
+    @property
+    def widest(self) -> int:
+        """The most rows that a rank holds."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[ranks, ...]: what every rank gives, all [...]."""
+        ...
+
+    def enter_backward(self, dx: Tensor) -> Tensor:
+        """The sum over the ranks of what each makes of the gradient of hidden states; `dx` may be written
+        over."""
+        ...
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The summed cross-entropy in nats, a scalar, of logits [n, rows of this slice] that are there.
+        labels [n] are of the whole vocabulary; negative ones count nothing."""
+        ...
+
+
 class BoundaryHook:
     """A hook by which a model's own modules do what a fused block does itself."""
 
@@ -89,3 +123,13 @@ def put_boundary(module: nn.Module, boundary: Boundary) -> None:
 def boundary_of(module: nn.Module) -> Boundary | None:
     """The boundary of the sub-layer that `module` enters; None where it is not cut."""
     return cast("Boundary | None", module.__dict__.get(_BOUNDARY))
+
+
+def put_slice(head: nn.Module, part: VocabularySlice) -> None:
+    """Say that `head` holds this slice of its vocabulary."""
+    head.__dict__[_SLICE] = part
+
+
+def slice_of(head: nn.Module) -> VocabularySlice | None:
+    """The slice of the vocabulary that `head` holds; None where it holds all of it."""
+    return cast("VocabularySlice | None", head.__dict__.get(_SLICE))

@@ -79,7 +79,7 @@ class CutConfig:
             "doc": "what lies between: norms, residuals, a method's own modules",
         },
     )
-    shares: tuple[int, ...] = _list("heads, columns and tokens per rank, as one ratio: [3, 1]")
+    shares: tuple[int, ...] = _list("heads, columns, tokens and vocabulary per rank, as one ratio: [3, 1]")
     heads: tuple[int, ...] = _list("query heads per rank; they add up to the model's")
     columns: tuple[int, ...] = _list("MLP columns per rank; they add up to the model's")
     sequence: tuple[int, ...] = _list("tokens per rank, as a ratio scaled to the length of each batch")
@@ -93,7 +93,8 @@ class CutConfig:
     vocabulary: bool | None = field(
         default=None,
         metadata={
-            "doc": "cut embedding and output head by vocabulary; null: for tp where the model allows it"
+            "doc": "cut embedding and output head by vocabulary, in the ratio of `shares`, else of columns or"
+            " heads; null: for tp where the model allows it"
         },
     )
     overlap: bool = field(

@@ -32,10 +32,10 @@ from petune.parallel.fsdp import shard
 from petune.parallel.mesh import Mesh
 from petune.parallel.objective import trainable
 from petune.parallel.pipeline.schedule import cut_stages
-from petune.parallel.plan import ParallelPlan, apportion
+from petune.parallel.plan import ParallelPlan
 from petune.parallel.tensor.hooks import cross
 from petune.parallel.tensor.shard_params import Placed, cut
-from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, refusal
+from petune.parallel.tensor.vocabulary import cut_vocabulary, hook_vocabulary, refusal, rows_of_ranks
 
 Tuned = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 
@@ -107,13 +107,11 @@ def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, s
 
 
 def _vocabulary(model: nn.Module, plan: ParallelPlan) -> tuple[int, ...]:
-    """Rows of embedding and head per rank of the tp axis; empty where they are whole."""
-    if plan.cut is None or not plan.cut.vocabulary or plan.tp == 1:
-        return ()
-    if (reason := refusal(model)) is not None:
+    """Rows of embedding and head per rank of the tp axis; empty where they are whole, which is said where the
+    plan wants else."""
+    if plan.cut is not None and plan.cut.vocabulary and (reason := refusal(model)) is not None:
         say(f"the vocabulary is not cut: {reason}")
-        return ()
-    return apportion(cast("Any", model).get_input_embeddings().weight.shape[0], (1,) * plan.tp)
+    return rows_of_ranks(model, plan.cut)
 
 
 def _stack(model: nn.Module, family: Family | None, plan: ParallelPlan, recompute: bool) -> bool:

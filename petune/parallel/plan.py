@@ -41,7 +41,8 @@ class Cut:
     """How blocks are cut over the ranks of the tp axis. Lists have one entry per rank; empty where that
     layout does not occur.
 
-    heads, kv_heads, columns: exact counts. sequence: a ratio, scaled to every batch by `apportion`.
+    heads, kv_heads, columns: exact counts. sequence, vocabulary: ratios, scaled by `apportion` to every batch
+    and to the rows of embedding and head.
     """
 
     attention: Layout
@@ -52,7 +53,7 @@ class Cut:
     kv_heads: tuple[int, ...]
     columns: tuple[int, ...]
     sequence: tuple[int, ...]
-    vocabulary: bool
+    vocabulary: tuple[int, ...]
     overlap: bool
 
     def layout(self, kind: str) -> Layout:
@@ -465,9 +466,11 @@ class _Cutting:
     def _shares(self) -> tuple[int, ...]:
         """The ratio of what no list says; even where `shares` is absent or of no use."""
         shares = self.config.shares
-        return (
-            shares if len(shares) == self.ranks and all(share > 0 for share in shares) else (1,) * self.ranks
-        )
+        return shares if self._one_each(shares) else (1,) * self.ranks
+
+    def _one_each(self, parts: Sequence[int]) -> bool:
+        """Whether a list has a part for each rank."""
+        return len(parts) == self.ranks and all(part > 0 for part in parts)
 
     def _same_stacks(self, model_config: Config) -> None:
         """One list of heads and one of columns serve both stacks."""
@@ -485,8 +488,9 @@ class _Cutting:
                     )
                 )
 
-    def _vocabulary(self, row: Row, family: Family, model_config: Config, head: bool) -> bool:
-        """Whether table and output head are cut; null: for tp, where there is a head over the vocabulary."""
+    def _vocabulary(self, row: Row, family: Family, model_config: Config, head: bool) -> tuple[int, ...]:
+        """The ratio in which table and output head are cut, that of the ranks' other work; empty where they
+        are whole. null: cut for tp, where there is a head over the vocabulary."""
         wanted = self.config.vocabulary
         size = getattr(model_config, "vocab_size", 0)
         possible = head and size >= self.ranks
@@ -497,7 +501,10 @@ class _Cutting:
                 else "this task's output is not over the vocabulary"
             )
             self.fault("vocabulary", f"the vocabulary cannot be cut: {why}", remedy="leave it out")
-        return possible and (row == ROWS["tp"] and family.kind != "encoder" if wanted is None else wanted)
+        if not possible or not (row == ROWS["tp"] and family.kind != "encoder" if wanted is None else wanted):
+            return ()
+        lists = (self.config.shares, self.config.columns, self.config.heads)
+        return next((one for one in lists if self._one_each(one)), (1,) * self.ranks)
 
 
 def attention_dropout(model_config: Config) -> float:
@@ -660,9 +667,10 @@ def _describe_cut(cut: Cut, ranks: int) -> str:
     facts += [f"columns {_commas(cut.columns)}"] if cut.columns else []
     facts += [f"sequence {':'.join(map(str, cut.sequence))}"] if cut.sequence else []
     facts += [cut.exchange] if cut.attention == "sequence" else []
-    facts += [
-        word for word, said in (("vocabulary cut", cut.vocabulary), ("overlapped", cut.overlap)) if said
-    ]
+    if cut.vocabulary:
+        even = len(set(cut.vocabulary)) == 1
+        facts.append("vocabulary cut" if even else f"vocabulary {':'.join(map(str, cut.vocabulary))}")
+    facts += ["overlapped"] if cut.overlap else []
     return f"{name} {ranks} ({'; '.join(facts)})"
 
 

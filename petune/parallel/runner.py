@@ -23,7 +23,7 @@ from petune.parallel.collectives import all_sum_, broadcast, gather_dims, portio
 from petune.parallel.fsdp import copies, is_sharded, local, local_like, wholes
 from petune.parallel.launch import process_group
 from petune.parallel.mesh import Axis
-from petune.parallel.objective import Batch, Objective, Outputs, no_fused_loss
+from petune.parallel.objective import Batch, Objective, Outputs
 from petune.parallel.pipeline.schedule import Pipeline
 from petune.parallel.placement import Placement
 from petune.parallel.plan import apportion
@@ -60,16 +60,14 @@ class Runner:
     def _over_cut_vocabulary(self, objective: Objective) -> Objective:
         """The same objective for logits of which each rank of the tp axis has some columns, where that is
         so."""
-        if not self.vocabulary:
+        if not self.vocabulary or not has_cut_head(self.modules[-1]):
             return objective
-        if not has_cut_head(self.modules[-1]):
-            return replace(objective, fused_loss=no_fused_loss)
         group, first = self.mesh.groups["tp"], sum(self.vocabulary[: self.mesh.at.tp])
 
         def loss(outputs: Outputs, batch: Batch) -> Tensor:
             return vocabulary_loss(*objective.select(outputs, batch), group, first)
 
-        return replace(objective, loss=loss, fused_loss=no_fused_loss)
+        return replace(objective, loss=loss)
 
     def _holders(self) -> dict[str, list[int]]:
         """The pipeline stages that hold each tuned tensor, by rank along pp."""

@@ -89,14 +89,15 @@ def test_stages_make_up_the_model(name: str, method: str, tmp_path: Path) -> Non
     assert {whole[tensor] for tensor in twice} <= {97 * 64}, f"only tied tables are on both: {twice}"
 
 
-def test_a_vocabulary_is_shared_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shares", "rows"), [((), [49, 48]), ((3, 1), [73, 24])])
+def test_a_vocabulary_is_shared_out(shares: tuple[int, ...], rows: list[int], tmp_path: Path) -> None:
     drawn = sketch(recipe_of("llama-causal", tmp_path))
-    plan = plan_of(drawn, ParallelConfig(tp=CutConfig()))
+    plan = plan_of(drawn, ParallelConfig(tp=CutConfig(shares=shares)))
     tables = [
         sizes(held_by(drawn.model, drawn.family, plan, Coordinate(tp=rank)).modules[0])["lm_head.weight"]
         for rank in (0, 1)
     ]
-    assert sorted(tables) == [48 * 64, 49 * 64]
+    assert tables == [count * 64 for count in rows]
 
 
 def test_bytes_are_by_dtype_and_by_what_trains(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage
 HEADS = {2: (6, 2), 3: (4, 2, 2)}
 COLUMNS = {2: (72, 24), 3: (48, 32, 16)}
 SEQUENCE = {2: (3, 1), 3: (3, 2, 1)}
+VOCABULARY = {2: (3, 1), 3: (3, 2, 1)}
 MIXED = Row("sequence", "heads", "sequence")  # what only `cut` can say
 FSDP = Sharding(replicas=1, reshard=True, offload=False, frozen=True)
 Plan = Callable[[str, int], ParallelPlan]  # of the zoo's model name and the ranks
@@ -37,7 +38,7 @@ def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: b
         kv_heads=tuple(count // 2 for count in heads) if grouped else heads,
         columns=COLUMNS[ranks] if row.mlp == "heads" else (),
         sequence=SEQUENCE[ranks] if row.connection == "sequence" else (),
-        vocabulary=vocabulary,
+        vocabulary=VOCABULARY[ranks] if vocabulary else (),
         overlap=False,
     )
 

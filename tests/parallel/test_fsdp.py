@@ -264,9 +264,7 @@ def test_an_average_in_place_of_the_sum_would_be_seen(monkeypatch: pytest.Monkey
 def test_sharded_slices_of_a_cut_model_train_as_one_process_does() -> None:
     """dp 2 x tp 2, heads, columns and vocabulary cut unevenly."""
     name, rows = "llama-causal", data_of("llama-causal")
-    cut = Cut(
-        "heads", "heads", "whole", "gather", (6, 2), (3, 1), (60, 36), (1, 1), vocabulary=True, overlap=False
-    )
+    cut = Cut("heads", "heads", "whole", "gather", (6, 2), (3, 1), (60, 36), (1, 1), (50, 47), overlap=False)
     plan = ParallelPlan(dp=2, tp=2, shares=(2, 1), sharding=PLAIN, cut=cut)
     expected = alone(model_of(name, "lora"), name, rows, steps=1)
 

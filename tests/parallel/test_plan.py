@@ -150,9 +150,24 @@ def test_cut_takes_any_legal_layouts() -> None:
     assert (cut.heads, cut.columns, cut.sequence, cut.exchange) == ((), (48, 48), (1, 1), "ring")
 
 
+@pytest.mark.parametrize(
+    ("lists", "ratio"),
+    [
+        ({"shares": (3, 1)}, (3, 1)),
+        ({"heads": (6, 2), "columns": (60, 36)}, (60, 36)),
+        ({"heads": (6, 2), "sequence": (2, 1)}, (6, 2)),
+        ({"size": 2}, (1, 1)),
+    ],
+)
+def test_the_vocabulary_is_cut_as_the_other_work_is(lists: dict[str, Any], ratio: tuple[int, int]) -> None:
+    name = "galaxy2" if "sequence" in lists else "tp"
+    config = ParallelConfig(**{name: CutConfig(**lists, vocabulary=True)})
+    assert cut_of(config, "llama-causal").vocabulary == ratio
+
+
 def test_the_vocabulary_is_cut_for_tp_where_there_is_a_head_over_it() -> None:
     tp, galaxy = ParallelConfig(tp=CutConfig()), ParallelConfig(galaxy=CutConfig())
-    assert [cut_of(one, "llama-causal").vocabulary for one in (tp, galaxy)] == [True, False]
+    assert [cut_of(one, "llama-causal").vocabulary for one in (tp, galaxy)] == [(1, 1), ()]
     assert not cut_of(tp, "bert-classify").vocabulary
     assert not cut_of(ParallelConfig(tp=CutConfig(vocabulary=False))).vocabulary
     assert cut_of(ParallelConfig(galaxy=CutConfig(vocabulary=True))).vocabulary
@@ -502,6 +517,10 @@ def test_all_reasons_come_at_once() -> None:
             "dp 4 (sharded in 2 whole copies; frozen replicated; kept gathered; shards on the CPU)",
         ),
         (ParallelConfig(tp=CutConfig(size=2)), "tp 2 (heads 4,4; columns 48,48; vocabulary cut)"),
+        (
+            ParallelConfig(tp=CutConfig(shares=(3, 1))),
+            "tp 2 (heads 6,2; columns 72,24; vocabulary 3:1)",
+        ),
         (ParallelConfig(sp=CutConfig(size=2, exchange="ring")), "sp 2 (sequence 1:1; ring)"),
         (
             ParallelConfig(galaxy2=CutConfig(shares=(3, 1), overlap=True)),

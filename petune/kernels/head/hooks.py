@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.kernels.dispatch import Ops
-from petune.kernels.head.lazy_logits import Origin, Unmade
-from petune.kernels.head.linear_cross_entropy import IGNORED, VocabularySlice, linear_cross_entropy
+from petune.kernels.head.lazy_logits import Origin, Unmade, unmade
+from petune.kernels.head.linear_cross_entropy import IGNORED, linear_cross_entropy
 from petune.log import say
+from petune.models.boundary import VocabularySlice, slice_of
 from petune.models.tuned_linear import LowRank, low_rank_of
 
 _FUSION = "petune_fused_head"  # attribute of a model
@@ -46,8 +47,8 @@ class _Fusion:
     """The hooks of one model, and whether its head is to leave the logits of the running forward pass
     unmade."""
 
-    def __init__(self, model: nn.Module, head: nn.Module, ops: Ops, part: VocabularySlice | None) -> None:
-        self.head, self.ops, self.part = head, ops, part
+    def __init__(self, model: nn.Module, head: nn.Module, ops: Ops) -> None:
+        self.head, self.ops = head, ops
         self.signature = inspect.signature(model.forward)
         self.armed = False
         # what `head_loss` has asked for, whatever the arguments: a loss of the logits
@@ -60,9 +61,15 @@ class _Fusion:
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             # before the hooks that free weights after the forward pass
             model.register_forward_hook(self.after_model, always_call=True, prepend=True),
-            head.register_forward_pre_hook(self.before_head),
+            # ahead of a slice's own, which would sum the gradient of the hidden states a second time
+            head.register_forward_pre_hook(self.before_head, prepend=True),
             head.register_forward_hook(self.after_head),
         )
+
+    @property
+    def part(self) -> VocabularySlice | None:
+        """The slice of the vocabulary that the head holds; None for all of it."""
+        return slice_of(self.head)
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Logits stay unmade in training with labels, unless the call or the head forbids it."""
@@ -71,6 +78,8 @@ class _Fusion:
         whole = kept is None or (isinstance(kept, int) and kept == 0)
         asked = self.asked is not None
         if not asked and not (model.training and isinstance(labels, Tensor) and whole):
+            return
+        if self.part is not None and not torch.is_grad_enabled():  # then its logits are those of all slices
             return
         # nn.DataParallel runs its replicas in threads
         if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
@@ -137,7 +146,8 @@ class _Fusion:
             return f"{type(head).__name__} is neither torch.nn.Linear nor LoRA on one"
         if linear.dropout and head.training:
             return "there is dropout between it and its LoRA factors"
-        if self.part is None and len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
+        known = 2 if self.part is None else 4  # these, and those of the slice
+        if len(head._forward_hooks) + len(head._forward_pre_hooks) > known:
             return "others have hooks on the head, and would see no logits"
         return None
 
@@ -148,6 +158,7 @@ class _Fusion:
         bias: Tensor | None,
         labels: Tensor,
         smoothing: float,
+        softcap: float,
         count: Tensor | None,
     ) -> Tensor:
         """The cross-entropy of unmade logits, by the head as it is now."""
@@ -161,6 +172,7 @@ class _Fusion:
                 ops=self.ops,
                 bias=biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None),
                 low=None if linear.a is None or linear.b is None else (linear.a, linear.b, linear.scale),
+                softcap=softcap,
                 smoothing=smoothing,
                 trained=None if self.trained is None else self.trained(),
                 count=count,
@@ -168,7 +180,7 @@ class _Fusion:
             )
 
 
-def fuse_head(model: nn.Module, ops: Ops, part: VocabularySlice | None = None) -> bool:
+def fuse_head(model: nn.Module, ops: Ops) -> bool:
     """Make `model(..., labels=...)` of a Hugging Face language model compute its loss without its logits,
     while it trains.
 
@@ -176,7 +188,8 @@ def fuse_head(model: nn.Module, ops: Ops, part: VocabularySlice | None = None) -
     always in float32 at least. `output.logits` is then `Unmade`: it computes itself if it is looked at. In
     eval mode, without labels or with `logits_to_keep` nothing changes, so `generate` does not either. The
     head may be a linear layer, tied or not, or LoRA on one; any other runs by itself, and a line of the log
-    says why. part: the head holds a slice of the vocabulary, and labels are of the whole.
+    says why. It may hold a slice of the vocabulary: labels are of the whole, logits that are looked at, of
+    the slice.
 
     Returns whether there was a head to fuse. Undone by `unfuse_head`. Tune the model first: a head that
     replaces another later is missed.
@@ -187,7 +200,7 @@ def fuse_head(model: nn.Module, ops: Ops, part: VocabularySlice | None = None) -
     if not isinstance(head, nn.Module):
         say(f"the head and its loss are not fused: {type(model).__name__} has no head over a vocabulary")
         return False
-    setattr(model, _FUSION, _Fusion(model, head, ops, part))
+    setattr(model, _FUSION, _Fusion(model, head, ops))
     return True
 
 
@@ -229,7 +242,10 @@ def head_loss(
         if shift:
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        scores, gold = wide.flatten(0, 1), labels.flatten()
+        if fusion.part is not None and not unmade(scores):
+            return fusion.part.cross_entropy(scores, gold)
+        return F.cross_entropy(scores, gold, ignore_index=IGNORED, reduction="sum")
 
     fusion: _Fusion = getattr(model, _FUSION)
     with fusion.asking(loss, trained):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -16,35 +17,45 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from petune.errors import UsageError
 from petune.kernels.head.linear_cross_entropy import IGNORED
 
-# hidden, bias [v], labels, smoothing, count -> scalar
-Loss = Callable[[Tensor, Tensor | None, Tensor, float, Tensor | None], Tensor]
+# hidden, bias [v], labels, smoothing, softcap, count -> scalar
+Loss = Callable[[Tensor, Tensor | None, Tensor, float, float, Tensor | None], Tensor]
+CAPPING = 3  # operations of a soft cap
 
 
 @dataclass(frozen=True)
 class Origin:
     """What unmade logits are made of: hidden [..., k] and the bias that the model has added to what the head
-    makes of it.
+    makes of it, and then as many of the operations of softcap * tanh(logits / softcap) as `capped` says.
 
-    loss: the cross-entropy by the head in the modes of its forward pass, which can be smoothed if it
-    `smooths`; differentiated: whether that pass recorded gradients.
+    loss: the cross-entropy by the head in the modes of its forward pass; whole: whether logits are of the
+    whole vocabulary, or of a slice, while labels are of the whole; differentiated: whether that pass recorded
+    gradients.
     """
 
     hidden: Tensor
     loss: Loss
-    smooths: bool
+    whole: bool
     differentiated: bool
     bias: Tensor | None = None
+    softcap: float = 0.0
+    capped: int = 0
+
+    @property
+    def between(self) -> bool:
+        """Whether some operations of a soft cap are still to come."""
+        return 0 < self.capped < CAPPING
 
 
 class Unmade(Tensor):
     """Logits [..., v] of a fused head: a tensor without memory that becomes real, once, when more than its
     loss is asked for.
 
-    Reshaping, widening, adding a bias of the vocabulary and `torch.nn.functional.cross_entropy` leave it
-    unmade; any other operation computes the logits with the head as it is then, and goes on with those, their
-    gradient included. Until that it requires none itself.
+    Reshaping, widening, adding a bias of the vocabulary, a soft cap and `torch.nn.functional.cross_entropy`
+    leave it unmade; any other operation computes the logits with the head as it is then, and goes on with
+    those, their gradient included. Until that it requires none itself.
     """
 
     origin: Origin
@@ -77,7 +88,7 @@ class Unmade(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rule = _RULES.get(func)
-        if rule is not None and args and isinstance(args[0], Unmade) and args[0].made is None:
+        if rule is not None and args and unmade(args[0]):
             result = rule(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -93,6 +104,11 @@ class Unmade(Tensor):
         )
 
 
+def unmade(value: Any) -> bool:
+    """Whether `value` is logits that nobody has looked at."""
+    return isinstance(value, Unmade) and value.made is None
+
+
 def _put_off(func: Any, logits: Unmade, *args: Any, **kwargs: Any) -> Any:
     """A change of shape or dtype that keeps rows whole."""
     ghost = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
@@ -105,7 +121,7 @@ def _put_off(func: Any, logits: Unmade, *args: Any, **kwargs: Any) -> Any:
 
 def _put_off_bias(func: Any, logits: Unmade, other: Any, **kwargs: Any) -> Any:
     """A bias of the vocabulary, such as BART's `final_logits_bias`."""
-    if kwargs or not isinstance(other, Tensor) or isinstance(other, Unmade):
+    if kwargs or not isinstance(other, Tensor) or isinstance(other, Unmade) or logits.origin.capped:
         return NotImplemented
     if (
         other.numel() != logits.shape[-1]
@@ -117,6 +133,22 @@ def _put_off_bias(func: Any, logits: Unmade, other: Any, **kwargs: Any) -> Any:
     dtype = torch.promote_types(logits.dtype, other.dtype)
     return Unmade(
         replace(logits.origin, bias=bias), logits.shape[-1], dtype, lambda: func(logits.materialise(), other)
+    )
+
+
+def _put_off_cap(step: int, func: Any, logits: Unmade, *args: Any) -> Any:
+    """Operation `step` of a soft cap c (Gemma 2: Riviere et al. 2024, arXiv:2408.00118): logits / c, tanh,
+    and times c."""
+    origin = logits.origin
+    cap = origin.softcap if step == 1 else args[0]
+    fits = isinstance(cap, int | float) and cap > 0 and (step == 0 or cap == origin.softcap)
+    if origin.capped != step or len(args) != (step != 1) or not fits:
+        return NotImplemented
+    return Unmade(
+        replace(origin, softcap=float(cap), capped=step + 1),
+        logits.shape[-1],
+        logits.dtype,
+        lambda: func(logits.materialise(), *args),
     )
 
 
@@ -132,13 +164,20 @@ def _fused(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its
-    own dtype, alike."""
+    own dtype, alike. Raises UsageError for another one of a slice, which has not all classes."""
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
-    if not plain or logits.dim() != 2 or target.dim() != 1 or (label_smoothing and not logits.origin.smooths):
-        return NotImplemented
+    if not plain or logits.dim() != 2 or target.dim() != 1 or logits.origin.between:
+        if logits.origin.whole:
+            return NotImplemented
+        raise UsageError(
+            "the loss of a vocabulary that is cut across ranks is the plain cross-entropy of rows",
+            expected="a sum or a mean, without class weights",
+            remedy="set vocabulary: false",
+        )
     labels = target.masked_fill(target == ignore_index, IGNORED) if ignore_index >= 0 else target
     count = (labels >= 0).sum() if reduction == "mean" else None
-    return logits.origin.loss(logits.origin.hidden, logits.origin.bias, labels, label_smoothing, count)
+    origin = logits.origin
+    return origin.loss(origin.hidden, origin.bias, labels, label_smoothing, origin.softcap, count)
 
 
 _FACTS = {
@@ -158,5 +197,8 @@ _FACTS = {
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.float, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.contiguous), _put_off),
     **dict.fromkeys((Tensor.__add__, Tensor.add, torch.add), _put_off_bias),
+    **dict.fromkeys((Tensor.__truediv__, Tensor.div, torch.div), partial(_put_off_cap, 0)),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), partial(_put_off_cap, 1)),
+    **dict.fromkeys((Tensor.__mul__, Tensor.mul, torch.mul), partial(_put_off_cap, 2)),
     F.cross_entropy: _fused,
 }

@@ -3,14 +3,14 @@ once.
 
 The gradient is made in the forward pass: a chunk of rows becomes logits, the logits become their own gradient
 in place, and from that come the chunk's part of every gradient; the backward pass only multiplies (Hsu et al.
-2024, arXiv:2410.10989). Chunks are thousands of rows, as a matmul needs that many to run at full speed.
+2024, arXiv:2410.10989). Chunks are thousands of rows, as a matmul needs that many to run at full speed. Ranks
+that hold slices of a vocabulary meet once a chunk, by three numbers a row, and once in the backward pass.
 petune.kernels.head.hooks brings it to Hugging Face's models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.kernels.dispatch import Ops
+from petune.models.boundary import VocabularySlice
 
 IGNORED = -100  # the label that Hugging Face gives to what does not count
 ROWS = 4096  # of a chunk at most: more make no matmul faster
@@ -33,19 +34,6 @@ Entropy = Callable[[Tensor, Tensor], Tensor]
 # ------------------------------------------------------------------ the step
 
 
-@dataclass(frozen=True)
-class VocabularySlice:
-    """A weight that holds the rows of a vocabulary from `first` on, the others being elsewhere.
-
-    reduce_max and reduce_sum bring a float tensor, in place, to its maximum and sum over all holders of a
-    slice, who must call alike.
-    """
-
-    first: int
-    reduce_max: Callable[[Tensor], object]
-    reduce_sum: Callable[[Tensor], object]
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -56,7 +44,6 @@ def linear_cross_entropy(
     low: LowRank | None = None,
     softcap: float = 0.0,
     smoothing: float = 0.0,
-    z_loss: float = 0.0,
     chunk: int | None = None,
     trained: int | None = None,
     count: float | Tensor | None = None,
@@ -66,26 +53,22 @@ def linear_cross_entropy(
     (float64 for float64).
 
     hidden [n, k], weight [v, k], bias [v]; low: a [r, k], b [v, r] and scale; labels [n] int64, negative ones
-    count nothing. softcap, smoothing and z_loss as in `petune.kernels.reference.cross_entropy_`. The loss is
-    divided by `count`, if there is one. Matmuls are in the dtype of autocast or else of `hidden`; gradients
-    of weight, bias, a and b are summed in float32.
+    count nothing. softcap and smoothing as in `petune.kernels.reference.cross_entropy_`. The loss is divided
+    by `count`, if there is one. Matmuls are in the dtype of autocast or else of `hidden`; gradients of
+    weight, bias, a and b are summed in float32.
 
     chunk: rows of logits at a time. trained: the host's knowledge that at most so many labels count; if that
     is 7/8 of n or less, the other rows are left out before the matmul, and the loss is NaN if it was wrong.
     Labels on the CPU are counted here; on a device nobody counts, as it would have to be waited for, and
     ignored rows get a gradient of zero.
 
-    part: weight, bias and b are a slice of the vocabulary and labels are of the whole of it; the loss is the
-    same for all slices, NaN if nobody holds a label, and the gradients of hidden and a are this slice's
-    terms, which the caller sums. It excludes smoothing.
+    part: weight, bias and b are a slice of the vocabulary and labels are of the whole of it; hidden, a and
+    labels are the same on all ranks. The loss is the same for all slices, NaN if nobody holds a label, the
+    gradient of hidden that of the whole; the gradient of a is this slice's term, which the caller sums.
 
     The gradient can be taken once: a second backward through a retained graph, or a derivative of it, raises
     RuntimeError.
     """
-    if part is not None and smoothing:
-        raise ValueError(
-            "smoothing needs every score of a row, and a slice of the vocabulary has its own alone"
-        )
     if trained is None and labels.device.type == "cpu":
         trained = int((labels >= 0).sum())
     missed: Tensor | None = None
@@ -99,16 +82,18 @@ def linear_cross_entropy(
         )
     labels = labels.to(hidden.device, non_blocking=True)
     dtype = _matmul_dtype(hidden)
-    if part is None:
-        entropy: Entropy = partial(_entropy, ops, softcap, smoothing, z_loss)
+    entropy: Entropy = (
+        partial(_entropy, ops, softcap, smoothing)
+        if part is None
+        else partial(_entropy_of_slice, ops, softcap, smoothing, part)
+    )
+    if chunk is None:  # the same for all slices, as their holders meet once a chunk
+        columns = len(weight) if part is None else part.widest
         # the product is float32 on its way
-        chunk = chunk or chunk_rows(len(weight), dtype.itemsize if low is None else 4 * dtype.itemsize)
-    else:
-        entropy = partial(_entropy_of_slice, ops, softcap, z_loss, part)
-        chunk = chunk or ROWS // 2  # must not depend on the slice's width: its holders talk once a chunk
+        chunk = chunk_rows(columns, dtype.itemsize if low is None else 4 * dtype.itemsize)
     a, b = (None, None) if low is None else (low[0] * low[2], low[1])
     summed: Tensor = cast("Any", _LinearCrossEntropy).apply(
-        hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, torch.is_grad_enabled()
+        hidden, weight, bias, a, b, labels, entropy, chunk, dtype, ops, part, torch.is_grad_enabled()
     )
     if missed is not None:
         summed = summed.masked_fill(missed.to(summed.device, non_blocking=True), torch.nan)
@@ -127,43 +112,52 @@ def chunk_rows(columns: int, itemsize: int = 2) -> int:
     return max(FEWEST, min(ROWS, BYTES // max(1, columns * itemsize) // 128 * 128))
 
 
-def _entropy(
-    ops: Ops, softcap: float, smoothing: float, z_loss: float, logits: Tensor, labels: Tensor
-) -> Tensor:
-    losses: Tensor = ops.cross_entropy_(logits, labels, 1.0, softcap, smoothing, z_loss)[0]
+def _entropy(ops: Ops, softcap: float, smoothing: float, logits: Tensor, labels: Tensor) -> Tensor:
+    losses: Tensor = ops.cross_entropy_(logits, labels, 1.0, softcap, smoothing)[0]
     return losses
 
 
 def _entropy_of_slice(
-    ops: Ops, softcap: float, z_loss: float, part: VocabularySlice, logits: Tensor, labels: Tensor
+    ops: Ops, softcap: float, smoothing: float, part: VocabularySlice, logits: Tensor, labels: Tensor
 ) -> Tensor:
     """The losses [m] of logits [m, v_r] that are cut by vocabulary, which become their gradient.
 
     A softmax over the whole is the slice's own, times the share exp(log_r - log) that the slice has of the
     partition sum. The label's entry is written anew from its score, as p_r - 1 has lost what a small p_r was;
-    a row whose label is elsewhere takes class 0 in its stead.
+    a row whose label is elsewhere takes class 0 in its stead. log_r says the largest score of a slice and its
+    sum of exponentials in one number, so ranks meet once.
     """
     counts = labels >= 0
     own = (labels >= part.first) & (labels < part.first + logits.shape[1])
     at = (labels - part.first).masked_fill(~own, 0)
+    # of which the operation leaves none
+    scores, slope = _scores(logits, softcap) if smoothing else (None, None)
     losses: Tensor
     logs: Tensor
     losses, logs = ops.cross_entropy_(logits, at.masked_fill(~counts, IGNORED), 1.0, softcap)
     hit = logs - losses
-    top = logs.clone()
-    part.reduce_max(top)
-    sums = torch.stack([torch.exp(logs - top), hit.masked_fill(~own, 0), own.to(hit.dtype)])
-    part.reduce_sum(sums)
-    log = top + torch.log(sums[0])
-    steep = 1 + 2 * z_loss * log
-    entry = torch.exp(hit - log) * steep - own.to(hit.dtype)
+    facts = [logs, hit.masked_fill(~own, 0), own.to(hit.dtype)]
+    every = part.gather(torch.stack(facts if scores is None else [*facts, scores]))
+    log, sums = torch.logsumexp(every[:, 0], 0), every[:, 1:].sum(0)
+    loss, entry = log - (1 - smoothing) * sums[0], torch.exp(hit - log) - (1 - smoothing) * own.to(hit.dtype)
+    logits.mul_(torch.exp(logs - log)[:, None])
+    if slope is not None:
+        even = smoothing / part.whole
+        loss, entry = loss - even * sums[2], entry - even
+        logits.sub_((even * slope).masked_fill(~counts[:, None], 0))
     if softcap:
         entry = entry * (1 - (hit / softcap).square())
-    logits.mul_((torch.exp(logs - log) * steep)[:, None])
     logits.scatter_(1, at[:, None], entry.masked_fill(~counts, 0).to(logits.dtype)[:, None])
-    return (
-        (log - sums[1] + z_loss * log.square()).masked_fill(sums[2] != 1, torch.nan).masked_fill(~counts, 0)
-    )
+    return loss.masked_fill(sums[1] != 1, torch.nan).masked_fill(~counts, 0)
+
+
+def _scores(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+    """The sum [m] of the scores of each row, and their slope [m, v] or [m, 1] in the logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not softcap:
+        return wide.sum(-1), wide.new_ones(len(wide), 1)
+    bounded = torch.tanh(wide / softcap)
+    return softcap * bounded.sum(-1), 1 - bounded.square()
 
 
 class _LinearCrossEntropy(Function):
@@ -180,6 +174,7 @@ class _LinearCrossEntropy(Function):
         chunk: int,
         dtype: torch.dtype,
         ops: Ops,
+        part: VocabularySlice | None,
         differentiated: bool,
     ) -> Tensor:
         inputs = (hidden, weight, bias, a, b)
@@ -190,7 +185,8 @@ class _LinearCrossEntropy(Function):
                 found[place] = (
                     torch.zeros_like(value, dtype=sums) if place else torch.empty_like(value, dtype=dtype)
                 )
-        ctx.found, ctx.dtypes = found, [None if value is None else value.dtype for value in inputs]
+        ctx.part, ctx.found = part, found
+        ctx.dtypes = [None if value is None else value.dtype for value in inputs]
         return _chunks(
             [None if value is None else value.to(dtype) for value in inputs],
             labels,
@@ -213,7 +209,9 @@ class _LinearCrossEntropy(Function):
             None if value is None else _scale_(value, grad).to(dtype)
             for value, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None, None, None)
+        if ctx.part is not None and scaled[0] is not None:
+            scaled[0] = ctx.part.enter_backward(scaled[0])
+        return (*scaled, *[None] * 7)
 
 
 def _chunks(

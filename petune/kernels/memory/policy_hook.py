@@ -24,7 +24,6 @@ from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.shape import BlockShape, Ranks
 from petune.log import say
-from petune.models.boundary import FIRST_ROW
 from petune.models.sharded import shards_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import linear_of
@@ -154,12 +153,9 @@ class Governor:
             len(specs),
             tokens,
             min(longest, tokens),
-            (
-                resident_bytes(model)
-                if streamed
-                else max(fixed_bytes(model), torch.cuda.memory_allocated(device))
-            )
-            + logits_bytes(model, tokens, shape.itemsize),
+            resident_bytes(model)
+            if streamed
+            else max(fixed_bytes(model), torch.cuda.memory_allocated(device)),
             0 if later else vocabulary_of(model),
             int(min(budget, cap)) - reserved,
             # what streams is pinned already, and the system no longer calls it free
@@ -234,21 +230,9 @@ def rounded(tokens: int, step: int = ROUND) -> int:
 
 def vocabulary_of(model: nn.Module) -> int:
     """The columns of a language model's head whose logits are never whole, 0 for other models."""
-    head = _head(model)
-    return 0 if head is None or hasattr(head, FIRST_ROW) else len(head.weight)
-
-
-def logits_bytes(model: nn.Module, tokens: int, itemsize: int) -> int:
-    """Bytes of the logits of a head that is cut by vocabulary, which are made whole: their softmax and its
-    gradient in float32 too."""
-    head = _head(model)
-    return tokens * len(head.weight) * (2 * itemsize + 3 * 4) if hasattr(head, FIRST_ROW) else 0
-
-
-def _head(model: nn.Module) -> Any:
-    """The head over a vocabulary, or None."""
     ask = getattr(model, "get_output_embeddings", None)
-    return ask() if callable(ask) else None
+    head = ask() if callable(ask) else None
+    return 0 if head is None else len(head.weight)
 
 
 def resident_bytes(model: nn.Module) -> int:

@@ -49,6 +49,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
+Loss = Callable[[Tensor, Tensor], Tensor]  # output of the last stage, target -> scalar
 SEVERAL = ("interleaved", "zero-bubble")  # schedules with several stages on a rank
 
 
@@ -117,6 +118,15 @@ def _check_schedule(plan: ParallelPlan) -> None:
 def _clone(model: nn.Module) -> nn.Module:
     """The modules again, with the same tensors in them."""
     return copy.deepcopy(model, {id(value): value for value in chain(model.parameters(), model.buffers())})
+
+
+def made(plan: ParallelPlan, stages: Sequence[Any], pieces: int, loss: Loss | None) -> Any:
+    """torch's schedule of `plan` over a rank's stages; the one of forward passes alone without a `loss`."""
+    if plan.schedule in SEVERAL:
+        schedule = SCHEDULES[plan.schedule if loss is not None else "interleaved"]
+        return schedule(stages, pieces, loss_fn=loss, scale_grads=False)
+    schedule = SCHEDULES[plan.schedule if loss is not None else "gpipe"]
+    return schedule(stages[0], pieces, loss_fn=loss, scale_grads=False)
 
 
 # ---------------------------------------------------------------- the pipeline
@@ -249,13 +259,7 @@ class Pipeline:
 
     def _make(self, batch: Batch, pieces: int) -> Any:
         stages = [self._stage(chunk, batch, pieces) for chunk in self.chunks]
-        training = self.now.training
-        loss: Callable[[Tensor, Tensor], Tensor] | None = _as_it_is if training else None
-        if self.plan.schedule in SEVERAL:
-            schedule = SCHEDULES[self.plan.schedule if training else "interleaved"]
-            return schedule(stages, pieces, loss_fn=loss, scale_grads=False)
-        schedule = SCHEDULES[self.plan.schedule if training else "gpipe"]
-        return schedule(stages[0], pieces, loss_fn=loss, scale_grads=False)
+        return made(self.plan, stages, pieces, _as_it_is if self.now.training else None)
 
     def _stage(self, chunk: Chunk, batch: Batch, pieces: int) -> PipelineStage:
         """torch's stage around a chunk, told what it will receive and send."""

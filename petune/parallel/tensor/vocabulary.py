@@ -9,8 +9,9 @@ gradient summed), and its output is
                         with a plain cross-entropy
     under no_grad       whole logits [..., vocabulary], gathered, so that scoring and generation need not know
 
-A table tied to several modules is cut once and stays tied. `cut_vocabulary` only narrows, so it runs on meta
-tensors; `hook_vocabulary` then hooks what is there, of a pipeline's stage too.
+A fused head makes its loss without them (petune.kernels.head), by the slice of the vocabulary that hooking
+puts on it. A table tied to several modules is cut once and stays tied. `cut_vocabulary` only narrows, so it
+runs on meta tensors; `hook_vocabulary` then hooks what is there, of a pipeline's stage too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,27 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from petune.errors import DistributedError, UsageError
-from petune.models.boundary import FIRST_ROW
+from petune.models.boundary import put_slice
 from petune.models.spec import Split
 from petune.models.tuned_linear import TunedLinear, TunedModule
-from petune.parallel.collectives import Group, Sizes, all_max_, all_sum_, applied, copy, gather_dim, reduce
+from petune.parallel.collectives import (
+    COPY,
+    Group,
+    Sizes,
+    all_max_,
+    all_sum_,
+    alone,
+    applied,
+    copy,
+    gather_dim,
+    reduce,
+)
+from petune.parallel.plan import Cut, apportion
 from petune.parallel.tensor.shard_params import Placed, Slice, splits_of
 
 BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
+# attribute of an embedding or a head that is cut by vocabulary: the number of its first row
+FIRST_ROW = "first_row"
 
 
 # ---------------------------------------------------------------- narrowing
@@ -57,6 +72,14 @@ def refusal(model: nn.Module) -> str | None:
     if head is not None and type(head) is not nn.Linear and not isinstance(head, TunedLinear):
         return f"its head is a {type(head).__name__}, neither torch.nn.Linear itself nor a TunedLinear"
     return None
+
+
+def rows_of_ranks(model: nn.Module, cut: Cut | None) -> Sizes:
+    """Rows of table and head that each rank of `cut` holds; empty where they are whole, by the plan or by
+    `refusal`."""
+    if cut is None or not cut.vocabulary or refusal(model) is not None:
+        return ()
+    return apportion(cast("Any", model).get_input_embeddings().weight.shape[0], cut.vocabulary)
 
 
 def has_cut_head(model: nn.Module) -> bool:
@@ -165,6 +188,8 @@ def hook_vocabulary(model: nn.Module, sizes: Sizes, group: dist.ProcessGroup | N
             hook: Rows | Logits = (Rows if isinstance(module, nn.Embedding) else Logits)(sizes, group, index)
             module.register_forward_pre_hook(hook.before)
             module.register_forward_hook(hook.after)
+            if isinstance(hook, Logits):
+                put_slice(module, hook)
     if BIAS in model._buffers and has_cut_head(model):
         bias = Bias(sizes, group, index)
         model.register_forward_pre_hook(bias.before)
@@ -229,7 +254,29 @@ class Rows(_Hook):
 
 class Logits(_Hook):
     """Hooks on a head that holds some of the rows: hidden states, the same on all ranks -> logits, see the
-    top of this file."""
+    top of this file. Also the head's petune.models.boundary.VocabularySlice."""
+
+    @property
+    def whole(self) -> int:
+        """See VocabularySlice."""
+        return sum(self.sizes)
+
+    @property
+    def widest(self) -> int:
+        """See VocabularySlice."""
+        return max(self.sizes)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See VocabularySlice."""
+        return gather_dim(x[None], (1,) * len(self.sizes), 0, self.talk())
+
+    def enter_backward(self, dx: Tensor) -> Tensor:
+        """See VocabularySlice."""
+        return dx if alone(self.talk()) else COPY.back(dx, self.talk(), own=True)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See VocabularySlice."""
+        return vocabulary_loss(logits, labels, self.talk(), self.first)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Copy the hidden states: every rank's logits add to their gradient."""

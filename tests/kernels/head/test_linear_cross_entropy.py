@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Barrier
 from typing import Any
 
@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from petune.errors import UsageError
 from petune.kernels.dispatch import reference_ops
 from petune.kernels.head import linear_cross_entropy as heads
 from petune.kernels.head.hooks import fuse_head, head_loss, unfuse_head
-from petune.kernels.head.lazy_logits import Unmade
-from petune.kernels.head.linear_cross_entropy import VocabularySlice, linear_cross_entropy
+from petune.kernels.head.lazy_logits import Unmade, unmade
+from petune.kernels.head.linear_cross_entropy import linear_cross_entropy
 from petune.kernels.triton import loss as kernels
 from petune.methods.configs import LoraConfig
 from petune.methods.lora import tune
+from petune.models.boundary import put_slice
 from petune.run.evaluate import forward, outputs_of, real_rows
 from petune.tasks import loss_sum
 from tests.methods.zoo import (
@@ -46,7 +48,7 @@ SETTINGS = {
     "plain": {},
     "softcap": {"softcap": 3.0},
     "smoothing": {"smoothing": 0.1},
-    "z-loss": {"z_loss": 0.01},
+    "both": {"softcap": 3.0, "smoothing": 0.1},
 }
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 MODELS = (
@@ -58,6 +60,7 @@ MODELS = (
     "t5-gated",
     "bart-seq2seq",
     "bert-mlm",
+    "gemma3-causal",
 )
 N, K, V, R = 23, 12, 40, 3
 
@@ -99,15 +102,13 @@ def plain(
     labels: Tensor,
     softcap: float = 0.0,
     smoothing: float = 0.0,
-    z_loss: float = 0.0,
 ) -> Tensor:
     """The same by operations that autograd knows; b, a count twice."""
     logits = F.linear(parts["hidden"], parts["weight"], parts.get("bias"))
     if "a" in parts:
         logits = logits + 2 * parts["hidden"] @ parts["a"].T @ parts["b"].T
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
-    return loss + z_loss * (torch.logsumexp(logits, -1).square() * (labels >= 0)).sum()
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
 
 def fused(parts: dict[str, Tensor], labels: Tensor, **settings: Any) -> Tensor:
@@ -335,31 +336,50 @@ def test_the_kernel_stands_in_for_the_reference(dtype: torch.dtype, setting: str
 
 
 class Meeting:
-    """Reductions over threads, each of which holds a slice."""
+    """A vocabulary over threads, each of which holds a slice."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes, self.barrier, self.brought = sizes, Barrier(len(sizes)), dict[int, Tensor]()
 
-    def part(self, rank: int) -> VocabularySlice:
-        def reducing(by: Callable[[Tensor], Tensor]) -> Callable[[Tensor], object]:
-            def reduce(value: Tensor) -> None:
-                self.brought[rank] = value.clone()
-                self.barrier.wait(10)
-                value.copy_(by(torch.stack([self.brought[one] for one in range(len(self.sizes))])))
-                self.barrier.wait(10)
-
-            return reduce
-
-        return VocabularySlice(
-            sum(self.sizes[:rank]), reducing(lambda all: all.amax(0)), reducing(lambda all: all.sum(0))
-        )
-
-    def run(self, each: Callable[[int, VocabularySlice], Any]) -> list[Any]:
+    def run(self, each: Callable[[int, Held], Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.sizes)) as pool:
-            return list(pool.map(lambda rank: each(rank, self.part(rank)), range(len(self.sizes))))
+            return list(pool.map(lambda rank: each(rank, Held(self, rank)), range(len(self.sizes))))
 
 
-@pytest.mark.parametrize("setting", ["plain", "softcap", "z-loss"])
+@dataclass
+class Held:
+    """A slice that meets the others in threads: a VocabularySlice."""
+
+    meeting: Meeting
+    rank: int
+
+    @property
+    def first(self) -> int:
+        return sum(self.meeting.sizes[: self.rank])
+
+    @property
+    def whole(self) -> int:
+        return sum(self.meeting.sizes)
+
+    @property
+    def widest(self) -> int:
+        return max(self.meeting.sizes)
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.meeting.brought[self.rank] = x.clone()
+        self.meeting.barrier.wait(10)
+        found = torch.stack([self.meeting.brought[rank] for rank in range(len(self.meeting.sizes))])
+        self.meeting.barrier.wait(10)
+        return found
+
+    def enter_backward(self, dx: Tensor) -> Tensor:
+        return self.gather(dx).sum(0)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@each_setting
 @pytest.mark.parametrize("sizes", [(V,), (20, 20), (13, 1, 26)])
 @pytest.mark.parametrize(("chunk", "trained"), [(None, N), (7, N), (7, None)])
 def test_slices_of_a_vocabulary_are_the_whole(
@@ -369,7 +389,7 @@ def test_slices_of_a_vocabulary_are_the_whole(
     expected = plain(whole, labels, **SETTINGS[setting])
     wanted = grads(expected * 0.3, whole)
 
-    def each(rank: int, part: VocabularySlice) -> tuple[Tensor, dict[str, Tensor]]:
+    def each(rank: int, part: Held) -> tuple[Tensor, dict[str, Tensor]]:
         rows = slice(part.first, part.first + sizes[rank])
         mine = {
             name: value.detach()[rows if name in ("weight", "bias", "b") else slice(None)]
@@ -384,10 +404,12 @@ def test_slices_of_a_vocabulary_are_the_whole(
         torch.testing.assert_close(loss, expected.detach())
     for name in whole:
         parts = [got[name] for _, got in found]
-        assert_alike(
-            {name: torch.cat(parts) if name in ("weight", "bias", "b") else sum(parts, torch.zeros(()))},
-            {name: wanted[name]},
-        )
+        if name == "hidden":
+            assert all(torch.equal(part, parts[0]) for part in parts), "the sum, on every rank"
+            joined = parts[0]
+        else:
+            joined = sum(parts, torch.zeros(())) if name == "a" else torch.cat(parts)
+        assert_alike({name: joined}, {name: wanted[name]})
 
 
 def test_a_small_probability_of_another_slice_is_not_lost_in_bfloat16() -> None:
@@ -395,7 +417,7 @@ def test_a_small_probability_of_another_slice_is_not_lost_in_bfloat16() -> None:
     hidden, labels = torch.eye(2, dtype=torch.bfloat16).requires_grad_(), torch.tensor([3, 3])
     weight = torch.tensor([[0.0, 1], [2, -1], [3, 0], [7, 8]], dtype=torch.bfloat16)
 
-    def each(rank: int, part: VocabularySlice) -> Tensor:
+    def each(rank: int, part: Held) -> Tensor:
         own = weight[2 * rank : 2 * rank + 2].clone().requires_grad_()
         return torch.autograd.grad(linear_cross_entropy(hidden, own, labels, ops=OPS, part=part), own)[0]
 
@@ -404,21 +426,44 @@ def test_a_small_probability_of_another_slice_is_not_lost_in_bfloat16() -> None:
     torch.testing.assert_close(torch.cat(Meeting((2, 2)).run(each)).double(), exact, rtol=2**-6, atol=0)
 
 
+def test_chunks_of_unequal_slices_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    monkeypatch.setattr(heads, "chunk_rows", lambda columns, itemsize: widths.append(columns) or 7)
+    whole, labels = operands()
+    hidden, weight = whole["hidden"].detach(), whole["weight"].detach()
+
+    def each(rank: int, part: Held) -> Tensor:
+        own = weight[part.first : part.first + part.meeting.sizes[rank]]
+        return linear_cross_entropy(hidden, own, labels, ops=OPS, part=part)
+
+    Meeting((13, 1, 26)).run(each)
+    assert widths == [26] * 3
+
+
+def test_scores_of_slices_may_be_far_apart() -> None:
+    """Exponentials of each slice are of what its own largest score leaves; nobody's are of the whole."""
+    whole, labels = operands()
+    hidden, weight = whole["hidden"].detach(), 1e3 * whole["weight"].detach()
+    weight[20:] -= 1e3 * hidden.sum(0)
+    expected = plain({"hidden": hidden, "weight": weight}, labels)
+
+    def each(rank: int, part: Held) -> Tensor:
+        own = weight[part.first : part.first + 20]
+        return linear_cross_entropy(hidden, own, labels, ops=OPS, part=part)
+
+    for loss in Meeting((20, 20)).run(each):
+        torch.testing.assert_close(loss, expected)
+
+
 def test_a_label_that_no_slice_holds_is_loud_everywhere() -> None:
     whole, labels = operands()
     labels[0] = V
 
-    def each(rank: int, part: VocabularySlice) -> Tensor:
+    def each(rank: int, part: Held) -> Tensor:
         own = whole["weight"].detach()[part.first : part.first + 20]
         return linear_cross_entropy(whole["hidden"].detach(), own, labels, ops=OPS, part=part)
 
     assert all(loss.isnan() for loss in Meeting((20, 20)).run(each))
-
-
-def test_smoothing_and_slices_exclude_each_other() -> None:
-    parts, labels = operands()
-    with pytest.raises(ValueError, match="smoothing"):
-        fused(parts, labels, smoothing=0.1, part=Meeting((V,)).part(0))
 
 
 # ------------------------------------------------------------------ Hugging Face's models
@@ -439,7 +484,7 @@ def test_loss_and_gradients_are_the_models_own(name: str, tied: bool) -> None:
     model, inputs = training(name, tie_word_embeddings=tied), batch(name)
     loss, expected = gradients(model, inputs)
     assert fuse_head(model, OPS)
-    assert isinstance(model(**inputs).logits, Unmade)
+    assert unmade(model(**inputs).logits)
     found, got = gradients(model, inputs)
     # Llama's own loss is float32
     torch.testing.assert_close(found.double(), loss.double(), rtol=1e-6, atol=0)
@@ -460,7 +505,7 @@ def test_logits_of_the_batch_are_never_there() -> None:
     assert made.largest < whole
 
 
-@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq", "bart-seq2seq"])
+@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq", "bart-seq2seq", "gemma3-causal"])
 def test_logits_that_are_looked_at_are_the_models_own(name: str) -> None:
     model, inputs = training(name), batch(name)
     expected = model(**inputs).logits
@@ -553,6 +598,37 @@ def test_other_cross_entropies_of_unmade_logits_are_right(settings: dict[str, An
     assert (logits.made is None) == (
         not {"weight", "reduction"} & settings.keys() or settings.get("reduction") == "sum"
     )
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda logits: torch.tanh(logits / 3) * 4,
+        lambda logits: torch.tanh(logits) * 3,
+        lambda logits: torch.tanh(logits / 3).tanh() * 3,
+        lambda logits: torch.tanh(logits / 3) * 3 / 3,
+        lambda logits: (logits / 3) * 3,
+        lambda logits: torch.tanh(logits / 3) * 3 + torch.arange(VOCAB),
+        lambda logits: torch.tanh(logits / 3),
+    ],
+)
+def test_what_is_not_quite_a_soft_cap_is_computed(of: Callable[[Tensor], Tensor]) -> None:
+    model, inputs = training("llama-causal"), batch("llama-causal")
+    labels = inputs["input_ids"].flatten()
+    expected = F.cross_entropy(of(model(**inputs).logits).flatten(0, 1), labels)
+    fuse_head(model, OPS)
+    logits = of(model(**inputs).logits)
+    torch.testing.assert_close(F.cross_entropy(logits.flatten(0, 1), labels), expected)
+    assert not unmade(logits)
+
+
+def test_a_slice_of_the_vocabulary_refuses_what_needs_all_classes() -> None:
+    model, inputs = training("llama-causal"), batch("llama-causal")
+    put_slice(model.lm_head, Held(Meeting((VOCAB,)), 0))
+    fuse_head(model, OPS)
+    logits = model(**inputs).logits.flatten(0, 1)
+    with pytest.raises(UsageError, match="cut across ranks is the plain cross-entropy"):
+        F.cross_entropy(logits, inputs["input_ids"].flatten(), weight=torch.ones(VOCAB))
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -719,14 +795,13 @@ def test_the_loss_of_the_loop_over_slices_of_the_vocabulary() -> None:
     expected = loss_sum(forward(whole, inputs), inputs, "causal")[0]
     models = [copy.deepcopy(whole) for _ in sizes]
 
-    def each(rank: int, part: VocabularySlice) -> tuple[Tensor, Tensor]:
+    def each(rank: int, part: Held) -> tuple[Tensor, Tensor]:
         model = models[rank]
         model.lm_head.weight = nn.Parameter(
             model.lm_head.weight.detach()[part.first : part.first + sizes[rank]].clone()
         )
-        # as the hooks of the slices are: theirs come first
-        model.lm_head.register_forward_hook(lambda module, args, output: output)
-        fuse_head(model, OPS, part)
+        put_slice(model.lm_head, part)
+        fuse_head(model, OPS)
         loss = head_loss(model, inputs, outputs_of, shift=True)
         return loss.detach(), torch.autograd.grad(loss, model.lm_head.weight)[0]
 

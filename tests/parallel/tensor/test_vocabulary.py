@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import DistributedError, UsageError
+from petune.kernels.dispatch import reference_ops
+from petune.kernels.head import linear_cross_entropy as heads
+from petune.kernels.head.hooks import fuse_head, head_loss
 from petune.methods import tuned_parameters, wrap
 from petune.parallel.collectives import all_sum_, gather_dim
 from petune.parallel.tensor import vocabulary
@@ -27,7 +30,7 @@ from petune.parallel.tensor.vocabulary import (
     refusal,
     vocabulary_loss,
 )
-from petune.run.evaluate import forward
+from petune.run.evaluate import forward, outputs_of
 from petune.tasks.loss import loss_sum, trained_positions
 from tests.methods.zoo import GENERATE, VOCAB, assert_same_gradients, batch, prompt, stir, tiny
 from tests.pool import run
@@ -88,11 +91,12 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "t5-untied": ("t5-gated", lambda: tiny("t5-gated")),
     "bart-tied": ("bart-seq2seq", bart_biased),
     "bert-mlm": ("bert-mlm", lambda: tiny("bert-mlm")),
+    "gemma3-capped": ("gemma3-causal", lambda: tiny("gemma3-causal", final_logit_softcapping=0.5)),
 }
 
 
 def data_of(name: str) -> tuple[str, Tensors]:
-    return "causal" if name.startswith("llama") else "seq2seq", batch(name)
+    return "causal" if name.endswith("causal") else "seq2seq", batch(name)
 
 
 def whole_of(build: Callable[[], Any], name: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -101,6 +105,24 @@ def whole_of(build: Callable[[], Any], name: str, dtype: torch.dtype) -> dict[st
     loss, _ = loss_sum(logits, inputs, task)
     loss.backward()
     return {"logits": logits.detach(), "loss": loss.detach(), "grads": grads_of(model)}
+
+
+def fused_parts_of(
+    build: Callable[[], Any], name: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> dict[str, Any]:
+    """By a fused head; with one that must run by itself, too, whose loss is made of logits."""
+    model, (task, inputs) = build().to(dtype), data_of(name)
+    placed = cut_here(model, sizes)
+    assert fuse_head(model, reference_ops())
+    with torch.no_grad():
+        whole = forward(model, inputs)
+    loss = head_loss(model, inputs, outputs_of, shift=task == "causal")
+    loss.backward()
+    model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    made = head_loss(model, inputs, outputs_of, shift=task == "causal")
+    assert float(made.detach()) == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert ["others have hooks" in reason for reason in model.petune_fused_head.said] == [True]
+    return {"logits": whole, "loss": loss, "grads": gathered(grads_of(model), placed)}
 
 
 def parts_of(
@@ -120,18 +142,33 @@ def parts_of(
     return {"logits": whole, "loss": loss, "grads": gathered(grads_of(model), placed)}
 
 
-@pytest.mark.parametrize(
-    ("label", "world", "dtype"),
-    [(label, 3 if label in ("llama-tied", "t5-tied", "bart-tied") else 2, torch.float64) for label in MODELS]
-    + [(label, 2, torch.float32) for label in ("llama-untied", "t5-tied", "bart-tied")],
-)
+EXACT = [
+    (label, 3 if label in ("llama-tied", "t5-tied", "bart-tied") else 2, torch.float64) for label in MODELS
+]
+SINGLE = [(label, 2, torch.float32) for label in ("llama-untied", "t5-tied", "bart-tied")]
+
+
+@pytest.mark.parametrize(("label", "world", "dtype"), EXACT + SINGLE)
 def test_a_cut_model_has_the_logits_loss_and_gradients_of_a_whole_one(
     label: str, world: int, dtype: torch.dtype
 ) -> None:
+    assert_whole(parts_of, label, world, dtype)
+
+
+@pytest.mark.parametrize(("label", "world", "dtype"), EXACT + SINGLE)
+def test_a_cut_head_without_logits_has_the_loss_and_gradients_of_a_whole_one(
+    label: str, world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of a few rows."""
+    monkeypatch.setattr(heads, "chunk_rows", lambda *_: 5)
+    assert_whole(fused_parts_of, label, world, dtype)
+
+
+def assert_whole(parts: Callable[..., dict[str, Any]], label: str, world: int, dtype: torch.dtype) -> None:
     tolerance = 1e-10 if dtype is torch.float64 else 1e-6
     name, build = MODELS[label]
     expected = whole_of(build, name, dtype)
-    for found in run(world, parts_of, build, name, dtype, SHARES[world]):
+    for found in run(world, parts, build, name, dtype, SHARES[world]):
         assert found["loss"].dtype == expected["loss"].dtype
         assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=tolerance)
         assert_same_gradients({"logits": found["logits"]}, {"logits": expected["logits"]}, 10 * tolerance)

@@ -1,0 +1,77 @@
+"""In which order the ranks of a pipeline compute: torch's own schedules, run with stages that compute nothing
+and write down what they are asked for. No group of processes and no model are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from petune.parallel.pipeline.schedule import made, stages_of
+from petune.parallel.plan import ParallelPlan
+
+# forward, the whole backward pass, its part for inputs and its part for weights
+Pass = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of one micro-batch, `piece`, through one stage."""
+
+    kind: Pass
+    stage: int
+    piece: int
+
+
+def order_of(plan: ParallelPlan) -> tuple[tuple[Step, ...], ...]:
+    """What each rank of the pp axis computes in a training step, in its order."""
+    return tuple(_of_rank(plan, rank) for rank in range(plan.pp))
+
+
+def _of_rank(plan: ParallelPlan, rank: int) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    stages = [_Recorder(number, plan, steps) for number in stages_of(plan, rank)]
+    pieces = torch.zeros(plan.microbatches, 1)
+    schedule = made(plan, stages, plan.microbatches, lambda output, target: output.sum())
+    with torch.enable_grad():
+        schedule.step(pieces, target=pieces, losses=[], return_outputs=False)
+    return tuple(steps)
+
+
+class _Recorder:
+    """A stage for torch's schedules that writes its passes down and does nothing else that it is asked
+    for."""
+
+    def __init__(self, number: int, plan: ParallelPlan, steps: list[Step]) -> None:
+        self.stage_index, self.num_stages = number, len(plan.stages)
+        self.group_size, self.group_rank = plan.pp, number % plan.pp
+        self.is_first, self.is_last = number == 0, number == self.num_stages - 1
+        self.has_backward, self.submod, self.device = True, None, torch.device("cpu")
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        # whom it hears and tells, which several stages on a rank are checked for
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+        self.steps = steps
+
+    def forward_one_chunk(self, piece: int, *_: Any, **__: Any) -> torch.Tensor:
+        """See torch.distributed.pipelining.stage."""
+        self._wrote("F", piece)
+        return torch.zeros(())
+
+    def backward_one_chunk(self, piece: int, *_: Any, full_backward: bool = True, **__: Any) -> None:
+        """See torch.distributed.pipelining.stage."""
+        self._wrote("B" if full_backward else "I", piece)
+
+    def backward_weight_one_chunk(self, piece: int, *_: Any, **__: Any) -> None:
+        """See torch.distributed.pipelining.stage."""
+        self._wrote("W", piece)
+
+    def _wrote(self, kind: Pass, piece: int) -> None:
+        self.steps.append(Step(kind, self.stage_index, piece))
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: []
