@@ -176,6 +176,7 @@ class Recipe(BaseModel):
     trackers: tuple[Trackers, ...] = Field(
         (), description="also log to these, through accelerate; metrics.jsonl is always written"
     )
+    report: bool = Field(True, description="also leave report.html: the run as one page, without a network")
     init_adapter: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="folder of tuned weights to start from, petune's or peft's"
     )

@@ -1,0 +1,106 @@
+"""A page about one run or several: one HTML file that needs nothing else, no network and no server.
+
+Its policy lets the one script run that petune wrote, by its hash, and nothing be loaded: should a text of a
+run ever get past `markup`, it would still do nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from petune.files.safetensors import write_file
+from petune.report import compare, sections
+from petune.report.files import RunFiles, names_of
+from petune.report.markup import Markup, element, join
+from petune.report.words import moment
+
+NAME = "report.html"
+_PARTS = (
+    sections.evaluation,
+    sections.answers,
+    sections.data,
+    sections.asked,
+    sections.memory,
+    sections.plan,
+    sections.environment,
+    sections.commands,
+)
+
+
+@cache
+def _own(name: str) -> Markup:
+    """A file of this room, as it is."""
+    return Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def policy(*, live: bool = False) -> str:
+    """The content security policy of a page: its own style and script, and, on the live page, its own
+    server."""
+    script = base64.b64encode(hashlib.sha256(_own("page.js").encode()).digest()).decode()
+    asks = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; connect-src {asks};"
+        " base-uri 'none'; form-action 'none'"
+    )
+
+
+def content(runs: Sequence[RunFiles]) -> Markup:
+    """What a page says, without its frame: of one run all parts, of several a comparison before them."""
+    if len(runs) == 1:
+        return join(_one(runs[0]))
+    shared = (compare.came_out, compare.differences, compare.curves)
+    each = [
+        element("details", element("summary", name), *_one(run, curves=False), class_="run")
+        for name, run in zip(names_of(runs), runs, strict=True)
+    ]
+    parts = [sections.guarded(part, runs) for part in shared]
+    return join((element("h1", f"{len(runs)} runs compared"), *parts, element("h2", "Each run"), *each))
+
+
+def _one(run: RunFiles, *, curves: bool = True) -> list[Markup]:
+    first = (sections.heading, sections.key_figures, sections.warnings)
+    drawn = [sections.guarded(compare.curves, [run])] if curves else []
+    return [
+        *(sections.guarded(part, run) for part in first),
+        *drawn,
+        *(sections.guarded(part, run) for part in _PARTS),
+    ]
+
+
+def page(title: str, inside: Markup, *, live: str | None = None) -> Markup:
+    """A whole page around `inside`. live: the address, relative to the page's, at which a fresh `inside` is
+    found."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy(live=live is not None)),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", title),
+        element("style", _own("page.css")),
+    )
+    made = element("span", f"made by petune, {moment(time.time())}", id="live")
+    body = element(
+        "body",
+        element("main", inside, data_live=live),
+        element("footer", made),
+        element("script", _own("page.js")),
+    )
+    return join((Markup("<!doctype html>\n"), element("html", head, body, lang="en"), Markup("\n")))
+
+
+def report(folders: Sequence[Path]) -> Markup:
+    """The page about the runs in `folders`."""
+    runs = [RunFiles(folder) for folder in folders]
+    return page(" | ".join(names_of(runs)), content(runs))
+
+
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Write the page about the runs in `folders` as a file. Raises MachineError."""
+    write_file(out, [report(folders).encode()])
+    return out
