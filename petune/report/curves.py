@@ -56,7 +56,7 @@ def curve(records: Sequence[Mapping[str, Any]], key: str, name: str) -> Curve:
         if key in record and 0 <= record["step"] < _LAST_STEP:
             found[record["step"]] = record[key]
     steps = sorted(found)
-    points = tuple((step, float(str(found[step]))) for step in steps if is_number(found[step]))
+    points = tuple((step, float(value)) for step in steps if is_number(value := found[step]))
     return Curve(name, points, tuple(step for step in steps if not is_number(found[step])))
 
 

@@ -46,10 +46,13 @@ class RunFiles:
     def settings(self) -> dict[str, Any]:
         """Every setting the run began with."""
         path = self.path / "resolved.yaml"
-        found = self._attempt(lambda: yaml_lines.read(read_bytes(path), path.name).tree)
-        if found is not None and not isinstance(found, dict):
+        found = self._attempt(lambda: yaml_lines.read(read_bytes(path), path.name))
+        if found is None:
+            return {}
+        self.faults += [f"{one.where}: {one.what}" for one in found.problems]
+        if not isinstance(found.tree, dict):
             self.faults.append("resolved.yaml: is no mapping of settings")
-        return found if isinstance(found, dict) else {}
+        return found.tree if isinstance(found.tree, dict) else {}
 
     @cached_property
     def setup(self) -> dict[str, Any]:
@@ -161,14 +164,14 @@ class RunFiles:
             found = [(record["step"], record[key]) for record in self.records if key in record]
             values = [value for step, value in found if (step == 0) == (when == "before")]
             value = values[-1] if values else None
-        return float(str(value)) if is_number(value) else None
+        return float(value) if is_number(value) else None
 
     @property
     def began(self) -> float:
         """When it began, seconds since the epoch; 0 where nothing says so."""
         noted = self.setup.get("began")
         if is_number(noted):
-            return float(str(noted))
+            return float(noted)
         try:
             return (self.path / "resolved.yaml").stat().st_mtime
         except OSError:

@@ -72,8 +72,8 @@ def _one(run: RunFiles, *, curves: bool = True) -> list[Markup]:
     ]
 
 
-def page(title: str, inside: Markup, *, live: str | None = None) -> Markup:
-    """A whole page around `inside`. live: the address, relative to the page's, at which a fresh `inside` is
+def page(title: str, inside: Markup, *, live: str | None = None, above: str = "") -> Markup:
+    """A whole page around `inside`, with `above` before it. live: the address at which a fresh `inside` is
     found."""
     head = element(
         "head",
@@ -87,6 +87,7 @@ def page(title: str, inside: Markup, *, live: str | None = None) -> Markup:
     made = element("span", f"made by petune, {moment(time.time())}", id="live")
     body = element(
         "body",
+        above,
         element("main", inside, data_live=live),
         element("footer", made),
         element("script", _own("page.js")),

@@ -401,14 +401,14 @@ def memory(run: RunFiles) -> Markup:
 
 
 def _fullest(ranks: object, key: str) -> Mapping[str, Any]:
-    found = [rank for rank in ranks if is_number(rank.get(key))] if isinstance(ranks, list) else []
-    return max(found, key=lambda rank: rank[key], default={})
+    found: list[Mapping[str, Any]] = list(ranks) if isinstance(ranks, list) else []
+    return max(found, key=lambda rank: float(rank[key]), default={})
 
 
 def _held(side: Mapping[str, Any], key: str) -> float | None:
     known = ("frozen", "tuned", "optimizer")
     value = side["peak"] - sum(side[name] for name in known) if key == "rest" else side.get(key)
-    return max(0, value) if is_number(value) else None
+    return max(0.0, value) if is_number(value) else None
 
 
 def plan(run: RunFiles) -> Markup:

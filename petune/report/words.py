@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeGuard
 
 from petune.log import human
 
 NONE = "-"
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether `value` is a finite number; true and false are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -43,7 +43,7 @@ def tick(value: float) -> str:
 
 def size(value: object) -> str:
     """Bytes in powers of 1024."""
-    return human(float(str(value))) if is_number(value) else NONE
+    return human(float(value)) if is_number(value) else NONE
 
 
 def share(part: float, whole: float) -> str:
@@ -55,7 +55,7 @@ def duration(seconds: object) -> str:
     """Seconds as one or two units: 4.2 s, 3 min 20 s, 2 h 05 min."""
     if not is_number(seconds):
         return NONE
-    left = float(str(seconds))
+    left = float(seconds)
     if left < 60:
         return f"{left:.1f} s"
     minutes, rest = divmod(round(left), 60)
@@ -67,9 +67,9 @@ def duration(seconds: object) -> str:
 
 def moment(stamp: object) -> str:
     """Seconds since the epoch as a date and time of UTC, to the minute."""
-    if not is_number(stamp) or not 0 < float(str(stamp)) < 2**35:
+    if not is_number(stamp) or not 0 < float(stamp) < 2**35:
         return NONE
-    return datetime.fromtimestamp(float(str(stamp)), UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.fromtimestamp(float(stamp), UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def setting(value: object) -> str:

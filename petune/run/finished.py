@@ -98,6 +98,11 @@ class Run:
         """What tuned/ says of itself."""
         return read_record(self.folder / "tuned")
 
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The classes or tags in the order of their ids; None for other tasks."""
+        return self._record.labels
+
     @cached_property
     def speaker(self) -> Speaker:
         """The tuned model, ready to be asked."""
