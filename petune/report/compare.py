@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from petune.report.curves import curve, smoothed
 from petune.report.files import RunFiles, names_of
-from petune.report.markup import Markup, element, join, table
-from petune.report.sections import section
+from petune.report.markup import Markup, element, join, section, table
 from petune.report.svg import POINTS, Line, chart, legend
 from petune.report.words import NONE, duration, figure, flat, is_number, moment, size
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from petune.log import printable
 
-_VOID = {"meta", "br", "progress"}  # "progress" holds nothing here
+_VOID = {"meta", "br"}
 
 
 class Markup(str):
@@ -75,3 +75,8 @@ def table(
 def folded(title: str, *inside: str, open_: bool = False) -> Markup:
     """A part that is shut until it is asked for; in print it is open."""
     return element("details", element("summary", title), *inside, open=open_)
+
+
+def section(title: str, *inside: str) -> Markup:
+    """A part under its heading; empty where nothing is inside."""
+    return element("section", element("h2", title), *inside) if any(inside) else Markup()

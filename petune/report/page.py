@@ -9,26 +9,28 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from petune.files.safetensors import write_file
-from petune.report import compare, sections
+from petune.report import compare, conditions, outcome
 from petune.report.files import RunFiles, names_of
 from petune.report.markup import Markup, element, join
 from petune.report.words import moment
 
 NAME = "report.html"
+_T = TypeVar("_T")
 _PARTS = (
-    sections.evaluation,
-    sections.answers,
-    sections.data,
-    sections.asked,
-    sections.memory,
-    sections.plan,
-    sections.environment,
-    sections.commands,
+    outcome.evaluation,
+    outcome.answers,
+    conditions.data,
+    conditions.asked,
+    conditions.memory,
+    conditions.plan,
+    conditions.environment,
+    conditions.commands,
 )
 
 
@@ -49,6 +51,17 @@ def policy(*, live: bool = False) -> str:
     )
 
 
+def guarded(part: Callable[[_T], Markup], of: _T) -> Markup:
+    """A part of a page; where what it reads is damaged, a line that says so in its place."""
+    try:
+        return part(of)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        name = part.__name__.replace("_", " ")
+        return element(
+            "p", f"This part ({name}) cannot be shown: {type(error).__name__}: {error}", class_="bad"
+        )
+
+
 def content(runs: Sequence[RunFiles]) -> Markup:
     """What a page says, without its frame: of one run all parts, of several a comparison before them."""
     if len(runs) == 1:
@@ -58,17 +71,17 @@ def content(runs: Sequence[RunFiles]) -> Markup:
         element("details", element("summary", name), *_one(run, curves=False), class_="run")
         for name, run in zip(names_of(runs), runs, strict=True)
     ]
-    parts = [sections.guarded(part, runs) for part in shared]
+    parts = [guarded(part, runs) for part in shared]
     return join((element("h1", f"{len(runs)} runs compared"), *parts, element("h2", "Each run"), *each))
 
 
 def _one(run: RunFiles, *, curves: bool = True) -> list[Markup]:
-    first = (sections.heading, sections.key_figures, sections.warnings)
-    drawn = [sections.guarded(compare.curves, [run])] if curves else []
+    first = (outcome.heading, outcome.key_figures, outcome.warnings)
+    drawn = [guarded(compare.curves, [run])] if curves else []
     return [
-        *(sections.guarded(part, run) for part in first),
+        *(guarded(part, run) for part in first),
         *drawn,
-        *(sections.guarded(part, run) for part in _PARTS),
+        *(guarded(part, run) for part in _PARTS),
     ]
 
 

@@ -21,8 +21,7 @@ from petune.report import listing
 from petune.report.compare import curves
 from petune.report.files import RunFiles, find_runs
 from petune.report.markup import Markup, element, join, table
-from petune.report.page import content, page, policy
-from petune.report.sections import guarded
+from petune.report.page import content, guarded, page, policy
 from petune.report.words import figure
 
 HOST = "127.0.0.1"

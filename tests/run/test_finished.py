@@ -68,6 +68,8 @@ def test_a_run_leaves_every_file_it_promises(tmp_path: Path):
         "summary.json",
         "README.md",
         "best",
+        "setup.json",
+        "report.html",
     }
     assert names == promised | {"checkpoints", "tuned"}
     assert (finished.folder / "recipe.yaml").read_bytes() == recipe.read_bytes()
