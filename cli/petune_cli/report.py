@@ -28,7 +28,7 @@ def report(
 ) -> None:
     """Write a page about a run, or about several side by side."""
     from petune.errors import FileError
-    from petune.report.files import is_run
+    from petune.report.files import RunFiles, is_run
     from petune.report.page import NAME, write_report
 
     folders = [run.expanduser() for run in runs]
@@ -41,7 +41,8 @@ def report(
         if answers:
             _ask(folder, answers)
     place = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
-    echo(str(write_report(folders, place)))
+    write_report([RunFiles(folder) for folder in folders], place)
+    echo(str(place))
 
 
 def _predict(folder: Path) -> None:

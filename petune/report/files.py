@@ -30,15 +30,19 @@ _DEEP = 3  # folders below the one that is searched for runs
 
 @dataclass
 class RunFiles:
-    """What the files of the run in `path` say. faults: in words, a line each."""
+    """What the files of the run in `path` say. faults: in words, a line each.
+
+    ending: what summary.json will hold, of a run that is just writing its last files.
+    """
 
     path: Path
     faults: list[str] = field(default_factory=list)
+    ending: Mapping[str, Any] | None = None
 
     @cached_property
     def state(self) -> State:
         """How far it is, by names and the lock alone."""
-        if (self.path / "summary.json").is_file():
+        if self.ending is not None or (self.path / "summary.json").is_file():
             return "finished"
         return "running" if RunLock(self.path).is_held() else "stopped"
 
@@ -62,6 +66,8 @@ class RunFiles:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """What came of it; empty before its end."""
+        if self.ending is not None:
+            return dict(self.ending)
         found = self._json("summary.json")
         self._attempt(lambda: check_seal(found, self.path / "summary.json"))
         return found

@@ -108,13 +108,11 @@ def page(title: str, inside: Markup, *, live: str | None = None, above: str = ""
     return join((Markup("<!doctype html>\n"), element("html", head, body, lang="en"), Markup("\n")))
 
 
-def report(folders: Sequence[Path]) -> Markup:
-    """The page about the runs in `folders`."""
-    runs = [RunFiles(folder) for folder in folders]
+def report(runs: Sequence[RunFiles]) -> Markup:
+    """The page about some runs."""
     return page(" | ".join(names_of(runs)), content(runs))
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Write the page about the runs in `folders` as a file. Raises MachineError."""
-    write_file(out, [report(folders).encode()])
-    return out
+def write_report(runs: Sequence[RunFiles], out: Path) -> None:
+    """Write the page about some runs as a file. Raises MachineError."""
+    write_file(out, [report(runs).encode()])

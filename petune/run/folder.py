@@ -257,13 +257,13 @@ class RunFolder:
         )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write loss.png (with the plot extra), README.md and summary.json, which marks the run as finished;
-        then the page about it, which reads them."""
+        """Write loss.png (with the plot extra), README.md, the page about the run and, last, summary.json,
+        which marks the run as finished."""
         draw_loss(self.metrics, self.picture)
         write_file(self.path / "README.md", [readme(self.recipe, self.path, summary).encode()])
-        checkpoint.write_json(self.path / _SUMMARY, sealed(summary), sync=True)
         if self.recipe.report:
-            page.write_report([self.path], self.report)
+            page.write_report([RunFiles(self.path, ending=summary)], self.report)
+        checkpoint.write_json(self.path / _SUMMARY, sealed(summary), sync=True)
 
     def beside(self) -> RunFolder:
         """A new, empty folder next to this one, or where none can be made there in the working directory,

@@ -13,19 +13,24 @@ from typing import Any
 import pytest
 
 from petune.files.lock import RunLock
+from petune.report.files import RunFiles
 from petune.report.page import policy, report, write_report
-from tests.made_runs import LABELS, Parsed, evaluation, setup, step_records, write_json, write_run
+from tests.made_runs import LABELS, Parsed, evaluation, setup, step_records, summary, write_json, write_run
 
 HOSTILE = '</script></title><img src=x onerror="alert(1)">\'"><svg onload=alert(2)>&lt;\u202e'
 
 
+def page_of(*folders: Path) -> str:
+    return report([RunFiles(folder) for folder in folders])
+
+
 def parsed(*folders: Path) -> Parsed:
-    return Parsed(report(folders))
+    return Parsed(page_of(*folders))
 
 
 def test_a_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
-    out = write_report([write_run(tmp_path / "run")], tmp_path / "page.html")
-    text = out.read_text(encoding="utf-8")
+    write_report([RunFiles(write_run(tmp_path / "run"))], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Parsed(text)
     assert page.unclosed == [] and text.startswith("<!doctype html>")
     assert not re.search(r"https?://|url\(|@import|<link|\bsrc=", text)
@@ -43,7 +48,7 @@ def test_a_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
 
 
 def test_only_the_pages_own_script_may_run(tmp_path: Path) -> None:
-    text = report([write_run(tmp_path / "run")])
+    text = page_of(write_run(tmp_path / "run"))
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     said = next(found["content"] for found in Parsed(text).all("meta") if "http-equiv" in found)
@@ -125,6 +130,13 @@ def test_a_run_that_has_only_begun_is_shown(tmp_path: Path) -> None:
     assert page.unclosed == [] and "demo:minilm · lora" in page.text and "cannot be shown" not in page.text
 
 
+def test_the_page_of_a_run_that_is_ending_says_what_came_of_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", finished=False)
+    with RunLock(folder):
+        page = Parsed(report([RunFiles(folder, ending=summary(40))]))
+    assert "run finished" in page.text and "0.5000 → 0.9000" in page.text
+
+
 def test_a_damaged_run_is_shown_with_its_damage(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "summary.json").write_text("{")
@@ -180,13 +192,13 @@ def test_ten_thousand_steps_are_less_than_300_kilobytes(tmp_path: Path) -> None:
     records = [evaluation(0, 0.5), *step_records(10_000)]
     records += [evaluation(step, 0.9) for step in range(50, 10_001, 50)]
     records[7000]["loss"], records[8000]["grad_norm"] = 77.0, 0.0005
-    text = report([write_run(tmp_path / "run", 10_000, records=records)])
+    text = page_of(write_run(tmp_path / "run", 10_000, records=records))
     assert len(text.encode()) < 300_000
     lines = [json.loads(found["data-lines"]) for found in Parsed(text).all("svg")]
     values = {name: data[1::2] for chart in lines for name, _, data in chart}
     assert max(values["loss"]) == 77.0 and min(values["gradient norm"]) == 0.0005
     three = [write_run(tmp_path / f"run{at}", 10_000, records=records) for at in range(3)]
-    assert len(report(three).encode()) < 600_000
+    assert len(page_of(*three).encode()) < 600_000
 
 
 def test_several_runs_of_different_tasks_are_compared(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.screenshot import Browser, program
 from petune.files.lock import RunLock
+from petune.report.files import RunFiles
 from petune.report.page import write_report
 from petune.report.watch import Watch
 from tests.made_runs import step_records, write_run
@@ -35,7 +36,8 @@ def test_a_page_loads_fits_a_phone_and_shows_what_is_under_the_pointer(
 ) -> None:
     name = "</script><img src=x onerror=alert(1)>"
     folder = write_run(tmp_path / "run", 40, settings={"model": name})
-    browser.open(write_report([folder], tmp_path / "page.html").as_uri())
+    write_report([RunFiles(folder)], tmp_path / "page.html")
+    browser.open((tmp_path / "page.html").as_uri())
     assert name in browser.ask("document.body.innerText") and browser.ask("document.images.length") == 0
     assert browser.ask("document.documentElement.scrollWidth") <= 420
     points = (
