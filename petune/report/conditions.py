@@ -17,6 +17,7 @@ _SHOWN_CLASSES = 40
 
 
 def data_facts(run: RunFiles) -> Mapping[str, Any]:
+    """What setup.json says of the rows; empty where it says nothing."""
     found = run.setup.get("data")
     return found if isinstance(found, Mapping) else {}
 
