@@ -34,6 +34,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("preflight", "profiling"),
     ("estimate",),
     ("run",),
+    ("report",),
     ("recipe", "saving"),
     ("methods", "parallel", "tasks"),
     ("kernels",),

@@ -34,6 +34,8 @@ VerifyBase = Annotated[
     bool, typer.Option("--verify-base", help="Read the whole base again, not what was hashed before.")
 ]
 
+Json = Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")]
+
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from petune_cli.arguments import Given, Words
+from petune_cli.arguments import Given, Json, Words
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed over memory as a PNG.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Measure the training step: speed, use of the device, memory."""
     recipe = Given.of(words).recipe()
     from petune.profiling import throughput as room
-    from petune_cli.display import show_table
+    from petune_cli.display import show_json, show_table
 
     wanted = room.cases(recipe, _listed(methods), _listed(memory))
     rate = room.probe(recipe)
@@ -63,15 +64,28 @@ def bench(
     for case in wanted:
         echo(f"measuring {' '.join(filter(None, (case.method, case.memory)))}", err=True)
         found.append(room.measure(case, steps, warm))
-    show_table(HEADS, [_row(one, rate) for one in found])
-    echo(_BELOW.format(rate / 1e12))
+    if json:
+        show_json([_plain(one, rate) for one in found])
+    else:
+        show_table(HEADS, [_row(one, rate) for one in found])
+        echo(_BELOW.format(rate / 1e12))
     if plot is not None:
         room.draw(found, rate, plot)
-        echo(f"drawn    {plot}")
+        echo(f"drawn    {plot}", err=json)
 
 
 def _listed(text: str | None) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def _plain(one: Measured, rate: float) -> dict[str, object]:
+    """What was measured of a case, in units: seconds and tokens of each step, bytes, shares of `rate`."""
+    found = {name: value for name, value in vars(one).items() if name not in ("case", "flops", "executed")}
+    found |= {"method": one.case.method, "memory": one.case.memory}
+    if one.error is None:
+        shares = {"mfu": one.utilisation(rate), "hfu": one.hardware_utilisation(rate)}
+        found |= {"tokens_per_s": one.quartiles[1], "flop_per_s": rate, **shares}
+    return found
 
 
 def _row(one: Measured, rate: float) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ both."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,6 +109,21 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # not as markup, which a name may hold
     Console().print(table)
+
+
+def show_json(value: object) -> None:
+    """Print plain data as JSON; a number that is none (NaN, infinite) as null, which JSON has."""
+    import json
+
+    echo(json.dumps(_finite(value), indent=2, ensure_ascii=not sys.stdout.isatty()))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -32,7 +32,10 @@ from petune_cli import (
     plan,
     profile,
     recipes,
+    report,
+    runs,
     train,
+    watch,
 )
 from petune_cli import eval as scoring
 from petune_cli.echo import echo
@@ -47,6 +50,7 @@ commands = typer.Typer(
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start": (train.train, init.init, chat.chat, recipes.ls, recipes.cp, doctor.doctor),
+    "Look": (runs.runs, report.report, watch.watch),
     "Check": (check.check, plan.plan, profile.profile, bench.bench, data.data, scoring.evaluate),
     "Ship": (merge.merge, export.export, generate.generate),
 }

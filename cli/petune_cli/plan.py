@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from petune.errors import UsageError
-from petune_cli.arguments import Given, Words
+from petune_cli.arguments import Given, Json, Words
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the schedule as a picture, too.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Plan: layout, memory, traffic, schedule and speed, no weights read."""
     recipe = Given.of(words).recipe()
@@ -56,9 +57,9 @@ def plan(
 
     if device is not None:
         recipe, sizes = on_device(recipe, device, sizes)
+    advice = None
     if speeds is None:
         seen = outlook(forecast.forecast(recipe, world, sizes), device)
-        _show(seen)
     else:
         rates = _rates(speeds)
         if world not in (None, len(rates)):
@@ -67,8 +68,13 @@ def plan(
             )
         advice = forecast.advise(recipe, rates, sizes)
         seen = outlook(advice.forecast, device)
+    if json:
+        from petune_cli.display import show_json
+
+        show_json(_plain_forecast(seen, advice))
+    else:
         _show(seen)
-        for line in _advice(advice):
+        for line in _advice(advice) if advice else ():
             echo(line)
     if svg is not None:
         _draw(seen.forecast, svg)
@@ -109,6 +115,19 @@ def _rates(text: str) -> list[float]:
         raise UsageError(
             "speeds are numbers", where="--speeds", expected="for example 3,1", found=text
         ) from None
+
+
+def _plain_forecast(seen: Outlook, advice: Advice | None) -> dict[str, object]:
+    """Facts, ranks with their bytes, what is sent, and what was advised."""
+    from dataclasses import asdict
+
+    found = seen.forecast
+    return {
+        "facts": [*found.facts, *seen.lines],
+        "ranks": [asdict(rank) | {"total": rank.total, "fits": rank.fits} for rank in found.ranks],
+        "transitions": [asdict(one) for one in found.transitions],
+        "bubble": found.bubble,
+    } | ({"parallel": _written(advice.parallel), "ratio": advice.ratio} if advice else {})
 
 
 def _show(seen: Outlook) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from petune_cli.arguments import Given, Words
+from petune_cli.arguments import Given, Json, Words
 from petune_cli.echo import echo
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def profile(
         int, typer.Option("--depth", min=0, metavar="D", help="Levels of the module tree to show.")
     ] = 3,
     format_: Annotated[Format, typer.Option("--format", help="Tables, or everything as JSON.")] = Format.text,
+    json: Json = False,
 ) -> None:
     """Profile a step: FLOP, time, memory by module and kind."""
     recipe = Given.of(words).recipe()
@@ -49,6 +50,7 @@ def profile(
     found = profiling.profile(recipe, steps, trace)
     if found.rank:
         return
+    format_ = Format.json if json else format_
     if format_ is Format.json:
         _show_json(found)
     else:
@@ -63,15 +65,16 @@ def profile(
 def _show_json(found: Profile) -> None:
     """The fields of petune.profiling.Profile and what follows from them; modules as one list, in the model's
     order."""
-    import json
     from dataclasses import asdict
+
+    from petune_cli.display import show_json
 
     written = asdict(found)
     written["modules"] = [_plain(part) for model in found.models for part in model.walk()]
     written["outside"] = _plain(found.outside)
     written["flop"] = {phase: found.flop(phase) for phase in ("forward", "backward", "recompute")}
     del written["models"]
-    echo(json.dumps(written, indent=2))
+    show_json(written)
 
 
 def _plain(part: Part) -> dict[str, Any]:

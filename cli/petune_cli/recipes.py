@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
+from petune_cli.arguments import Json
 from petune_cli.echo import echo
 
 
-def ls() -> None:
+def ls(json: Json = False) -> None:
     """List the recipes that ship."""
     from petune.demo import minilm_folder
     from petune.recipe import load_recipe, shipped_recipes
-    from petune_cli.display import show_table
+    from petune_cli.display import show_json, show_table
 
     rows = []
     for file in shipped_recipes():
@@ -32,7 +33,10 @@ def ls() -> None:
                 state,
             )
         )
-    show_table(("recipe", "model", "method", "parallel", "task", "offline"), rows)
+    heads = ("recipe", "model", "method", "parallel", "task", "offline")
+    if json:
+        return show_json([dict(zip(heads, row, strict=True)) for row in rows])
+    show_table(heads, rows)
     echo("train one with: petune train NAME    copy one with: petune cp NAME")
 
 

@@ -40,6 +40,7 @@ from petune.parallel.mesh import Coordinate, coordinate
 from petune.parallel.plan import apportion, attention_dropout
 from petune.recipe import Recipe
 from petune.run.build import positions_of
+from petune.run.setup import blocks_of
 from petune.run.streaming import refuse_unstreamable, streams
 from petune.tasks import TASKS, check_fit, detect_format, infer_task
 from petune.tasks.configs import DEFAULT_MAX_LENGTH
@@ -273,7 +274,7 @@ def _rank(
     return Rank(
         rank=rank,
         at=at,
-        blocks=_blocks(drawn, plan, at),
+        blocks=blocks_of(plan, drawn.family, drawn.config, at.pp),
         heads=cut.heads[at.tp] if cut and cut.heads else shape.heads if shape else None,
         columns=cut.columns[at.tp] if cut and cut.columns else shape.columns if shape else None,
         tokens=apportion(whole, cut.sequence)[at.tp] if cut and cut.sequence else whole,
@@ -281,17 +282,6 @@ def _rank(
         memory=footprint(held, drawn.model, drawn.family, plan, at, drawn.work),
         process=PROCESS[drawn.device],
         limit=limit,
-    )
-
-
-def _blocks(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> str:
-    if drawn.family is None:
-        return "all"
-    stages = plan.stages[at.pp :: plan.pp] if plan.stages else ()
-    spans = [(name, *span) for stage in stages for name, span in stage.blocks.items()]
-    spans = spans or [(name, 0, count) for name, count in drawn.family.depth(drawn.config).items()]
-    return ", ".join(
-        f"{name} {first}-{end - 1}" if end - first > 1 else f"{name} {first}" for name, first, end in spans
     )
 
 

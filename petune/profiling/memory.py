@@ -10,7 +10,7 @@ freed, and cannot see what a kernel allocates and frees inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from petune.parallel import local
 from petune.profiling.repeat_step import Rehearsal
+from petune.run.summary import resting
 
 
 @dataclass(frozen=True)
@@ -122,22 +123,22 @@ def measure(rehearsal: Rehearsal) -> MemoryUse:
 
 
 def _on_cpu(rehearsal: Rehearsal, device: torch.device) -> MemoryUse:
-    micro, resting = rehearsal.batches(), _resting(rehearsal, device)
-    ledger, rest = Ledger(device), sum(resting.values())
+    micro, held = rehearsal.batches(), resting(rehearsal.runner.modules, rehearsal.optimizer, device)
+    ledger, rest = Ledger(device), sum(held.values())
     with ledger:
         arrivals = _Arrivals(rehearsal.tuned.values(), lambda: ledger.peak)
         rehearsal.passes(micro)
         there, peak, gradients = arrivals.done(), ledger.peak, _gradients(rehearsal, device)
         ledger.rest()
         rehearsal.update()
-    return MemoryUse(**resting, gradients=gradients, at_peak=there, activations=peak - there, other=0, peak=rest + peak,
+    return MemoryUse(**held, gradients=gradients, at_peak=there, activations=peak - there, other=0, peak=rest + peak,
                      update=rest + ledger.peak, reserved=0)  # fmt: skip
 
 
 def _on_cuda(rehearsal: Rehearsal, device: torch.device) -> MemoryUse:
-    micro, resting = rehearsal.batches(), _resting(rehearsal, device)
+    micro, held = rehearsal.batches(), resting(rehearsal.runner.modules, rehearsal.optimizer, device)
     torch.cuda.synchronize(device)
-    before, rest = torch.cuda.memory_allocated(device), sum(resting.values())
+    before, rest = torch.cuda.memory_allocated(device), sum(held.values())
     torch.cuda.reset_peak_memory_stats(device)
     arrivals = _Arrivals(rehearsal.tuned.values(), lambda: torch.cuda.max_memory_allocated(device))
     rehearsal.passes(micro)
@@ -149,27 +150,8 @@ def _on_cuda(rehearsal: Rehearsal, device: torch.device) -> MemoryUse:
     torch.cuda.reset_peak_memory_stats(device)
     rehearsal.update()
     update, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
-    return MemoryUse(**resting, gradients=gradients, at_peak=there, activations=peak - before - there, other=before - rest, peak=peak,
+    return MemoryUse(**held, gradients=gradients, at_peak=there, activations=peak - before - there, other=before - rest, peak=peak,
                      update=update, reserved=reserved)  # fmt: skip
-
-
-def _resting(rehearsal: Rehearsal, device: torch.device) -> dict[str, int]:
-    """What lies on the device between steps."""
-    modules: Sequence[nn.Module] = rehearsal.runner.modules
-    own = {
-        id(value): value for module in modules for value in (*module.parameters(), *module.buffers())
-    }.values()
-    state = (
-        value
-        for values in rehearsal.optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    )
-    return {
-        "frozen": _sum((value for value in own if not value.requires_grad), device),
-        "tuned": _sum((value for value in own if value.requires_grad), device),
-        "optimizer": _sum(state, device),
-    }
 
 
 def _gradients(rehearsal: Rehearsal, device: torch.device) -> int:

@@ -9,7 +9,8 @@ run may not change. The only room that imports pydantic; checking a recipe needs
 from petune.recipe.neutral import far_from_known, neutral_settings
 from petune.recipe.read import demo_recipe, find_recipe, load_recipe, recipe_folder, shipped_recipes
 from petune.recipe.resume import KEYS_THAT_CHANGE_NUMBERS, differences
-from petune.recipe.schema import Recipe, json_schema, settings_text
+from petune.recipe.schema import Recipe
+from petune.recipe.written_schema import json_schema, settings_text
 
 __all__ = [
     "KEYS_THAT_CHANGE_NUMBERS",

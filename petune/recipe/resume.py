@@ -16,6 +16,7 @@ _DO_NOT_CHANGE_NUMBERS = (
         "name",
         "out",
         "trackers",
+        "report",
         "save_every",
         "snapshot_every",
         "keep",

@@ -11,7 +11,6 @@ import functools
 import os
 import types
 from collections.abc import Iterator, Mapping
-from inspect import formatannotation
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SkipValidation, 
 from petune.kernels.configs import KEEPS, BaseDtype, KernelsName, MemoryConfig
 from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
 from petune.parallel.configs import BACKENDS, ParallelConfig
-from petune.recipe.raw import MEMORY, PARALLEL, SECTIONS, Written
+from petune.recipe.raw import PARALLEL, SECTIONS, Written
 from petune.recipe.yaml_lines import KeyPath, dotted, short, write_scalar
 from petune.tasks.configs import DataConfig
 
@@ -182,6 +181,7 @@ class Recipe(BaseModel):
     trackers: tuple[Trackers, ...] = Field(
         (), description="also log to these, through accelerate; metrics.jsonl is always written"
     )
+    report: bool = Field(True, description="also leave report.html: the run as one page, without a network")
     init_adapter: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="folder of tuned weights to start from, petune's or peft's"
     )
@@ -284,15 +284,15 @@ class Recipe(BaseModel):
                 lines.append(_line(key, value, docs[key]))
                 continue
             lines += [f"{key}:  # {docs[key]}"]
-            inner = _docs(type(getattr(self, key)))
+            inner = field_docs(type(getattr(self, key)))
             lines += [_line(f"  {name}", item, inner.get(name, "the method")) for name, item in value.items()]
         return "\n".join(lines) + "\n"
 
     def _parallel_lines(self, axes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-        docs = _docs(ParallelConfig)
+        docs = field_docs(ParallelConfig)
         for name, settings in axes.items():
             yield f"  {name}:  # {docs[name]}"
-            inner = _docs(BACKENDS[name])
+            inner = field_docs(BACKENDS[name])
             yield from (_line(f"    {setting}", value, inner[setting]) for setting, value in settings.items())
 
 
@@ -341,60 +341,10 @@ def _as_plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
 
 
-def _docs(config: type) -> dict[str, str]:
+def field_docs(config: type) -> dict[str, str]:
+    """What each field of a config means, by name."""
     return {entry.name: entry.metadata.get("doc", "") for entry in dataclasses.fields(config)}
 
 
 def _line(key: str, value: Any, doc: str | None) -> str:
     return f"{key}: {write_scalar(value)}".ljust(36) + (f"  # {doc}" if doc else "")
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors; data, method, memory and parallel may be a text or a
-    mapping. No classic keys."""
-    schema = Recipe.model_json_schema()
-    schema.pop("$defs", None)
-    sections = {
-        "data": [{"type": "string"}, _section_schema(DataConfig)],
-        "method": [
-            {"enum": list(METHODS)},
-            *(_section_schema(method.config, name) for name, method in METHODS.items()),
-        ],
-        MEMORY: [{"enum": [*KEEPS, None]}, _section_schema(MemoryConfig)],
-        PARALLEL: [{"enum": ["none", *BACKENDS, None]}, _parallel_schema()],
-    }
-    for key, forms in sections.items():
-        schema["properties"][key] = {"anyOf": forms, "description": Recipe.model_fields[key].description}
-    schema["properties"][MEMORY]["default"], schema["properties"][PARALLEL]["default"] = "auto", "none"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "petune recipe"}
-
-
-def _parallel_schema() -> dict[str, Any]:
-    size = {"type": ["integer", "null"], "minimum": 1}
-    docs = _docs(ParallelConfig)
-    axes = {
-        name: {"anyOf": [size, _section_schema(config)], "description": docs[name]}
-        for name, config in BACKENDS.items()
-    }
-    return {"type": "object", "properties": axes, "additionalProperties": False}
-
-
-def _section_schema(config: type, name: str = "") -> dict[str, Any]:
-    return section_model(config, name).model_json_schema()
-
-
-def settings_text() -> str:
-    """The keys of a recipe that are no arguments of `petune.train` themselves, each with type, default and
-    meaning, for help()."""
-    kinds, written = get_type_hints(Recipe), json_schema()["properties"]
-    lines = []
-    for name, info in Recipe.model_fields.items():
-        if info.is_required() or name == "version":
-            continue
-        section = dataclasses.is_dataclass(info.default)
-        kind = "str | Mapping[str, Any]" if section else formatannotation(kinds[name]).replace("typing.", "")
-        lines += [
-            f"        {name}: {kind} = {written[name].get('default')!r}",
-            f"            {info.description}",
-        ]
-    return "\n".join(["", "    Settings:", *lines, "    "])

@@ -93,11 +93,23 @@ def evaluate(
     add: Add = list,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The task's metrics over `rows`. `check` runs before each batch and may raise; None is a batch this
+    """The task's metrics over `rows`: the result of `scored`, which see."""
+    return scored(ask, rows, task, labels, add, check).result()
+
+
+def scored(
+    ask: Ask,
+    rows: Iterable[Batch | None],
+    task: str,
+    labels: Sequence[str],
+    add: Add = list,
+    check: Callable[[], None] = lambda: None,
+) -> Scorer:
+    """The scorer that has seen all `rows`. `check` runs before each batch and may raise; None is a batch this
     process has no part in.
 
     `labels` are the classes or tags in the order of their ids, none for other tasks. Raises TrainingFault
-    when the loss is not finite.
+    when a score is not finite.
     """
     scorer = Scorer(task, labels)
     for batch in rows:
@@ -108,10 +120,11 @@ def evaluate(
         logits, batch = real_rows(logits, to_device(batch, logits.device))
         total, number = loss_sum(logits, batch, task)
         scorer.add(logits, batch["labels"], total, number)
-    scores = Scorer.of(task, labels, add(scorer.numbers())).result()
+    whole = Scorer.of(task, labels, add(scorer.numbers()))
+    scores = whole.result()
     if not all(value == value and abs(value) != float("inf") for value in scores.values()):
         raise TrainingFault("a score of the evaluation is not finite", found=str(scores))
-    return scores
+    return whole
 
 
 def asking(

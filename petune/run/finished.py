@@ -18,12 +18,12 @@ from petune.methods.configs import method_of
 from petune.models.loading import load_tokenizer
 from petune.models.source import model_files, resolve_model
 from petune.recipe import Recipe, load_recipe
+from petune.report.results import read_metrics, read_summary
 from petune.run.build import Prepared, choose_place, load_base, prepare
 from petune.run.evaluate import asking, batches, evaluate, scoring, shortcomings, undecided
 from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
-from petune.run.results import read_metrics, read_summary
 from petune.saving import checkpoint, export
 from petune.saving.tuning_record import Record, read_record
 from petune.tasks import METRICS, TASKS, pad_token_id
@@ -97,6 +97,11 @@ class Run:
     def _record(self) -> Record:
         """What tuned/ says of itself."""
         return read_record(self.folder / "tuned")
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The classes or tags in the order of their ids; None for other tasks."""
+        return self._record.labels
 
     @cached_property
     def speaker(self) -> Speaker:

@@ -1,8 +1,8 @@
 """The run folder: what lies where, which state it is in, and the writing of everything in it but checkpoints
 and tuned weights.
 
-recipe.yaml  resolved.yaml  env.json  metrics.jsonl  loss.png  run.log  summary.json  checkpoints/step-N/
-             best  tuned/  README.md
+recipe.yaml  resolved.yaml  env.json  setup.json  metrics.jsonl  loss.png  run.log  summary.json
+             checkpoints/step-N/  best  tuned/  README.md  report.html
 
 A run is what its resolved.yaml says, whose first line is the run's id. Whatever call a process is killed in,
 the state that is left has a way on (docs/reliability.md has the table), and the next start removes what was
@@ -30,6 +30,8 @@ from petune.files.json_fields import sealed
 from petune.files.lock import RunLock
 from petune.files.safetensors import sync_folder, write_file, writing
 from petune.recipe import Recipe, load_recipe
+from petune.report import page
+from petune.report.files import RunFiles
 from petune.run.plot import draw_loss
 from petune.run.readme import readme
 from petune.saving import checkpoint
@@ -41,7 +43,10 @@ APPENDED = ("metrics.jsonl", "run.log")
 _RESOLVED, _SUMMARY, _REPLACING = "resolved.yaml", "summary.json", ".replacing"
 # what an --overwrite replaces, or removes last, when all else is cleared
 _LASTING = ("recipe.yaml", _RESOLVED, _REPLACING)
-_PASSING = (*APPENDED, _SUMMARY, "env.json", "loss.png", "eval.json", "README.md", "best")
+_PASSING = (
+    *(*APPENDED, _SUMMARY, "env.json", "setup.json", "loss.png", "eval.json", "README.md", "best"),
+    *("report.html", "forecast.json", "answers.json"),
+)
 ACTIVATIONS = "activations"  # of frozen blocks, until the run is done
 _WRITTEN = ("checkpoints", "tuned", ACTIVATIONS)  # by the run, which holds the lock
 SHIPPED = ("merged", "hf", "peft")  # by other commands, which do not
@@ -87,6 +92,11 @@ class RunFolder:
     def picture(self) -> Path:
         """The loss curve, when the plot extra is installed."""
         return self.path / "loss.png"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.path / page.NAME
 
     # ------------------------------------------------------------ what is here
 
@@ -239,11 +249,21 @@ class RunFolder:
             write_file(self.metrics, ["".join(f"{line}\n" for line in kept).encode()])
         return max([step, *(own for own in steps if own < _CUT_OFF)])
 
+    def note_setup(self, facts: Mapping[str, Any]) -> None:
+        """Write what is known before the first step; when it began stays what it was when a run goes on."""
+        known = RunFiles(self.path).setup
+        same = known.get("run_id") == facts["run_id"] and "began" in known
+        checkpoint.write_json(
+            self.path / "setup.json", {**facts, **({"began": known["began"]} if same else {})}
+        )
+
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write loss.png (with the plot extra), README.md and, last, summary.json, which marks the run as
-        finished."""
+        """Write loss.png (with the plot extra), README.md, the page about the run and, last, summary.json,
+        which marks the run as finished."""
         draw_loss(self.metrics, self.picture)
         write_file(self.path / "README.md", [readme(self.recipe, self.path, summary).encode()])
+        if self.recipe.report:
+            page.write_report([RunFiles(self.path, ending=summary)], self.report)
         checkpoint.write_json(self.path / _SUMMARY, sealed(summary), sync=True)
 
     def beside(self) -> RunFolder:

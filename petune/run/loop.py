@@ -3,7 +3,7 @@ here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from petune.run.activations import caching
 from petune.run.build import Prepared
 from petune.run.callbacks import Callbacks
 from petune.run.control import head_only_control, untouched_base
-from petune.run.evaluate import evaluate, metric_of, scoring, shortcomings, undecided
+from petune.run.evaluate import metric_of, scored, scoring, shortcomings, undecided
 from petune.run.folder import RunFolder
 from petune.run.progress import Progress
 from petune.run.reporting import Logged, Trackers
 from petune.run.saver import Saver
+from petune.run.setup import setup
 from petune.run.signals import StopAsked, StopRequest
 from petune.run.spikes import spike_line
 from petune.run.step import Step
-from petune.run.summary import closing_lines, command_to_go_on, header_lines, peak_memory
+from petune.run.summary import closing_lines, command_to_go_on, header_lines, peak_memory, resting
+from petune.tasks.metrics import Scorer
 
 
 class Loop:
@@ -94,6 +96,8 @@ class Loop:
 
     def _say_header(self) -> None:
         self.trackers.start(self.folder.path, self.recipe.resolved())
+        if self.runner.mesh.main:
+            self.folder.note_setup(setup(self.step, self.metric, self.saver.run_id))
         step, out = self.step, self.folder.path
         facts = header_lines(self.prepared, step.described, self.steps, step.place, self.runner.plan, out)
         self.reporter.header([*facts, *self.saver.came_from], self.steps.total)
@@ -171,46 +175,49 @@ class Loop:
 
     # ------------------------------------------------------------ scores
 
-    def evaluate(self) -> dict[str, float]:
-        """Scores on the held-out rows. Raises StopAsked when a stop was asked for meanwhile."""
+    def score(self) -> Scorer:
+        """What the held-out rows say of the model as it is. Raises StopAsked when a stop was asked for
+        meanwhile."""
         rows, runner = self.prepared.encoded.eval, self.runner
         self.step.look_at_cache()
         held_out = self.step.batches(rows, self.recipe.eval_batch_size or self.recipe.batch_size)
         labels, explained = self.prepared.rows.labels or (), self.step.explain_memory("evaluation")
         with phase(f"evaluating on {len(rows)} rows"), explained, scoring(*runner.modules):
-            return evaluate(runner.logits, held_out, self.task.name, labels, runner.sum, self.check_stop)
+            return scored(runner.logits, held_out, self.task.name, labels, runner.sum, self.check_stop)
 
     def _score_base(self) -> None:
         """Scores of the untouched base and of the head-only control, kept in progress."""
         control = None
         with untouched_base(self.runner.modules, self.recipe.method):
-            before = self.evaluate()
+            before = self.score()
             if self.task.names_classes and self.recipe.head_only:
                 with self.step.explain_memory("evaluation"):
                     control = head_only_control(
                         self.runner, self.prepared, self.check_stop, self.step.weights
                     )
         # both or, when a stop comes between, neither
-        self.progress.before, self.progress.head_only = before, control
+        self.progress.before, self.progress.head_only = before.result(), control
         self._report_scores(before)
         if control is not None:
             self.reporter.note(f"control: a head trained on the frozen base reaches accuracy {control:.4f}")
 
-    def _report_scores(self, scores: Mapping[str, float]) -> dict[str, Any]:
+    def _report_scores(self, scored: Scorer) -> dict[str, Any]:
         epoch = round(self.progress.step / self.steps.per_epoch, 4)
-        record = {
+        record: dict[str, Any] = {
             "step": self.progress.step,
             "epoch": epoch,
-            **{f"eval_{name}": value for name, value in scores.items()},
+            **{f"eval_{name}": value for name, value in scored.result().items()},
         }
+        if (confusion := scored.confusion()) is not None:
+            record["confusion"] = confusion
         self.reporter.evaluated(record)
         self.trackers.log(record)
         return record
 
     def _evaluate_and_compare(self) -> bool:
         """Evaluate; whether the named metric is the best so far. A value that is not finite never is."""
-        scores = self.evaluate()
-        better = self.progress.score(scores, *self.metric)
+        scores = self.score()
+        better = self.progress.score(scores.result(), *self.metric)
         self.callbacks.on_eval(self._report_scores(scores))
         return better
 
@@ -222,19 +229,27 @@ class Loop:
         saver.drain()
         saver.go_back_to_best()
         self.runner.barrier()  # the main process may have had more to read
-        peak = max(self.runner.gather(float(peak_memory(self.step.place.device))))
+        memory = self._memory()
         identity = saver.write_tuned()
         if identity is None:
             return
-        summary = self._summary(progress.best_scores or progress.scores, int(peak)) | {
-            "tuned_sha256": identity
-        }
+        summary = self._summary(progress.best_scores or progress.scores, memory) | {"tuned_sha256": identity}
         with phase("drawing the loss"):
             self.folder.finish(summary)
         self.reporter.done(closing_lines(summary, self.recipe.method_name, self.folder))
         self.callbacks.on_end(summary)
 
-    def _summary(self, scores: Mapping[str, float], peak: int) -> dict[str, Any]:
+    def _memory(self) -> list[dict[str, int]]:
+        """Bytes of each process: what rests on its device, by what it is, and the most it has held."""
+        device = self.step.place.device
+        own = resting(self.runner.modules, self.step.optimizer, device) | {"peak": peak_memory(device)}
+        found = {name: self.runner.gather(float(size)) for name, size in own.items()}
+        return [
+            {name: int(sizes[rank]) for name, sizes in found.items()}
+            for rank in range(self.runner.plan.world)
+        ]
+
+    def _summary(self, scores: Mapping[str, float], memory: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         rows = self.prepared.rows
         facts = {
             "run_id": self.saver.run_id,
@@ -247,6 +262,7 @@ class Loop:
             "direction": "max" if self.metric.larger_is_better else "min",
             **self.progress.summary(scores),
             "lr": self.recipe.learning_rate,
-            "peak_memory_bytes": peak,
+            "peak_memory_bytes": max(one["peak"] for one in memory),
+            "memory": list(memory),
         }
         return facts | {"warnings": shortcomings(facts), "notes": undecided(facts)}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from petune.run.results import read_metrics
+from petune.report.results import read_metrics
 
 Points = list[tuple[int, float]]
 # of the SVG, in pixels; the last two are the margins that hold the labels

@@ -68,7 +68,9 @@ import petune, transformers
 | tuned/ | the tuned weights with tokenizer, chat template and head ({_LAYOUTS[files]}); the best evaluated state |
 | recipe.yaml, resolved.yaml | the recipe as it was written; every setting it meant |
 | metrics.jsonl, loss.png | one line per step and per evaluation; the curve |
+| report.html | the run as one page, which needs no network |
 | run.log, env.json | everything the run said; versions and machine |
+| setup.json | method, data, steps and plan, as they were before the first step |
 | checkpoints/step-N/, best | resumable states, whole or absent; which is the best |
 | summary.json | scores before and after, warnings, time, tokens, memory |
 """

@@ -4,17 +4,18 @@ where it broke off."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from petune.errors import MachineError
 from petune.log import human
 from petune.methods.configs import METHODS, method_of
-from petune.parallel import ParallelPlan, describe
+from petune.parallel import ParallelPlan, describe, local
 from petune.recipe import Recipe, far_from_known
 from petune.run.build import Place, Prepared
 from petune.run.folder import RunFolder
@@ -80,6 +81,7 @@ def closing_lines(summary: Mapping[str, Any], method: str, folder: RunFolder) ->
         f"{metric:8s} {before:.4f} (untouched base) -> {after:.4f}, held out{control}",
         f"took     {summary['seconds']:.1f} s, {speed:,.0f} tokens/s, peak memory {memory}",
         f"files    {out}/tuned, {folder.metrics}{picture}; see {out}/README.md",
+        *([f"report   {folder.report}"] if folder.report.exists() else []),
         f"next     {next_}",
         *(f"note     {line}" for line in summary["notes"]),
         *(f"WARNING  {line}" for line in summary["warnings"]),
@@ -94,6 +96,25 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resting(
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, int]:
+    """Bytes that lie on the device between two steps: frozen and tuned tensors, the optimizer's state."""
+    own = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
+    state = (
+        value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
+    )
+
+    def held(tensors: Iterable[Tensor]) -> int:
+        return sum(part.nbytes for part in map(local, tensors) if part.device == device)
+
+    return {
+        "frozen": held(value for value in own.values() if not value.requires_grad),
+        "tuned": held(value for value in own.values() if value.requires_grad),
+        "optimizer": held(state),
+    }
 
 
 def command_to_go_on(run: Path, objects: Objects) -> str:

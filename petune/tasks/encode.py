@@ -20,7 +20,7 @@ from petune.tasks.examples import Coder, Example, whole_tokenizer
 from petune.tasks.mlm import EXCHANGED, HIDDEN, SHARE, Masking, masking_of
 from petune.tasks.packing import pack
 from petune.tasks.registry import check_fit, find_task
-from petune.tasks.report import DataReport, percentile
+from petune.tasks.report import DataReport, histogram, percentile
 from petune.tasks.rows import Message, Rows
 
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ def _report(
         bins=None,
         truncation=coder.config.truncation,
         notes=_notes(coder.tokenizer),
+        lengths=histogram(lengths),
     )
 
 

@@ -12,6 +12,8 @@ from petune.errors import DataError
 from petune.tasks.examples import MASKED
 from petune.tasks.loss import trained_positions
 
+READABLE = 40  # classes of a table of confusions that a person can still read
+
 
 def accuracy(predicted: Sequence[int], gold: Sequence[int]) -> float:
     """The share that is right."""
@@ -123,6 +125,14 @@ class Scorer:
         )
         counts = [float(table[gold, predicted]) for gold in classes for predicted in classes]
         return [self.loss, self.count, self.right, self.tokens, *self.entities, *counts]
+
+    def confusion(self) -> list[list[int]] | None:
+        """How many rows of each class (outer) were taken for each (inner); None for tasks without classes,
+        and of more than READABLE."""
+        if self.task != "classify" or len(self.labels) > READABLE:
+            return None
+        table, classes = Counter(zip(self.gold, self.predicted, strict=True)), range(len(self.labels))
+        return [[table[gold, predicted] for predicted in classes] for gold in classes]
 
     @staticmethod
     def of(task: str, labels: Sequence[str], numbers: Sequence[float]) -> Scorer:

@@ -3,6 +3,7 @@ part marked."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ class DataReport:
     sequences.
 
     `trained` is None for classify, where rows are trained, not tokens, and for mlm, where they change.
+    `lengths` counts the rows of each stretch of lengths: (first, last, rows).
     """
 
     rows: int
@@ -37,6 +39,7 @@ class DataReport:
     bins: int | None
     truncation: str
     notes: tuple[str, ...] = ()
+    lengths: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def trained_share(self) -> float:
@@ -77,6 +80,18 @@ def percentile(values: Sequence[int], share: float) -> int:
     """The smallest value that at least `share` of the values do not exceed; 0 of none."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else 0
+
+
+def histogram(values: Sequence[int], most: int = 12) -> tuple[tuple[int, int, int], ...]:
+    """How many of the values lie in each of at most `most` stretches of equal width: (first, last, count)."""
+    if not values:
+        return ()
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // most)
+    found = Counter((value - low) // width for value in values)
+    return tuple(
+        (at, min(at + width - 1, high), found[(at - low) // width]) for at in range(low, high + 1, width)
+    )
 
 
 def spans(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

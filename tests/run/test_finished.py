@@ -68,6 +68,8 @@ def test_a_run_leaves_every_file_it_promises(tmp_path: Path):
         "summary.json",
         "README.md",
         "best",
+        "setup.json",
+        "report.html",
     }
     assert names == promised | {"checkpoints", "tuned"}
     assert (finished.folder / "recipe.yaml").read_bytes() == recipe.read_bytes()
@@ -125,7 +127,7 @@ def test_records_have_their_fields_and_the_evaluations_theirs(tmp_path: Path):
     assert all(math.isfinite(value) for record in steps for value in record.values())
     assert [record["lr"] for record in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
     assert [record["step"] for record in scores] == [0, 3, 6]
-    names = {"step", "epoch", "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews"}
+    names = {"step", "epoch", "eval_loss", "eval_accuracy", "eval_f1_macro", "eval_matthews", "confusion"}
     assert all(set(record) == names for record in scores)
 
 
@@ -202,6 +204,7 @@ def test_nothing_in_the_folder_is_a_pickle(method: str, tmp_path: Path):
         ".log",
         ".jinja",
         ".txt",
+        ".html",
         "",
     }
     for path in files:

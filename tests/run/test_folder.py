@@ -450,6 +450,8 @@ FILES = (
     "best",
     "summary.json",
     "env.json",
+    "setup.json",
+    "report.html",
     "ranks/rank-1.log",
     ".replacing",
 )

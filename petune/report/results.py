@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,15 @@ def read_summary(
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Every record of a metrics.jsonl that is whole: a crash cuts off the last line."""
+    if not file.exists():
+        return []
+    return records_in(file.read_text(encoding="utf-8", errors="replace").splitlines())
+
+
+def records_in(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The records among lines: JSON objects with a whole `step`."""
     records = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ():
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -1,0 +1,73 @@
+"""`petune report`: runs as one page that needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from petune_cli.echo import echo
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run folders; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Where to; else report.html in the run, or here."),
+    ] = None,
+    forecast: Annotated[
+        bool, typer.Option("--forecast", help="Predict the memory of each run too, as petune plan does.")
+    ] = False,
+    answers: Annotated[
+        int,
+        typer.Option(
+            "--answers", min=0, max=100, metavar="N", help="Ask base and tuned model N held-out rows too."
+        ),
+    ] = 0,
+) -> None:
+    """Write a page about a run, or about several side by side."""
+    from petune.errors import FileError
+    from petune.report.files import RunFiles, is_run
+    from petune.report.page import NAME, write_report
+
+    folders = [run.expanduser() for run in runs]
+    for folder in folders:
+        if not is_run(folder):
+            what, expected = "this is not a run folder", "a folder with resolved.yaml"
+            raise FileError(what, where=str(folder), expected=expected, remedy="give what `out` was")
+        if forecast:
+            _predict(folder)
+        if answers:
+            _ask(folder, answers)
+    place = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    write_report([RunFiles(folder) for folder in folders], place)
+    echo(str(place))
+
+
+def _predict(folder: Path) -> None:
+    """Keep in the run folder what `petune plan` says of the memory of its ranks."""
+    from petune.estimate.forecast import forecast
+    from petune.files.safetensors import write_json
+    from petune.recipe import load_recipe
+
+    found = forecast(load_recipe(folder / "resolved.yaml"))
+    ranks = [
+        {
+            "frozen": rank.memory.frozen,
+            "tuned": rank.memory.tuned,
+            "optimizer": rank.memory.optimizer,
+            "total": rank.total,
+        }
+        for rank in found.ranks
+    ]
+    write_json(folder / "forecast.json", {"ranks": ranks})
+
+
+def _ask(folder: Path, count: int) -> None:
+    """Keep in the run folder what the untouched base and the tuned model answer to held-out rows."""
+    from petune.files.safetensors import write_json
+    from petune.run.answers import before_and_after
+    from petune.run.train import load_run
+
+    write_json(folder / "answers.json", {"rows": before_and_after(load_run(folder), count)})

@@ -1,0 +1,31 @@
+"""`petune watch`: runs in progress in the browser of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from petune_cli.echo import echo
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
+) -> None:
+    """Watch runs in progress in a browser on this machine."""
+    from petune.errors import MachineError, UsageError
+    from petune.report.watch import Watch
+
+    place = folder.expanduser()
+    if not place.is_dir():
+        raise UsageError("there is no such folder", where=str(folder), remedy="petune watch FOLDER")
+    try:
+        server = Watch(place, port)
+    except OSError as error:
+        what = f"port {port} cannot be used: {error.strerror}"
+        raise MachineError(what, where="--port", remedy="leave it out") from None
+    echo(f"{server.address}\n   open it in a browser on this machine; it is new each time. End with Ctrl-C")
+    with server:
+        server.serve_forever()

@@ -1,0 +1,58 @@
+"""`petune report` writes the page where it is wanted, of runs alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Type
+from tests.made_runs import write_run
+
+
+def test_the_page_of_a_run_lies_in_it_and_that_of_several_here(type_: Type, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name)
+    assert type_("report", "one").out == "one/report.html\n"
+    assert type_("report", "one", "two").out == "report.html\n"
+    assert "2 runs compared" in (tmp_path / "report.html").read_text()
+    assert type_("report", "two", "-o", "elsewhere.html").code == 0
+    assert (
+        "two" in (tmp_path / "elsewhere.html").read_text() and not (tmp_path / "two" / "report.html").exists()
+    )
+
+
+def test_what_is_no_run_is_refused(type_: Type, tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    shown = type_("report", "one", "nothing")
+    assert shown.code == 4 and "this is not a run folder" in shown.err
+    assert not (tmp_path / "report.html").exists()
+    assert type_("report", "one", "-o", "no/such/page.html").code == 5
+
+
+def test_answers_are_kept_in_the_run_and_shown(
+    type_: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def answer(run: Any, count: int) -> list[dict[str, str]]:
+        asked.append((run, count))
+        return [{"prompt": "red sun", "expected": "red", "base": "blue", "tuned": "red"}]
+
+    monkeypatch.setattr("petune.run.train.load_run", lambda folder: folder.name)
+    monkeypatch.setattr("petune.run.answers.before_and_after", answer)
+    write_run(tmp_path / "one")
+    assert type_("report", "one", "--answers", "3").code == 0 and asked == [("one", 3)]
+    assert json.loads((tmp_path / "one" / "answers.json").read_text())["rows"][0]["tuned"] == "red"
+    assert "Held-out rows, before and after" in (tmp_path / "one" / "report.html").read_text()
+
+
+def test_the_forecast_is_that_of_petune_plan(type_: Type, tmp_path: Path) -> None:
+    settings = {"model": "demo:tiny-llama", "data": {"path": "demo:docstrings-domain", "max_length": 32}}
+    write_run(tmp_path / "one", settings=settings | {"task": "causal", "device": "cpu"})
+    assert type_("report", "one", "--forecast").code == 0
+    (rank,) = json.loads((tmp_path / "one" / "forecast.json").read_text())["ranks"]
+    (planned,) = json.loads(type_("plan", "one/resolved.yaml", "--json").out)["ranks"]
+    assert rank["total"] == planned["total"] > rank["frozen"] == planned["memory"]["frozen"] > 0

@@ -1,0 +1,52 @@
+"""Held-out rows are asked of the base and of the tuned model as they were trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from petune.errors import UsageError
+from petune.methods import without_tuning
+from petune.run import answers
+from petune.run.answers import before_and_after
+from petune.run.train import load_run
+from petune.tasks.rows import Conversation, Labelled, Message, Pair, Tagged, Text
+from tests.small_runs import run, settings
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+
+def test_a_classifier_is_asked_for_its_labels(tmp_path: Path) -> None:
+    made = load_run(run(settings(tmp_path, "bert", epochs=8, lr=0.01)).folder)
+    rows = before_and_after(made, 4)
+    assert [row["prompt"].split()[0] for row in rows] == [row["expected"] for row in rows]
+    assert [row["tuned"] for row in rows] == [made.generate(row["prompt"]) for row in rows]
+    with without_tuning(made.speaker.model):
+        assert [row["base"] for row in rows] == [made.generate(row["prompt"]) for row in rows]
+
+
+def test_a_full_tuning_is_held_against_its_base_loaded_again(tmp_path: Path) -> None:
+    made = load_run(run(settings(tmp_path, "llama", "full", epochs=4, lr=0.01)).folder)
+    (row,) = before_and_after(made, 1)
+    assert made.base is not None and row["base"] == made.base.ask(row["prompt"])
+    assert row["tuned"] == made.generate(row["prompt"]) != row["base"]
+
+
+def test_what_is_asked_and_what_is_wanted_follow_the_kind_of_row() -> None:
+    turns = tuple(
+        Message(role, text)
+        for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    )
+    assert answers._question(Conversation("x", turns), "chat") == (turns[:3], "d")
+    assert answers._question(Pair("x", "in", "out"), "seq2seq") == ("in", "out")
+    assert answers._question(Text("x", "one two three four"), "causal") == ("one two", "three four")
+    assert answers._question(Tagged("x", ("a", "b"), ("O", "B")), "tokens") == ("a b", "a\tO\nb\tB")
+
+
+@pytest.mark.parametrize(
+    ("row", "task"), [(Labelled("x", "a", "b", "yes"), "classify"), (Text("x", "a"), "mlm")]
+)
+def test_rows_that_are_no_one_text_are_refused(row: Labelled | Text, task: str) -> None:
+    with pytest.raises(UsageError, match="cannot be asked as one text"):
+        answers._question(row, task)
