@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from petune.models.boundary import Connection
-from petune.parallel.collectives import COPY, GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes, all_max_
+from petune.parallel.collectives import COPY, GATHER_SEQ, REDUCE, REDUCE_SCATTER_SEQ, Group, Sizes, least_of
 from petune.rng.context import running
 
 
@@ -29,9 +29,7 @@ class _Among:
 
     def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """See Boundary."""
-        negative = torch.tensor([-number for number in numbers], device=device)
-        all_max_([negative], self.group)
-        return [-number for number in negative.tolist()]
+        return least_of(numbers, device, self.group)
 
 
 @dataclass(frozen=True)

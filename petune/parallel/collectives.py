@@ -97,6 +97,13 @@ def all_max_(tensors: Sequence[Tensor], group: Group) -> None:
     _all_reduce_(tensors, dist.ReduceOp.MAX, group)
 
 
+def least_of(numbers: Sequence[int], device: torch.device, group: Group) -> list[int]:
+    """The least of each number among the ranks, on all of them; the message lies on `device`."""
+    negative = torch.tensor([-number for number in numbers], device=device)
+    all_max_([negative], group)
+    return [-number for number in negative.tolist()]
+
+
 @torch.no_grad()
 def gather_dim(x: Tensor, sizes: Sizes, dim: int, group: Group) -> Tensor:
     """The whole of what is cut along `dim` by `sizes`, on every rank and without a graph. Other dims are

@@ -8,6 +8,9 @@
              (arXiv:2310.01889)
     cross    keys and values are another sequence, whole on every rank; own queries
 
+Each has two faces. Called, it is the attention function of the model's own modules, with autograd. What a
+fused block asks of it (petune.models.exchange) are the plain functions of which those are made.
+
 All take what Hugging Face hands to an attention function, of own tokens: query [b, heads, own, head_dim], key
 and value [b, kv_heads, own, head_dim] (cross: whole). Masks [b, 1 | heads, 1 | all, all] and `position_bias`
 [1 | b, heads, all, all] are made by the model for the whole sequence and cut here. Out comes [b, own, heads,
@@ -17,146 +20,45 @@ sequence is not cut, and attention is plain.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from petune.errors import DistributedError, UsageError
+from petune.errors import UsageError
 from petune.models.attention import Attend, Attended, causal, no_later
-from petune.parallel.collectives import Group, Sizes, alone, gather_seq, transition
+from petune.models.exchange import Exchanged, ExchangeKind, Rows, rows_of, some_heads
+from petune.parallel.collectives import GATHER_SEQ, Sizes, gather_seq, transition
 from petune.parallel.plan import apportion
+from petune.parallel.sequence import ring
+from petune.parallel.sequence.among import Among
 from petune.parallel.sequence.ring import Trip, ring_attention
+from petune.parallel.sequence.trade import Trade
 from petune.rng.context import running
 
 
-class Exchange(Protocol):
-    """Attention of a module that holds only some tokens."""
-
-    def __call__(
-        self,
-        attend: Attend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
-    ) -> Attended: ...
-
-
-@dataclass(frozen=True)
-class _Among(ABC):
-    """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
-    cut sequence raises."""
-
-    group: Group
-    index: int
-
-    def __call__(
-        self,
-        attend: Attend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
-    ) -> Attended:
-        """See Exchange."""
-        sizes = self._sizes()
-        if alone(self.group) or not sizes:
-            return attend(module, query, key, value, mask, **kw)
-        query, key, value = _as_attended(query, key, value)
-        return self.exchanged(sizes, attend, module, query, key, value, mask, **kw)
-
-    @abstractmethod
-    def exchanged(
-        self,
-        sizes: Sizes,
-        attend: Attend,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kw: Any,
-    ) -> Attended:
-        """Attention over a sequence that is cut into `sizes`, with query, key and value of one dtype."""
-
-    def __copy__(self) -> _Among:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Among:
-        return self
-
-    def __reduce__(self) -> tuple[type[_Among], tuple[None, int]]:
-        return type(self), (None, self.index)
-
-    def _sizes(self) -> Sizes:
-        """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group
-        has."""
-        sizes = running().sizes
-        ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        if len(sizes) not in (0, ranks):
-            raise DistributedError(
-                "this attention cannot reach the other parts of its sequence",
-                expected=f"{len(sizes)} ranks",
-                found=f"{ranks}",
-            )
-        return sizes
-
-
-def _as_attended(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype to which attention under autocast casts them anyway: less travels, and all of them have
-    the same."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in tensors]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The queries [first, end) of `whole` that are here, which look at `keys` keys."""
-
-    first: int
-    end: int
-    whole: int
-    keys: int
-
-    @property
-    def own(self) -> int:
-        return self.end - self.first
-
-    def of(self, mask: Tensor | None) -> Tensor | None:
-        """Own rows of a mask or bias [..., 1 | whole | own, keys]. Raises UsageError for one that was made
-        for another part or length."""
-        if mask is None:
-            return None
-        rows, keys = mask.shape[-2:]
-        if keys != self.keys or rows not in (1, self.own, self.whole):
-            raise UsageError(
-                "an attention mask or bias does not fit the sequence it is for",
-                expected=f"[..., {self.whole}, {self.keys}]",
-                found=str(list(mask.shape)),
-            )
-        return mask.narrow(-2, self.first, self.own) if rows == self.whole else mask
-
-
-def _rows(sizes: Sizes, index: int, keys: int | None = None) -> _Rows:
-    """The rows of rank `index`, which look at the same sequence unless it is another of `keys` tokens."""
-    first, whole = sum(sizes[:index]), sum(sizes)
-    return _Rows(first, first + sizes[index], whole, whole if keys is None else keys)
-
-
-class Gather(_Among):
+class Gather(Among):
     """Own queries over the keys and values of all."""
+
+    kind = "gather"
+
+    def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed."""
+        return GATHER_SEQ.ahead(x, self.sizes, self.group)
+
+    def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed."""
+        return GATHER_SEQ.back(dy, self.sizes, self.group)
+
+    def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed: nothing is said."""
+        return y
+
+    def leave_backward(self, dx: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed: nothing is said."""
+        return dx
 
     def exchanged(
         self,
@@ -170,7 +72,7 @@ class Gather(_Among):
         **kw: Any,
     ) -> Attended:
         """What a causal mask would hide from all own queries is not attended to at all."""
-        part = _rows(sizes, self.index)
+        part = rows_of(sizes, self.index)
         pair = torch.cat([key, value], -1).transpose(1, 2)  # one message instead of two
         key, value = (
             gather_seq(pair, sizes, self.group).transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
@@ -201,9 +103,24 @@ class Gather(_Among):
 @dataclass(frozen=True)
 class Cross:
     """Own queries over a whole sequence of another stack. `index` is this rank's place along the cut of the
-    queries."""
+    queries; shares, sizes: see petune.models.exchange.Exchange."""
 
+    kind: ClassVar[ExchangeKind] = "cross"
     index: int
+    shares: Sizes = ()
+    sizes: Sizes = ()
+
+    def here(self) -> Self:
+        """See petune.models.exchange.Exchange."""
+        return replace(self, sizes=running().sizes)
+
+    def described(self, kv_heads: int) -> Exchanged:
+        """See petune.models.exchange.Exchange."""
+        return Exchanged(self.kind, self.shares, self.index)
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """See petune.models.exchange.Exchange: a rank says nothing here."""
+        return list(numbers)
 
     def __call__(
         self,
@@ -215,11 +132,11 @@ class Cross:
         mask: Tensor | None,
         **kw: Any,
     ) -> Attended:
-        """See Exchange; nothing is exchanged."""
+        """Attention of own queries; nothing is exchanged."""
         sizes = running().sizes
         if not sizes:
             return attend(module, query, key, value, mask, **kw)
-        part = _rows(sizes, self.index, keys=key.shape[2])
+        part = rows_of(sizes, self.index, keys=key.shape[2])
         kw |= {"is_causal": False, "position_bias": part.of(kw.get("position_bias"))}
         return attend(module, query, key, value, part.of(mask), first_query=part.first, **kw)
 
@@ -241,8 +158,34 @@ def ulysses_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Sizes, Sizes]:
     return tuple(count * (heads // kv_heads) for count in shared), shared
 
 
-class Ulysses(_Among):
+class Ulysses(Among):
     """Whole sequences of some heads. Every rank has at least one head of keys, see `ulysses_heads`."""
+
+    kind = "ulysses"
+
+    def described(self, kv_heads: int) -> Exchanged:
+        """See petune.models.exchange.Exchange."""
+        _, shared = ulysses_heads(kv_heads, kv_heads, len(self.shares))
+        return Exchanged(self.kind, self.shares, self.index, shared)
+
+    def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed."""
+        return self._trade(columns).to_heads(x)
+
+    def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed."""
+        return self._trade(columns).to_tokens(dy)
+
+    def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed."""
+        return self._trade(columns).to_tokens(y)
+
+    def leave_backward(self, dx: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """See petune.models.exchange.Crossed."""
+        return self._trade(columns).to_heads(dx)
+
+    def _trade(self, columns: Sequence[Sizes]) -> Trade:
+        return Trade(self.sizes, columns, self.group, self.index)
 
     def exchanged(
         self,
@@ -256,66 +199,67 @@ class Ulysses(_Among):
         **kw: Any,
     ) -> Attended:
         """Queries travel in one message with the keys and values that they share."""
-        count, width, kv = query.shape[1], query.shape[3], key.shape[1]
-        heads, kv_heads = ulysses_heads(count, kv, len(sizes))
+        count = query.shape[1]
+        heads, kv_heads = ulysses_heads(count, key.shape[1], len(sizes))
         first, held = sum(heads[: self.index]), heads[self.index]
-        # [b, kv_heads, own, queries of a group]
-        folded = query.unflatten(1, (kv, count // kv)).transpose(2, 3).flatten(3)
-        trade = _Trade(sizes, kv_heads, self.group, self.index)
-        message = transition(torch.cat([folded, key, value], -1), trade.to_heads, trade.to_tokens)
-        folded, key, value = message.split([folded.shape[-1], key.shape[-1], value.shape[-1]], -1)
-        query = folded.unflatten(-1, (count // kv, width)).transpose(2, 3).flatten(1, 2)
-        part = _Rows(0, sum(sizes), sum(sizes), sum(sizes))
-        kw["position_bias"] = _some_heads(part.of(kw.get("position_bias")), count, first, held)
+        sides = ((query, heads), (key, kv_heads), (value, kv_heads))
+        columns = [tuple(one * x.shape[3] for one in shared) for x, shared in sides]
+        trade = Trade(sizes, columns, self.group, self.index)
+        message = torch.cat([x.transpose(1, 2).flatten(2) for x, _ in sides], -1)
+        message = transition(message, trade.to_heads, trade.to_tokens)
+        query, key, value = (
+            own.unflatten(-1, (shared[self.index], -1)).transpose(1, 2)
+            for own, (_, shared) in zip(
+                message.split([own[self.index] for own in columns], -1), sides, strict=True
+            )
+        )
+        part = Rows(0, sum(sizes), sum(sizes), sum(sizes))
+        kw["position_bias"] = some_heads(part.of(kw.get("position_bias")), count, first, held)
         kw["first_head"] = getattr(module, "first_head", 0) + first
-        output, _ = attend(module, query, key, value, _some_heads(part.of(mask), count, first, held), **kw)
-        trade = _Trade(sizes, heads, self.group, self.index)
-        output = transition(output.transpose(1, 2), trade.to_tokens, trade.to_heads)
-        return output.transpose(1, 2).contiguous(), None
-
-
-def _some_heads(mask: Tensor | None, count: int, first: int, held: int) -> Tensor | None:
-    """Of a mask or bias [.., 1 | count, q, k] the heads [first, first + held)."""
-    return mask if mask is None or mask.shape[1] != count else mask.narrow(1, first, held)
-
-
-@dataclass(frozen=True)
-class _Trade:
-    """Tokens and heads of each rank, between which tensors are traded. A trade only moves elements, so its
-    adjoint is the way back."""
-
-    sizes: Sizes
-    heads: Sizes
-    group: Group
-    index: int
-
-    def to_heads(self, x: Tensor) -> Tensor:
-        """[b, all heads, own tokens, d] -> [b, own heads, all tokens, d]."""
-        batch, _, _, width = x.shape
-        shapes = [(batch, self.heads[self.index], size, width) for size in self.sizes]
-        return torch.cat(self._swapped(x.split(list(self.heads), 1), shapes), 2)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """[b, own heads, all tokens, d] -> [b, all heads, own tokens, d]."""
-        batch, _, _, width = x.shape
-        shapes = [(batch, count, self.sizes[self.index], width) for count in self.heads]
-        return torch.cat(self._swapped(x.split(list(self.sizes), 2), shapes), 1)
-
-    def _swapped(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Part r goes to rank r; what came from rank r has shape r."""
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        counts = [math.prod(shape) for shape in shapes]
-        found = flat.new_empty(sum(counts))
-        dist.all_to_all_single(found, flat, counts, [part.numel() for part in parts], group=self.group)
-        return [part.view(shape) for part, shape in zip(found.split(counts), shapes, strict=True)]
+        output, _ = attend(module, query, key, value, some_heads(part.of(mask), count, first, held), **kw)
+        width = output.shape[3]
+        trade = Trade(sizes, [tuple(one * width for one in heads)], self.group, self.index)
+        output = transition(output.flatten(2), trade.to_tokens, trade.to_heads)
+        return output.unflatten(-1, (count, width)), None
 
 
 # ------------------------------------------------------------------ ring
 
 
-class Ring(_Among):
+class Ring(Among):
     """Blocks of keys and values travel round the ranks; a rank holds two of them at a time. Attention dropout
     is not possible here."""
+
+    kind = "ring"
+
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See petune.models.exchange.Travelling."""
+        return ring.ahead(*qkv, bias, mask, self._trip(causal, scale))
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        out: Tensor,
+        kept: tuple[Tensor, ...],
+        dbias: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See petune.models.exchange.Travelling."""
+        return ring.back(dout, *qkv, bias, mask, out, kept, self._trip(causal, scale), dbias)
+
+    def _trip(self, hides_later: bool, scale: float) -> Trip:
+        return Trip(self.sizes, self.group, self.index, hides_later, scale)
 
     def exchanged(
         self,
@@ -335,7 +279,7 @@ class Ring(_Among):
                 found=f"dropout {kw['dropout']}",
                 remedy="use exchange: gather, or set the model's attention dropout to 0",
             )
-        part = _rows(sizes, self.index)
+        part = rows_of(sizes, self.index)
         scale = query.shape[-1] ** -0.5 if kw.get("scaling") is None else kw["scaling"]
         trip = Trip(sizes, self.group, self.index, causal(module, mask, kw.get("is_causal")), scale)
         output = ring_attention(query, key, value, part.of(kw.get("position_bias")), part.of(mask), trip)

@@ -7,6 +7,7 @@ wider, so that no rank holds more than two blocks or sees a whole row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +102,8 @@ def ring_attention(
 
 
 class _Ring(Function):
-    """query, key, value, bias or None, mask or None -> output [b, heads, own, width of a value].
-
-    Forward keeps of each query the largest score m so far, and over the keys so far l = sum exp(score - m)
-    and o = sum exp(score - m) v. Backward makes the probabilities p = exp(score - m) / l again, while keys,
-    values and their gradients go round together:
-
-        dv = p^T do,   ds = p * (do v^T - sum(do * o)),   dq = ds k scale,   dk = ds^T q scale,   dbias = ds
-    """
+    """query, key, value, bias or None, mask or None -> output [b, heads, own, width of a value]: `ahead`,
+    whose backward is `back`."""
 
     @staticmethod
     def forward(
@@ -120,59 +115,93 @@ class _Ring(Function):
         mask: Tensor | None,
         trip: Trip,
     ) -> Tensor:
-        pair, widths, wide = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]], _wide(query)
-        lowest = torch.finfo(wide).min  # where nothing was seen yet, exp(-inf - lowest) is 0 and not NaN
-        largest = query.new_full((*query.shape[:3], 1), lowest, dtype=wide)
-        total, output = torch.zeros_like(largest), query.new_zeros((*query.shape[:3], widths[1]), dtype=wide)
-        for step, block in enumerate(trip.stops()):
-            passing = trip.pass_on(pair, block) if step + 1 < len(trip.sizes) else None
-            if trip.matters(block):
-                block_key, block_value = pair.split(widths, -1)
-                scores = trip.scores(query, block_key, bias, mask, block)
-                before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
-                weights, faded = torch.exp(scores - largest), torch.exp(before - largest)
-                total = total * faded + weights.sum(-1, keepdim=True)
-                weights = _by_group(weights.to(value.dtype), block_key)
-                output = output * faded + (weights @ block_value).view(output.shape)
-            if passing is not None:
-                pair = passing.wait()
-        share = torch.where(total > 0, 1 / total, 0.0)
-        output = (output * share).to(query.dtype)
+        output, kept = ahead(query, key, value, bias, mask, trip)
         ctx.trip = trip
-        ctx.save_for_backward(query, key, value, bias, mask, output, largest, share)
+        ctx.save_for_backward(query, key, value, bias, mask, output, *kept)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, mask, output, largest, share = ctx.saved_tensors
-        grad, trip, wide, widths = grad.contiguous(), ctx.trip, _wide(query), [key.shape[-1], value.shape[-1]]
-        pair, among = torch.cat([key, value], -1), (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
-        query_grad = torch.zeros_like(query, dtype=wide)
-        bias_grad = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[3] else None
-        arriving: Transfer | None = None
-        for step, block in enumerate(trip.stops()):
-            passing = trip.pass_on(pair, block) if step + 1 < len(trip.sizes) else None
-            pair_grad = torch.zeros_like(pair, dtype=wide)
-            if trip.matters(block):
-                block_key, block_value = pair.split(widths, -1)
-                p = torch.exp(trip.scores(query, block_key, bias, mask, block) - largest) * share
-                ds = p * ((_by_group(grad, block_key) @ block_value.transpose(-1, -2)).view(p.shape) - among)
-                if bias_grad is not None:
-                    _add_bias_grad(trip.columns(bias_grad, block), ds, trip.visible(mask, block, ds.device))
-                ds = _by_group((ds * trip.scale).to(query.dtype), block_key)
-                query_grad += (ds @ block_key).view(query.shape)
-                pair_grad[..., : widths[0]] = ds.transpose(-1, -2) @ _by_group(query, block_key)
-                pair_grad[..., widths[0] :] = _by_group(p.to(grad.dtype), block_key).transpose(
-                    -1, -2
-                ) @ _by_group(grad, block_key)
-            arriving = trip.pass_on(pair_grad if arriving is None else pair_grad + arriving.wait(), block)
-            if passing is not None:
-                pair = passing.wait()
-        assert arriving is not None
-        key_grad, value_grad = arriving.wait().split(widths, -1)
-        into = (query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype))
-        return *into, None if bias_grad is None else bias_grad.to(bias.dtype), None, None
+        query, key, value, bias, mask, output, *kept = ctx.saved_tensors
+        bias_grad = torch.zeros_like(bias, dtype=_wide(query)) if ctx.needs_input_grad[3] else None
+        grads = back(grad, query, key, value, bias, mask, output, kept, ctx.trip, bias_grad)
+        return *grads, None if bias_grad is None else bias_grad.to(bias.dtype), None, None
+
+
+def ahead(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, trip: Trip
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """(output, (largest, share)) of `ring_attention`'s arguments; without autograd, as `back` is.
+
+    Of each query the largest score m so far is kept, and over the keys so far l = sum exp(score - m) and o =
+    sum exp(score - m) v. largest: m over all keys, share: 1 / l, [b, heads, own, 1] both, float32 or wider.
+    """
+    pair, widths, wide = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]], _wide(query)
+    lowest = torch.finfo(wide).min  # where nothing was seen yet, exp(-inf - lowest) is 0 and not NaN
+    largest = query.new_full((*query.shape[:3], 1), lowest, dtype=wide)
+    total, output = torch.zeros_like(largest), query.new_zeros((*query.shape[:3], widths[1]), dtype=wide)
+    for step, block in enumerate(trip.stops()):
+        passing = trip.pass_on(pair, block) if step + 1 < len(trip.sizes) else None
+        if trip.matters(block):
+            block_key, block_value = pair.split(widths, -1)
+            scores = trip.scores(query, block_key, bias, mask, block)
+            before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+            weights, faded = torch.exp(scores - largest), torch.exp(before - largest)
+            total = total * faded + weights.sum(-1, keepdim=True)
+            weights = _by_group(weights.to(value.dtype), block_key)
+            output = output * faded + (weights @ block_value).view(output.shape)
+        if passing is not None:
+            pair = passing.wait()
+    share = torch.where(total > 0, 1 / total, 0.0)
+    return (output * share).to(query.dtype), (largest, share)
+
+
+def back(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    output: Tensor,
+    kept: Sequence[Tensor],
+    trip: Trip,
+    bias_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, of that of the output; that of the bias is added to `bias_grad`.
+    output, kept: what `ahead` gave.
+
+    The probabilities p = exp(score - m) / l are made again, while keys, values and their gradients go round
+    together:
+
+        dv = p^T do,   ds = p * (do v^T - sum(do * o)),   dq = ds k scale,   dk = ds^T q scale,   dbias = ds
+    """
+    (largest, share), wide, widths = kept, _wide(query), [key.shape[-1], value.shape[-1]]
+    pair, among = torch.cat([key, value], -1), (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
+    query_grad = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
+    arriving: Transfer | None = None
+    for step, block in enumerate(trip.stops()):
+        passing = trip.pass_on(pair, block) if step + 1 < len(trip.sizes) else None
+        pair_grad = torch.zeros_like(pair, dtype=wide)
+        if trip.matters(block):
+            block_key, block_value = pair.split(widths, -1)
+            p = torch.exp(trip.scores(query, block_key, bias, mask, block) - largest) * share
+            ds = p * ((_by_group(grad, block_key) @ block_value.transpose(-1, -2)).view(p.shape) - among)
+            if bias_grad is not None:
+                _add_bias_grad(trip.columns(bias_grad, block), ds, trip.visible(mask, block, ds.device))
+            ds = _by_group((ds * trip.scale).to(query.dtype), block_key)
+            query_grad += (ds @ block_key).view(query.shape)
+            pair_grad[..., : widths[0]] = ds.transpose(-1, -2) @ _by_group(query, block_key)
+            pair_grad[..., widths[0] :] = _by_group(p.to(grad.dtype), block_key).transpose(
+                -1, -2
+            ) @ _by_group(grad, block_key)
+        arriving = trip.pass_on(pair_grad if arriving is None else pair_grad + arriving.wait(), block)
+        if passing is not None:
+            pair = passing.wait()
+    assert arriving is not None
+    key_grad, value_grad = arriving.wait().split(widths, -1)
+    return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype)
 
 
 def _add_bias_grad(into: Tensor, scores_grad: Tensor, visible: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from petune.models.attention import attend, attention
 from petune.parallel import collectives
 from petune.parallel.sequence import exchange, ring
 from petune.parallel.sequence.exchange import Cross, Gather, Ring, Ulysses, ulysses_heads
+from petune.parallel.sequence.trade import Trade
 from petune.rng.context import Running, bound_to
 from petune.rng.dropout import drawing
 from tests.pool import run
@@ -226,8 +227,8 @@ def test_a_ring_without_its_causal_mask_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_heads_traded_back_to_other_places_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = exchange._Trade.to_tokens
-    monkeypatch.setattr(exchange._Trade, "to_tokens", lambda self, x: right(self, x).roll(1, 1))
+    right = Trade.to_tokens
+    monkeypatch.setattr(Trade, "to_tokens", lambda self, x: right(self, x).roll(WIDTH + 1, -1))
     with pytest.raises(AssertionError, match="output"):
         assert_causal("ulysses")
 

@@ -1,0 +1,185 @@
+"""How attention on one rank's tokens of a sequence sees the others', as a fused block asks for it: what ranks
+say to one another inside of attention, each as a function and its adjoint.
+
+    kind      before attention               its adjoint         behind it           its adjoint
+    gather    k | v: all-gather              reduce-scatter      nothing             nothing
+    ulysses   q | k | v: tokens for heads    heads for tokens    heads for tokens    tokens for heads
+    ring      nothing: k | v, and on the way back their gradients, travel while attention is computed
+    cross     nothing: k | v are those of another sequence, which every rank holds whole
+
+An exchange is the attribute `exchange` of an attention module. Tensors in, tensors out, no autograd, as those
+of a boundary (petune.models.boundary); the model's own modules attend through the same object
+(petune.models.attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+
+ExchangeKind = Literal["gather", "ulysses", "ring", "cross"]
+Sizes = tuple[int, ...]  # one number for each rank
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What the steps of a block depend on of its exchange. shares: tokens of each rank, as a ratio; index: of
+    this one; kv_heads: of each rank where tokens are traded for heads, else empty."""
+
+    kind: ExchangeKind
+    shares: Sizes
+    index: int
+    kv_heads: Sizes = ()
+
+    @property
+    def share(self) -> float:
+        """Own tokens of all."""
+        return self.shares[self.index] / sum(self.shares)
+
+    def whole(self, own: int) -> int:
+        """Of so many for own tokens as many for all, rounded up."""
+        return -(-own * sum(self.shares) // self.shares[self.index])
+
+    def own(self, whole: int) -> int:
+        """The other way round."""
+        return -(-whole * self.shares[self.index] // sum(self.shares))
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """The exchange of rank `index`. sizes: tokens of each rank in the call that it is for, empty where the
+    sequence is not cut. shares: of each rank as the plan says, a ratio."""
+
+    @property
+    def kind(self) -> ExchangeKind:
+        """See the file."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def sizes(self) -> Sizes:
+        """See the class."""
+        ...
+
+    def here(self) -> Self:
+        """The same for the running call, whose tokens lie as `running()` says: to be kept for its backward
+        pass."""
+        ...
+
+    def described(self, kv_heads: int) -> Exchanged:
+        """What steps depend on, for attention with so many heads of keys and values."""
+        ...
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """As that of a boundary: the least of each number among the ranks."""
+        ...
+
+
+class Crossed(Protocol):
+    """What kinds with a step before or behind attention have. columns: of the matrices that lie side by side
+    in x, each by rank, where heads are traded."""
+
+    def enter(self, x: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """x [batch, own tokens, columns] as attention reads it."""
+        ...
+
+    def enter_backward(self, dy: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """The gradient of own tokens, of that of what attention has read on every rank."""
+        ...
+
+    def leave(self, y: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """What attention gives, [batch, own tokens, columns]."""
+        ...
+
+    def leave_backward(self, dx: Tensor, columns: Sequence[Sizes]) -> Tensor:
+        """The gradient of what attention gave here."""
+        ...
+
+
+class Travelling(Protocol):
+    """What a ring has: attention itself. q [batch, heads, own tokens, d], k and v [batch, kv_heads, own
+    tokens, d]; bias [1 | batch, 1 | heads, own tokens, all], mask [batch, 1 | heads, 1 | own tokens, all];
+    causal: later keys are hidden though no mask says so; scale: of q k^T."""
+
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(output, as q; what the way back needs beside it)."""
+        ...
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        bias: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        out: Tensor,
+        kept: tuple[Tensor, ...],
+        dbias: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v; that of the bias, where asked for, is added to `dbias`."""
+        ...
+
+
+def exchange_of(module: nn.Module) -> Any:
+    """The exchange through which an attention module attends, of whatever make; None where it has none."""
+    return cast("Any", module.__dict__.get("exchange"))
+
+
+# ------------------------------------------------------------------ what is one rank's of masks and biases
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The queries [first, end) of `whole` that are here, which look at `keys` keys."""
+
+    first: int
+    end: int
+    whole: int
+    keys: int
+
+    @property
+    def own(self) -> int:
+        return self.end - self.first
+
+    def of(self, mask: Tensor | None) -> Tensor | None:
+        """Own rows of a mask or bias [..., 1 | whole | own, keys]. Raises UsageError for one that was made
+        for another part or length."""
+        if mask is None:
+            return None
+        rows, keys = mask.shape[-2:]
+        if keys != self.keys or rows not in (1, self.own, self.whole):
+            raise UsageError(
+                "an attention mask or bias does not fit the sequence it is for",
+                expected=f"[..., {self.whole}, {self.keys}]",
+                found=str(list(mask.shape)),
+            )
+        return mask.narrow(-2, self.first, self.own) if rows == self.whole else mask
+
+
+def rows_of(sizes: Sizes, index: int, keys: int | None = None) -> Rows:
+    """The queries of rank `index`, which look at the same sequence unless it is another of `keys` tokens."""
+    first, whole = sum(sizes[:index]), sum(sizes)
+    return Rows(first, first + sizes[index], whole, whole if keys is None else keys)
+
+
+def some_heads(mask: Tensor | None, count: int, first: int, held: int) -> Tensor | None:
+    """Of a mask or bias [.., 1 | count, q, k] the heads [first, first + held)."""
+    return mask if mask is None or mask.shape[1] != count else mask.narrow(1, first, held)

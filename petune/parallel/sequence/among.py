@@ -1,0 +1,104 @@
+"""What exchanges have in common: among which ranks they are, and that they are called as attention is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from petune.errors import DistributedError
+from petune.models.attention import Attend, Attended
+from petune.models.exchange import Exchanged, ExchangeKind
+from petune.parallel.collectives import Group, Sizes, alone, least_of
+from petune.rng.context import running
+
+
+@dataclass(frozen=True)
+class Among(ABC):
+    """Rank `index` of the ranks of `group`. Copies share the group; it does not survive pickling, and then a
+    cut sequence raises. shares, sizes: see petune.models.exchange.Exchange."""
+
+    kind: ClassVar[ExchangeKind]
+    group: Group
+    index: int
+    shares: Sizes = ()
+    sizes: Sizes = ()
+
+    def __call__(
+        self,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
+    ) -> Attended:
+        """Attention of a module that holds only some tokens, as petune.models.attention has it called."""
+        sizes = self._sizes()
+        if alone(self.group) or not sizes:
+            return attend(module, query, key, value, mask, **kw)
+        query, key, value = _as_attended(query, key, value)
+        return self.exchanged(sizes, attend, module, query, key, value, mask, **kw)
+
+    @abstractmethod
+    def exchanged(
+        self,
+        sizes: Sizes,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kw: Any,
+    ) -> Attended:
+        """Attention over a sequence that is cut into `sizes`, with query, key and value of one dtype."""
+
+    def __copy__(self) -> Among:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Among:
+        return self
+
+    def __reduce__(self) -> tuple[type[Among], tuple[None, int, Sizes]]:
+        return type(self), (None, self.index, self.shares)
+
+    def here(self) -> Self:
+        """See petune.models.exchange.Exchange."""
+        return replace(self, sizes=self._sizes())
+
+    def described(self, kv_heads: int) -> Exchanged:
+        """See petune.models.exchange.Exchange."""
+        return Exchanged(self.kind, self.shares, self.index)
+
+    def least(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """See petune.models.exchange.Exchange."""
+        return least_of(numbers, device, self.group)
+
+    def _sizes(self) -> Sizes:
+        """Tokens per rank of this call. Raises DistributedError when they are for other ranks than the group
+        has."""
+        sizes = running().sizes
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        if len(sizes) not in (0, ranks):
+            raise DistributedError(
+                "this attention cannot reach the other parts of its sequence",
+                expected=f"{len(sizes)} ranks",
+                found=f"{ranks}",
+            )
+        return sizes
+
+
+def _as_attended(*tensors: Tensor) -> list[Tensor]:
+    """In the dtype to which attention under autocast casts them anyway: less travels, and all of them have
+    the same."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in tensors]
