@@ -266,7 +266,7 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         stack.recompute = False  # the blocks do it themselves, as their rungs say
     _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
     # a graph has fixed addresses, and no peers
-    alone = shards_of(model) is None and not specs[0].boundaries
+    alone = shards_of(model) is None and specs[0].peers is None
     if plan.ops.name == "triton" and plan.memory.stream == "none" and alone:
         stack.whole = Graphs()
     return None
@@ -276,6 +276,10 @@ def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackNa
     """Compute on real tokens alone in the fused stacks, unless something in one must see where padding
     was."""
     found: FindSegments | None = None
+    specs = [cast("FusedBlock", block).spec for block in fused_blocks(model)]
+    if reason := next((reason for spec in specs if (reason := spec.padded)), None):
+        say(f"kernels: padding, where there is any, is computed too: {reason}")
+        return
     for name, stack in stacks.items():
         done = any(isinstance(edges, Unpadded) for edges in stack.edges)
         if done or not isinstance(stack.blocks[0], FusedBlock):

@@ -17,6 +17,7 @@ from torch import nn
 
 from petune.errors import UsageError, nearest
 from petune.models.boundary import Connection
+from petune.models.exchange import Exchanged
 
 Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 StackName = Literal["encoder", "decoder"]
@@ -89,7 +90,8 @@ class Attention:
 
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
     keys are turned by their positions. window: the keys up to its own that a query of causal attention sees,
-    None for all; no table says so, each block does. scale: of the scores; None for the `scaling` of `at`.
+    None for all; exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table
+    says either, each block does. scale: of the scores; None for the `scaling` of `at`.
     bias: the table of relative positions below `at`, which block 0 has. drop: the dropout of its
     probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     """
@@ -107,6 +109,7 @@ class Attention:
     bias: str | None = None
     drop: str | None = None
     head_counts: tuple[str, ...] = ()
+    exchange: Exchanged | None = None
 
     @cached_property
     def region(self) -> Region:

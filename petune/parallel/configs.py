@@ -167,9 +167,7 @@ class ParallelConfig:
     @property
     def cuts_blocks(self) -> bool:
         """Whether a process holds less than whole blocks of the whole model."""
-        return any(
-            axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in self.axes.values()
-        )
+        return any(_cuts_blocks(name, axis) for name, axis in self.axes.items())
 
     def __str__(self) -> str:
         """`dp 2 x tp 2`, `pp` for an axis without a size, `none` for one process."""
@@ -230,10 +228,7 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
     )
 
 
-EXCHANGED, OVERLAPPED = (
-    "attention exchanges keys and values with other ranks",
-    "overlap hides communication behind matmuls tile by tile",
-)
+OVERLAPPED = "overlap hides communication behind matmuls tile by tile"
 STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
 
 
@@ -242,11 +237,18 @@ def unfused(name: str, axis: AxisConfig) -> str | None:
     if size_of(axis) == 1:
         return None
     if isinstance(axis, CutConfig):
-        by_sequence = layouts(name, axis)["attention"] == "sequence"
-        return f"under {name} {EXCHANGED}" if by_sequence else OVERLAPPED if axis.overlap else None
+        return OVERLAPPED if axis.overlap else None
     if isinstance(axis, PpConfig):
         return "the parallel plan cuts the model into stages"
     return None
+
+
+def _cuts_blocks(name: str, axis: AxisConfig) -> bool:
+    """Whether a process holds less than whole blocks along this axis; by tokens alone they stay whole."""
+    if isinstance(axis, DpConfig):
+        return axis.shard
+    narrowed = not isinstance(axis, CutConfig) or set(layouts(name, axis).values()) != {"sequence"}
+    return narrowed and size_of(axis) != 1
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

@@ -17,7 +17,6 @@ from petune.errors import Problem, UsageError
 from petune.models.spec import Config, Family, Shape, StackName
 from petune.parallel.configs import (
     CUTS,
-    EXCHANGED,
     LOOPED,
     OVERLAPPED,
     ROWS,
@@ -110,9 +109,7 @@ class ParallelPlan:
             return STAGES_SHARDED
         if self.pp > 1:
             return "the parallel plan cuts the model into stages"
-        if self.cut is None:
-            return None
-        return EXCHANGED if self.cut.attention == "sequence" else OVERLAPPED if self.cut.overlap else None
+        return OVERLAPPED if self.cut is not None and self.cut.overlap else None
 
 
 ALONE = ParallelPlan()

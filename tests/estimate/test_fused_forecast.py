@@ -177,7 +177,6 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
     [
         ("llama-causal", {"kernels": "off"}, "kernels: off"),
         ("llama-causal", {"compile": True}, "compile: true"),
-        ("llama-causal", {"parallel": {"sp": 2}}, "attention exchanges keys and values with other ranks"),
         (
             "llama-causal",
             {"parallel": {"tp": {"size": 2, "overlap": True}}},

@@ -156,12 +156,9 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 # ------------------------------------------------------------------------------------------------------ rules
 
 UNFUSED: tuple[Any, ...] = (
-    *("sp", "pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}),
+    *("pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}),
     {"dp": {"size": 2, "shard": True}, "pp": 2},
-    *(
-        {"tp": {"size": 2, "overlap": True}},
-        {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
-    ),
+    {"tp": {"size": 2, "overlap": True}},
 )
 CUTTING = (
     "tp",
@@ -170,6 +167,7 @@ CUTTING = (
     {"tp": 2, "dp": 2},
     {"dp": {"size": 2, "shard": True}},
     {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
+    {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
 )
 ASKING = (
     {"kernels": "triton"},
@@ -213,9 +211,16 @@ def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize(
-    "plan", ["none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"pp": {"size": 1}}], ids=str
+    "plan",
+    [
+        *("none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"pp": {"size": 1}}),
+        *("sp", {"sp": {"exchange": "ring"}}, {"dp": 2, "sp": {"size": 2, "exchange": "ulysses"}}),
+    ],
+    ids=str,
 )
-def test_fused_blocks_go_with_replicas_and_axes_of_one_process(asking: dict[str, Any], plan: Any) -> None:
+def test_fused_blocks_go_with_replicas_cut_sequences_and_axes_of_one_process(
+    asking: dict[str, Any], plan: Any
+) -> None:
     load_recipe({**NEEDED, "parallel": plan, **asking})
 
 

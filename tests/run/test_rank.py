@@ -116,9 +116,8 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "family"),
     [
-        *(("tp", "llama"), ("galaxy", "bert"), ("shard", "llama")),
-        pytest.param("galaxy", "t5", marks=pytest.mark.long),
-        pytest.param("shard", "t5", marks=pytest.mark.long),
+        *(("tp", "llama"), ("galaxy", "bert"), ("sp", "bert"), ("shard", "llama")),
+        *(pytest.param(plan, "t5", marks=pytest.mark.long) for plan in ("galaxy", "sp", "shard")),
     ],
 )
 def test_a_run_with_fused_blocks_under_a_plan_is_that_of_one_process(
@@ -137,7 +136,6 @@ def test_a_run_with_fused_blocks_under_a_plan_is_that_of_one_process(
     ("plan", "method", "reason"),
     [
         ("shard", {"name": "dora", "r": 2}, "is a Dora"),
-        pytest.param("sp", "lora", "exchanges keys and values", marks=pytest.mark.long),
         pytest.param("pp", "lora", "into stages", marks=pytest.mark.long),
     ],
 )

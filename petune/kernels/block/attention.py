@@ -7,7 +7,7 @@ has.
 m queries are `batch` rows of equal length, or segments one after the other (petune.kernels.block.varlen);
 keys are the same tokens, or those of another sequence (cross-attention), a row or segment for each of the
 queries'. Rows and heads may be strided, as views of one q | k | v matrix are; the last dim is dense. Where
-kv_heads < heads, each serves heads / kv_heads of them in a row. Five forms, chosen once per device and kind
+kv_heads < heads, each serves heads / kv_heads of them in a row. Six forms, chosen once per device and kind
 of call by `choose`:
 
     cudnn    rows of equal length; about twice as fast as flash on Hopper. cuDNN plans each new (batch,
@@ -19,6 +19,7 @@ of call by `choose`:
              by distance and its gradient, a soft cap
     sdpa     whatever else, and what the others mean: torch's scaled_dot_product_attention or its formula, its
              backward by computing the forward again; dense masks and biases are its alone
+    ring     of a sequence that is cut across ranks, by whose exchange its keys and values travel
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block.distance import by_distance, longest_of
+from petune.kernels.block.part import Part
 from petune.kernels.block.varlen import Segments, of_rows, paired
 from petune.kernels.dispatch import refusal
 from petune.log import say
 from petune.models.attention import probabilities
 from petune.rng.dropout import Drop, dropped_attention
 
-Backend = Literal["cudnn", "flash", "varlen", "triton", "sdpa"]
+Backend = Literal["cudnn", "flash", "varlen", "triton", "sdpa", "ring"]
 # what a forward leaves for its backward: log-sum-exp, random state; nothing where `sdpa` computes again
 Kept = tuple[Any, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
@@ -56,9 +58,9 @@ aten: Any = torch.ops.aten
 class How:
     """One call's attention.
 
-    causal: no query sees a later key of its row or segment; self-attention only. scale: of q k^T. batch: rows
-    of equal length, of queries and of keys; not read for a side that has segments. segments: of the queries,
-    and of the keys too where there is no memory.
+    causal: no query sees a later key of its row or segment; self-attention only, of whose tokens, the keys,
+    queries may be the last few. scale: of q k^T. batch: rows of equal length, of queries and of keys; not
+    read for a side that has segments. segments: of the queries, and of the keys too where there is no memory.
     memory: segments of the keys of cross-attention, the i-th seen by the queries of the i-th segment or row;
     None where both sides are rows, those of keys of any length.
     mask: [batch, 1 | heads, 1 | q, k], bool (True: attend) or added to the scores, rows of equal length only;
@@ -69,6 +71,7 @@ class How:
     least the longest row or segment, self-attention only; or dense, [1 | batch, 1 | heads, 1 | q, k], rows
     only. A head is one of q. `backward` has its gradient on demand.
     softcap: the scores before bias and mask are softcap * tanh(scale q k^T / softcap); None or 0 for none.
+    part: what all this is of attention on a sequence that is cut across ranks; None where it is all.
     """
 
     causal: bool
@@ -82,14 +85,13 @@ class How:
     window: int | None = None
     bias: Tensor | None = None
     softcap: float | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         assert self.window is None or (self.causal and self.window > 0), (
             "a sliding window is one of causal attention"
         )
-        assert self.memory is None or not (self.causal or self.distant), (
-            "distances within cross-attention mean nothing"
-        )
+        assert self.memory is None or not self.distant, "distances within cross-attention mean nothing"
 
     @property
     def ragged(self) -> bool:
@@ -137,22 +139,29 @@ def choose(
     window: int | None = None,
     distant: bool = False,
     capped: bool = False,
+    last: bool = False,
 ) -> Choice:
     """The form for rows of `tokens` tokens, or segments of at most so many, on `device`; again it costs a
     look-up.
 
     segmented: of queries or of keys. masked: a dense mask or bias. drops: probabilities drop out. plain: no
     kernel of our own. keys: of cross-attention, the most tokens that a row or segment of keys has. window,
-    distant (a bias by distance), capped (a soft cap): see `How`. On a CUDA device each form is told of when
+    distant (a bias by distance), capped (a soft cap): see `How`. last: of causal attention, queries that are
+    the last few of their keys' tokens. On a CUDA device each form is told of when
     it is first chosen.
     """
     if drops or distant or capped:
         ours = "dropout of attention" if drops else "a bias by distance" if distant else "a soft cap"
-        refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked)
+        refused = "plain torch is asked for" if plain else _no_triton(device, dtype, head_dim, masked, last)
         found = Choice("triton", ours) if refused is None else Choice("sdpa", refused)
     else:
         kind = _Kind(
-            segmented, masked, keys is not None, window is not None and window < tokens, 1 in (tokens, keys)
+            segmented,
+            masked,
+            keys is not None,
+            window is not None and window < tokens,
+            1 in (tokens, keys),
+            last,
         )
         deterministic = torch.are_deterministic_algorithms_enabled()
         found = _chosen(device, dtype, head_dim, kind, tokens <= SHORT, plain, deterministic)
@@ -168,13 +177,14 @@ def _tell(choice: Choice) -> None:
 
 
 class _Kind(NamedTuple):
-    """What a call that libraries have forms for has. single: rows of one token."""
+    """What a call that libraries have forms for has. single: rows of one token. last: see `choose`."""
 
     segmented: bool
     masked: bool
     crosses: bool
     windowed: bool
     single: bool
+    last: bool
 
 
 @cache
@@ -188,7 +198,8 @@ def _chosen(
     deterministic: bool,
 ) -> Choice:
     refused = _no_flash(device, dtype, head_dim, kind.masked)
-    ours = kind.segmented and not plain and _no_triton(device, dtype, head_dim, kind.masked) is None
+    ours = kind.segmented and not plain
+    ours = ours and _no_triton(device, dtype, head_dim, kind.masked, kind.last) is None
     if refused is not None:
         fits = ours and (kind.crosses or kind.windowed)
         return Choice("triton", f"segments, and {refused}") if fits else Choice("sdpa", refused)
@@ -225,10 +236,14 @@ def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int, masked: b
 
 
 @cache
-def _no_triton(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+def _no_triton(
+    device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, last: bool
+) -> str | None:
     """Why our kernels cannot be used here, or None."""
     if masked:
         return "a mask"
+    if last:
+        return "queries on one rank of keys on several"
     if head_dim % 8 or head_dim > 128:
         return f"head dim {head_dim} is no multiple of 8 up to 128"
     return refusal(device, dtype)
@@ -244,6 +259,8 @@ def _no_cudnn(device: torch.device, head_dim: int, kind: _Kind, deterministic: b
         return "cuDNN knows no sliding window here"
     if kind.single:
         return "cuDNN takes no rows of one token"
+    if kind.last:
+        return "cuDNN takes queries to be the first of their keys' tokens"
     if deterministic:
         return "cuDNN's backward pass is not deterministic"
     return None if torch.backends.cudnn.is_available() else "torch was built without cuDNN"
@@ -256,9 +273,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
     """(out [m, heads, d], dense; what `backward` needs beside it). A query without keys gets zeros."""
     if not len(q) or not len(k):
         return torch.zeros_like(q, memory_format=torch.contiguous_format), ()
-    assert len(q) == len(k) or not (how.causal or how.distant), (
-        "queries and keys have to be the same tokens here"
-    )
+    assert len(q) == len(k) or not how.distant, "queries and keys have to be the same tokens here"
     if how.bias is not None and how.distant:
         longest = len(q) // how.batch if how.segments is None else how.segments.longest
         assert longest <= longest_of(how.bias), (
@@ -482,15 +497,15 @@ def _rows_attended(q: Tensor, k: Tensor, v: Tensor, how: How, tokens: Tensor | N
 
 
 def _seen(how: How, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """The mask of rows of equal length; None where all keys are seen, or where torch is told `is_causal`
-    alone."""
+    """The mask of rows of equal length, of whose keys the queries are the last; None where all keys are seen,
+    or where torch is told `is_causal` alone, which takes them to be the first."""
     if how.mask is not None or not how.causal:
         return how.mask
-    windowed = how.window is not None and how.window < queries
-    if not windowed and how.bias is None and how.drop is None and not how.softcap:
+    windowed, before = how.window is not None and how.window < keys, keys - queries
+    if not (windowed or before) and how.bias is None and how.drop is None and not how.softcap:
         return None
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
-    return (seen.triu(1 - cast("int", how.window)) if windowed else seen)[None, None]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return (seen.triu(before + 1 - cast("int", how.window)) if windowed else seen)[None, None]
 
 
 def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -500,10 +515,52 @@ def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype is torch.bool else bias + mask
 
 
+# ------------------------------------------------------------------ ring
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Kept]:
+    out, kept = _part(how).travelling.attend(_three(q, k, v, how), how.bias, how.mask, *_hides(how, q))
+    return _by_token(out).contiguous(), kept
+
+
+def _ring_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Kept,
+    how: How,
+    dbias: Tensor | None = None,
+) -> Gradients:
+    dout, out = _by_head(how.batch, dout, out)
+    given = (dout, _three(q, k, v, how), how.bias, how.mask, *_hides(how, q), out, kept, dbias)
+    dq, dk, dv = _part(how).travelling.attend_backward(*given)
+    return _by_token(dq), _by_token(dk), _by_token(dv)
+
+
+def _part(how: How) -> Part:
+    assert how.part is not None and not how.ragged and how.drop is None, "a ring goes round with equal rows"
+    return how.part
+
+
+def _three(q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
+    q, k, v = _by_head(how.batch, q, k, v)
+    return q, k, v
+
+
+def _hides(how: How, q: Tensor) -> tuple[bool, float]:
+    """(whether later keys are hidden though no mask says so; the scale)."""
+    hidden = how.causal and how.mask is None
+    assert not hidden or how.window is None or how.window >= _part(how).rows.whole, "a mask says the window"
+    return hidden, how.scale
+
+
 _FORMS: dict[Backend, tuple[Callable[..., tuple[Tensor, Kept]], Callable[..., Gradients]]] = {
     "cudnn": (_cudnn, _cudnn_backward),
     "flash": (_flash, _flash_backward),
     "varlen": (_flash, _flash_backward),
     "triton": (_triton, _triton_backward),
     "sdpa": (_sdpa, _sdpa_backward),
+    "ring": (_ring, _ring_backward),
 }

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import How
+from petune.kernels.block.part import Heads
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.memory.op_cost import (
     attention,
@@ -21,18 +23,22 @@ from petune.kernels.memory.op_cost import (
     rope_backward,
 )
 from petune.kernels.memory.shape import BlockShape
+from petune.models.exchange import Exchanged, ExchangeKind
 
 
 @dataclass(eq=False)
 class Rotate(Step):
-    """q | k | v with q and k turned by their positions, in place."""
+    """q | k | v with q and k turned by their positions, in place. read: attention reads it, and not only what
+    is made of it for that."""
 
     raw: str
     qkv: str
     heads: int  # that are turned
+    read: bool = True
 
     def __post_init__(self) -> None:
-        self.takes, self.gives, self.keeps = (self.raw,), (self.qkv,), {self.qkv: "projections"}
+        self.takes, self.gives = (self.raw,), (self.qkv,)
+        self.keeps = {self.qkv: "projections"} if self.read else {}
         self.over = self.raw
 
     def forward(self, run: Run, v: Values) -> None:
@@ -126,7 +132,9 @@ class Attend(Step):
     """a = softmax(scale q k^T) v. sources: the one value with q | k | v, or that of q and that of k | v. how:
     which of the calls' hows.
 
-    turned: the next step back takes the gradients of q, k and v one by one.
+    turned: the next step back takes the gradients of q, k and v one by one. exchange: through which it sees
+    the tokens of other ranks. Where that gathers, q is the first columns of its source; where it trades
+    tokens for heads, heads and kv_heads are those of this rank.
     """
 
     sources: tuple[str, ...]
@@ -141,6 +149,7 @@ class Attend(Step):
     drop: int | None = None  # which of the block's dropouts is that of its probabilities
     bias: str | None = None  # what is added to the scores
     window: int | None = None  # keys that a query sees, where no mask says so
+    exchange: Exchanged | None = None
     rows = False
 
     def __post_init__(self) -> None:
@@ -152,28 +161,52 @@ class Attend(Step):
     @property
     def crosses(self) -> bool:
         """Whether the keys are those of the memory."""
-        return len(self.sources) > 1
+        return len(self.sources) > 1 and not self.gathered
 
-    def split(self, v: Values) -> tuple[Tensor, Tensor, Tensor]:
-        """Views q [m, heads, d], k and v [n, kv_heads, d]."""
+    @property
+    def gathered(self) -> bool:
+        """Whether the keys are those of all ranks, and the queries own ones."""
+        return self._kind("gather")
+
+    def _kind(self, kind: ExchangeKind) -> bool:
+        return self.exchange is not None and self.exchange.kind == kind
+
+    @property
+    def traded(self) -> Heads | None:
+        """The heads that this rank has traded tokens for."""
+        if self.exchange is None or not self.exchange.kv_heads:
+            return None
+        shares, group = self.exchange.kv_heads, self.heads // self.kv_heads
+        return Heads(sum(shares) * group, sum(shares[: self.exchange.index]) * group, self.heads)
+
+    def split(self, v: Values, seen: tuple[int, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Views q [m, heads, d], k and v [n, kv_heads, d]. seen: of a memory's rows those that are read."""
         q, *rest = (v[name].unflatten(1, (-1, self.head_dim)) for name in self.sources)
         if rest:
-            return q, *rest[0].split(self.kv_heads, 1)
+            keys = rest[0] if seen is None else rest[0][slice(*seen)]
+            return q[:, : self.heads], *keys.split(self.kv_heads, 1)
         found: tuple[Tensor, Tensor, Tensor] = q.split([self.heads, self.kv_heads, self.kv_heads], 1)
         return found
 
+    def _seen(self, run: Run) -> tuple[int, int] | None:
+        """Of the memory's rows those that are read, None for all; of a sequence's own no others are here."""
+        part = run.hows[self.how].part
+        return None if part is None or not self.crosses else part.seen
+
     def _how(self, run: Run, v: Values) -> How:
         how = run.hows[self.how]
-        return how if self.bias is None else replace(how, bias=v[self.bias])
+        if self.bias is None:
+            return how
+        return replace(how, bias=v[self.bias] if how.part is None else how.part.of(v[self.bias]))
 
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        out, v[self.lse] = attending.forward(*self.split(v), self._how(run, v))
+        out, v[self.lse] = attending.forward(*self.split(v, self._seen(run)), self._how(run, v))
         v[self.a] = out.flatten(1)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
-        a = v[self.a]
+        a, how = v[self.a], self._how(run, v)
         out = a.view(len(a), self.heads, self.head_dim)
         da = run.grads.pop(self.a).reshape(out.shape)
         dbias = None
@@ -182,8 +215,13 @@ class Attend(Step):
                 v[self.bias], dtype=torch.promote_types(v[self.bias].dtype, torch.float32)
             )
             run.give(self.bias, dbias)
-        given = (da, *self.split(v), out, v[self.lse], self._how(run, v))
+            dbias = dbias if how.part is None else how.part.of(dbias)
+        seen = self._seen(run)
+        given = (da, *self.split(v, seen), out, v[self.lse], how)
         grads = attending.backward(*given) if dbias is None else attending.backward(*given, dbias)
+        if seen is not None:
+            around = (0, 0, 0, 0, seen[0], len(v[self.sources[1]]) - seen[1])
+            grads = grads[0], F.pad(grads[1], around), F.pad(grads[2], around)
         if self.turned:
             run.grads[self.sources[0]] = grads  # type: ignore[assignment]
             return
@@ -193,38 +231,57 @@ class Attend(Step):
                 run.grads[name] = torch.cat(piece, 1).flatten(1) if len(piece) > 1 else piece[0].flatten(1)
 
     def sizes(self, shape: BlockShape) -> dict[str, int]:
-        """See Step."""
-        return {self.a: shape.queries * shape.itemsize, self.lse: 4 * shape.heads}
+        """See Step. A ring keeps the largest score and the sum of exponentials by themselves."""
+        numbers = 4 * self.heads * (1 + self._kind("ring"))
+        return {self.a: self._rows(self._queries * shape.itemsize), self.lse: self._rows(numbers)}
 
-    def _columns(self, shape: BlockShape) -> list[int]:
-        """Of each source."""
-        keys = 2 * shape.kv_heads * shape.head_dim
-        return [shape.queries + keys] if len(self.sources) == 1 else [shape.queries, keys]
+    @property
+    def _queries(self) -> int:
+        return self.heads * self.head_dim
+
+    def _rows(self, own: int) -> int:
+        """Of as many as there are for each token of which this rank has heads."""
+        return own if self.exchange is None or self.traded is None else self.exchange.whole(own)
+
+    def _columns(self) -> list[int]:
+        """Of each source, for each own token."""
+        queries, keys = self._rows(self._queries), self._rows(2 * self.kv_heads * self.head_dim)
+        if len(self.sources) == 1:
+            return [queries + keys]
+        gathered = self.exchange if self.gathered else None
+        return [queries, keys if gathered is None else gathered.whole(keys)]
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
         """See Step."""
         return {
             name: columns * shape.itemsize
-            for name, columns in zip(self.sources, self._columns(shape), strict=True)
+            for name, columns in zip(self.sources, self._columns(), strict=True)
         }
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
         """See Step. dq in float32 and a sum for each head; or, once those are gone, the gradients that are
         put side by side."""
-        sums = 4 * (shape.queries + shape.heads)
+        sums = self._rows(4 * (self._queries + self.heads))
         return sums if self.turned else max(sums, sum(self.grads(shape).values()))
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
-        heads = shape.heads, shape.kv_heads, shape.head_dim
-        yield "attention", attention(rows, sequence, *heads, self.causal, shape.itemsize, window=self.window)
+        yield (
+            "attention",
+            attention(*self._work(rows, sequence), self.causal, shape.itemsize, window=self.window),
+        )
 
     def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
         """See Step."""
-        heads = shape.heads, shape.kv_heads, shape.head_dim
+        work = self._work(rows, sequence)
         yield (
             "attention_backward",
-            attention_backward(rows, sequence, *heads, self.causal, shape.itemsize, window=self.window),
+            attention_backward(*work, self.causal, shape.itemsize, window=self.window),
         )
         if not self.turned:
-            yield "memory", rope_backward(rows, sum(self._columns(shape)), shape.itemsize)
+            yield "memory", rope_backward(rows, sum(self._columns()), shape.itemsize)
+
+    def _work(self, rows: float, sequence: float) -> tuple[float, float, int, int, int]:
+        """Tokens, those of a sequence, heads, and columns of one."""
+        times = 1.0 if self.traded is None or self.exchange is None else 1 / self.exchange.share
+        return rows * times, sequence, self.heads, self.kv_heads, self.head_dim

@@ -50,7 +50,7 @@ class Enter(_Crossing):
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
         x = v[self.x]
-        v[self.y] = x if self.connection == "whole" else _rows(run.boundaries[self.at].enter(_batch(run, x)))
+        v[self.y] = x if self.connection == "whole" else flat(run.boundaries[self.at].enter(batched(run, x)))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
@@ -59,7 +59,7 @@ class Enter(_Crossing):
         dx = (
             boundary.enter_backward(dy, own=True)
             if whole
-            else _rows(boundary.enter_backward(_batch(run, dy), own=True))
+            else flat(boundary.enter_backward(batched(run, dy), own=True))
         )
         run.give_own(self.x, dx)
 
@@ -79,22 +79,22 @@ class Leave(_Crossing):
         """See Step."""
         boundary, x = run.boundaries[self.at], v[self.x]
         whole = self.connection == "whole"
-        v[self.y] = boundary.leave(x, own=True) if whole else _rows(boundary.leave(_batch(run, x), own=True))
+        v[self.y] = boundary.leave(x, own=True) if whole else flat(boundary.leave(batched(run, x), own=True))
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
         boundary, dy = run.boundaries[self.at], run.grads.pop(self.y)
         whole = self.connection == "whole"
         run.grads[self.x] = (
-            boundary.leave_backward(dy) if whole else _rows(boundary.leave_backward(_batch(run, dy)))
+            boundary.leave_backward(dy) if whole else flat(boundary.leave_backward(batched(run, dy)))
         )
 
 
-def _batch(run: Run, x: Tensor) -> Tensor:
+def batched(run: Run, x: Tensor) -> Tensor:
     """Rows [batch * tokens, width] as [batch, tokens, width]."""
     return x.view(run.batch, len(x) // run.batch, x.shape[-1])
 
 
-def _rows(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """And back."""
     return x.flatten(0, 1)

@@ -20,6 +20,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.memory.offload import Store
 from petune.kernels.reference import wide
 from petune.models.boundary import Boundary
+from petune.models.exchange import Exchange
 from petune.models.tuned_linear import BottleneckPart, LowRank
 from petune.rng.dropout import Drop
 
@@ -39,7 +40,8 @@ class Spec:
 
     layers: of each group of the program; behind: with its bottlenecks. norms: (module, name) of each norm
     tensor. dropouts: where each probability is, which counts while training. boundaries: of the sub-layers
-    that are cut across ranks, by number. rung and tile may be changed between steps.
+    that are cut across ranks, by number. exchanges: of each attention, None where all its tokens are here.
+    rung and tile may be changed between steps.
     """
 
     program: Program
@@ -49,6 +51,7 @@ class Spec:
     ops: Ops
     behind: Sequence[nn.Module] = ()
     boundaries: Mapping[int, Boundary] = field(default_factory=dict)
+    exchanges: Sequence[Exchange | None] = ()
     rung: Rung = field(default_factory=Rung)
     tile: int | None = None
     store: Store | None = None
@@ -77,7 +80,24 @@ class Spec:
     @property
     def by_sequence(self) -> bool:
         """Whether a block is handed one rank's tokens of a sequence, of which a sub-layer reads all."""
-        return any(boundary.connection == "sequence" for boundary in self.boundaries.values())
+        return any(self.exchanges) or any(
+            boundary.connection == "sequence" for boundary in self.boundaries.values()
+        )
+
+    @property
+    def peers(self) -> Boundary | Exchange | None:
+        """What the ranks that share the block agree by; None where it is whole."""
+        return next((one for one in (*self.boundaries.values(), *self.exchanges) if one is not None), None)
+
+    @property
+    def padded(self) -> str | None:
+        """Why it computes on padding too, where there is any, or None."""
+        for step, exchange in zip(self.program.attends, self.exchanges, strict=False):
+            if exchange is not None and exchange.kind == "ring":
+                return "keys and values go round in rows of equal length"
+            if exchange is not None and step.bias is not None:
+                return "its bias of relative positions is one of whole rows where a sequence is cut"
+        return None
 
     @property
     def defers(self) -> bool:
@@ -249,8 +269,17 @@ class Call:
             norms.append((weight,) if norm.kind == "rms" else (weight, cast("Tensor", next(own))))
         norms = _shifted(norms, [norm.offset for norm in self.spec.program.norms])
         drops = [self._dropping(draw) for draw in self.draws.drops]
-        cut = {"boundaries": self.boundaries, "batch": self.hows[0].batch} if self.boundaries else {}
-        return Run(self.spec.ops, groups, norms, drops, self.hows, self.angles, bottlenecks=behind, **cut)  # type: ignore[arg-type]
+        return Run(
+            self.spec.ops,
+            groups,
+            norms,
+            drops,
+            self.hows,
+            self.angles,
+            bottlenecks=behind,
+            boundaries=self.boundaries,
+            batch=self.hows[0].batch,
+        )
 
     def _dropping(self, draw: Drop | None) -> Dropping | None:
         """`draw` as a function of a matrix and of which rows of the whole it is."""

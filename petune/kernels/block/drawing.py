@@ -49,7 +49,7 @@ def drawn(spec: Spec, parts: Parts, places: Places) -> Draws:
     def one(p: float, how: Drawing, across: bool = False) -> Drop | None:
         if not p:
             return None
-        if how.within is None:
+        if how.within is None and how.head is None:
             return draw(places.across if across else places.own, p)
         return part_of(spec, draw(places.across if across else places.within, p), how)
 
@@ -67,7 +67,10 @@ def drawn(spec: Spec, parts: Parts, places: Places) -> Draws:
 
 
 def part_of(spec: Spec, drop: Drop, how: Drawing) -> Drop:
-    """The draw for what this rank has of the features, or of the heads, inside a sub-layer that is cut."""
+    """The draw for what this rank has of the features, or of the heads, inside a sub-layer that is cut or
+    where tokens are traded for heads."""
+    if how.head is not None:
+        return drop_of_heads(drop._replace(feature=0), how.head)
     first = spec.boundaries[cast("int", how.within)].first
     if how.over == "heads":
         return drop_of_heads(drop._replace(feature=0), first // spec.program.sizes.head_dim)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import is_not
 from typing import Any, cast
 
 import torch
@@ -24,11 +25,13 @@ from petune.kernels.block.attention import Backend, How
 from petune.kernels.block.call import Call, Draws, Parts, Spec
 from petune.kernels.block.distance import by_distance, made_by
 from petune.kernels.block.drawing import Places, drawn
+from petune.kernels.block.exchange_steps import shared
 from petune.kernels.block.layout import BIAS, MASKS, MEMORY, Layout, angles_of, memory_in_autocast
 from petune.kernels.block.node import Node, forward
 from petune.kernels.configs import Rung
 from petune.log import say
 from petune.models.boundary import BoundaryHook
+from petune.models.exchange import exchange_of
 from petune.models.tuned_linear import BottleneckPart, LowRank, TunedLinear
 from petune.rng.context import running
 from petune.rng.dropout import drawing
@@ -72,8 +75,8 @@ class FusedBlock(nn.Module):
         dtype = self.spec.computes_in(device.type)
         if vars(self).get("_is_replica"):
             return "nn.DataParallel runs copies of it, whose layers it does not know"
-        if any(vars(module).get("exchange") is not None for module in self.spec.attentions):
-            return "its attention exchanges tokens with other ranks"
+        if any(map(is_not, map(exchange_of, self.spec.attentions), self.spec.exchanges)):
+            return "its attention exchanges tokens with other ranks otherwise than when it was fused"
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
             return (
                 f"autocast computes in {_short(torch.get_autocast_dtype(device.type))}, weights are"
@@ -115,6 +118,8 @@ class FusedBlock(nn.Module):
             )
         if "bias" in inputs and (reason := self._declines_bias(given.get(BIAS))) is not None:
             return reason
+        if any(self.spec.exchanges) and not running().sizes:
+            return "its sequence is not cut in this call"
         for states in (hidden, memory):
             if states is not None and states.dtype != dtype:
                 return f"hidden states are {_short(states.dtype)}, blocks compute in {_short(dtype)}"
@@ -226,7 +231,7 @@ class FusedBlock(nn.Module):
         masks: Sequence[Tensor | None] = (None, None),
     ) -> tuple[How, ...]:
         """How each attention of a call is computed. masks: of the tokens, and of the memory."""
-        return tuple(
+        found = [
             How(
                 one.causal,
                 one.scale,
@@ -239,6 +244,10 @@ class FusedBlock(nn.Module):
                 one.window,
             )
             for one, form in zip(self.spec.program.attends, forms, strict=True)
+        ]
+        return tuple(
+            how if exchange is None else shared(how, one, exchange.here())
+            for how, one, exchange in zip(found, self.spec.program.attends, self.spec.exchanges, strict=True)
         )
 
     def forms(
@@ -251,7 +260,9 @@ class FusedBlock(nn.Module):
         """The form of each attention of a call with these hidden states. masks: see `hows`."""
         chances, dense = self.spec.probabilities, bias is not None and bias.dim() == 4
         return tuple(
-            attending.choose(
+            "ring"
+            if one.exchange is not None and one.exchange.kind == "ring"
+            else attending.choose(
                 hidden.device,
                 hidden.dtype,
                 self.spec.program.sizes.head_dim,
@@ -260,9 +271,10 @@ class FusedBlock(nn.Module):
                 masked=masks[one.crosses] is not None or (dense and one.bias is not None),
                 drops=self.training and one.drop is not None and chances[one.drop] > 0,
                 plain=self.spec.ops.name == "reference",
-                keys=layout.keys if one.crosses else None,
+                keys=layout.keys if one.crosses else layout.longest if one.gathered else None,
                 window=one.window,
                 distant=one.bias is not None and not dense,
+                last=one.gathered and one.causal,
             ).backend
             for one in self.spec.program.attends
         )

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, cast
 from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
 from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
+from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
 from petune.kernels.block.linear_steps import Activated, Low, Product
 from petune.kernels.block.schedule import Schedules
 from petune.kernels.block.steps import Add, Drop, Normalize, Step
@@ -29,12 +30,14 @@ Drawn = Literal["group", "drop", "bottleneck"]  # what has a dropout of its own
 
 class Drawing(NamedTuple):
     """A draw of what drops out: of the group, dropout or bottleneck number `at`. within: the number of the
-    sub-layer, cut across ranks, inside which it is; over: what of it is one rank's part, None for nothing."""
+    sub-layer, cut across ranks, inside which it is; over: what of it is one rank's part, None for nothing.
+    head: the first head of those that this rank has traded tokens for, in whose attention it is."""
 
     kind: Drawn
     at: int
     within: int | None = None
     over: Literal["features", "heads"] | None = None
+    head: int | None = None
 
 
 @dataclass(frozen=True)
@@ -227,10 +230,12 @@ class _Build:
         self.tensors += 1 if norm.kind == "rms" else 2
         return len(self.norms) - 1, first
 
-    def drop(self, path: str, over: Literal["features", "heads"] | None = None) -> int:
-        """The place of a dropout, which is drawn now. over: see Drawing."""
+    def drop(
+        self, path: str, over: Literal["features", "heads"] | None = None, head: int | None = None
+    ) -> int:
+        """The place of a dropout, which is drawn now. over, head: see Drawing."""
         self.dropouts.append(path)
-        self.order.append(Drawing("drop", len(self.dropouts) - 1, self.within, over))
+        self.order.append(Drawing("drop", len(self.dropouts) - 1, self.within, over, head))
         return len(self.dropouts) - 1
 
     def group(self, kind: GroupKind, group: LinearGroup) -> GroupPlace:
@@ -273,7 +278,16 @@ class _Build:
 
     def attention(self, name: str, h: str, core: Attention, keep: Level | None, behind: int | None) -> str:
         """o = attention(h) W_o."""
+        sources = self.sources(name, h, core)
+        a = self.attend(name, sources, core)
+        out = self.group("out", LinearGroup((("o", core.out),)))
+        return self.linears(out, a, f"{name}.s_o", f"{name}.o", keep, "input", behind)
+
+    def sources(self, name: str, h: str, core: Attention) -> list[str]:
+        """Queries, keys and values as the linears give them, normed and turned: in one value, or those of h
+        and those of the memory."""
         sizes, sources = self.sizes, []
+        traded = core.exchange is not None and bool(core.exchange.kv_heads)  # and read so
         for at, group in enumerate(core.groups):
             roles = "".join(role for role, _ in group.members)
             reads = h if at == 0 else "memory"
@@ -281,7 +295,7 @@ class _Build:
                 self.inputs.append(reads)
             s, raw = f"{name}.s" if at == 0 else f"{name}.s_{roles}", f"{name}.{roles}"
             turned = core.rotary or core.q_norm is not None
-            kept: Level | None = None if turned and core.q_norm is None else "projections"
+            kept: Level | None = None if core.q_norm is None and (turned or traded) else "projections"
             sources.append(
                 self.linears(
                     self.group("in", group), reads, s, f"{raw}.raw" if turned else raw, kept, "projections"
@@ -295,20 +309,38 @@ class _Build:
             )
             sources = [raw]
         elif core.rotary:
-            self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads))
+            self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded))
             sources = [raw]
-        a, drop = f"{name}.a", None if core.drop is None else self.drop(core.drop, "heads")
-        shape = sizes.heads, sizes.kv_heads, sizes.head_dim
-        how = sum(isinstance(step, Attend) for step in self.steps)
+        return sources
+
+    def attend(self, name: str, sources: list[str], core: Attention) -> str:
+        """What attention gives, all heads of own tokens."""
+        sizes, exchange, a = self.sizes, core.exchange, f"{name}.a"
         assert core.scale is not None, "the scale of the scores is read off the block before"
+        how = sum(isinstance(step, Attend) for step in self.steps)
+        whole = sizes.heads, sizes.kv_heads, sizes.head_dim
+        turned, own = core.rotary or core.q_norm is not None, whole
+        kind = None if exchange is None else exchange.kind
+        if kind == "gather" and exchange is not None:
+            self.steps.append(Gather(sources[0], f"{name}.keys", *whole, how, exchange, turned))
+            sources, turned = [sources[0], f"{name}.keys"], False
+        elif kind == "ulysses" and exchange is not None:
+            self.steps.append(Trade(sources[0], f"{name}.traded", *whole, how, exchange, turned))
+            sources, turned, held = [f"{name}.traded"], False, exchange.kv_heads[exchange.index]
+            own = held * (sizes.heads // sizes.kv_heads), held, sizes.head_dim
         if core.bias is not None:
             self.inputs.append("bias")
         bias = None if core.bias is None else "bias"
-        self.steps.append(
-            Attend(tuple(sources), a, *shape, core.causal, core.scale, how, turned, drop, bias, core.window)
+        step = Attend(
+            tuple(sources), a, *own, core.causal, core.scale, how, turned, None, bias, core.window, exchange
         )
-        out = self.group("out", LinearGroup((("o", core.out),)))
-        return self.linears(out, a, f"{name}.s_o", f"{name}.o", keep, "input", behind)
+        self.steps.append(step)
+        if core.drop is not None:
+            step.drop = self.drop(core.drop, "heads", None if step.traded is None else step.traded.first)
+        if kind == "ulysses" and exchange is not None:
+            self.steps.append(TradeBack(a, f"{a}.tokens", *whole, how, exchange))
+            return f"{a}.tokens"
+        return a
 
     def mlp(self, name: str, h: str, core: Mlp, keep: Level | None, behind: int | None) -> str:
         """d = act(h W_up) W_down."""

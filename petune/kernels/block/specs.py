@@ -17,6 +17,7 @@ from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import computes, eps_of
 from petune.kernels.reference import Act
 from petune.models.boundary import boundary_of
+from petune.models.exchange import Exchange, exchange_of
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
@@ -57,6 +58,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         for sublayer in sublayers
         if isinstance(sublayer.core, Attention)
     ]
+    heads = _heads(block, sublayers, shape)
     boundaries = {
         at: boundary
         for at, one in enumerate(sublayers)
@@ -65,7 +67,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
     if any(boundary.overlapped for boundary in boundaries.values()):
         return "its communication is hidden behind its matmuls, tile by tile"
     program = compiled(
-        sublayers, Sizes(*_heads(block, sublayers, shape), act, cast("float", eps_of(norms[0][1])))
+        _exchanging(block, sublayers, heads[1]), Sizes(*heads, act, cast("float", eps_of(norms[0][1])))
     )
     spec = Spec(
         program=program,
@@ -79,6 +81,7 @@ def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops)
         behind=[block.get_submodule(path) for path in program.bottlenecks],
         attentions=attentions,
         boundaries=boundaries,
+        exchanges=[exchange_of(attention) for attention in attentions],
         ops=ops,
         arguments=tuple(inspect.signature(type(block).forward).parameters)[2:],
         carry=stack.rule.carry,
@@ -98,8 +101,9 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
     """An attention that computes something else than the table says."""
     for core in (one.core for one in sublayers if isinstance(one.core, Attention)):
         module = block.get_submodule(core.at)
-        if getattr(module, "exchange", None) is not None:
-            return "its attention exchanges tokens with other ranks"
+        exchange = exchange_of(module)
+        if exchange is not None and not isinstance(exchange, Exchange):
+            return f"its attention exchanges tokens in a way that is not known here ({_name(exchange)})"
         if core.causal and not getattr(module, "is_causal", True):
             return (
                 "its attention sees later tokens too (use_bidirectional_attention), of which its family's"
@@ -121,6 +125,23 @@ def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tup
         return queries // shape.head_dim, keys // shape.head_dim, shape.head_dim
     heads = int(getattr(block.get_submodule(core.at), core.head_counts[0]))
     return heads, heads, queries // heads
+
+
+def _exchanging(block: nn.Module, sublayers: Sequence[SubLayer], kv_heads: int) -> tuple[SubLayer, ...]:
+    """The sub-layers, with how attention sees the tokens of other ranks."""
+
+    def described(sublayer: SubLayer) -> SubLayer:
+        core = sublayer.core
+        exchange = exchange_of(block.get_submodule(core.at))
+        if not isinstance(core, Attention) or exchange is None:
+            return sublayer
+        return replace(sublayer, core=replace(core, exchange=exchange.described(kv_heads)))
+
+    return tuple(map(described, sublayers))
+
+
+def _name(exchange: Any) -> str:
+    return str(getattr(exchange, "__name__", type(exchange).__name__))
 
 
 def _distances(block: nn.Module, sublayers: Sequence[SubLayer]) -> tuple[nn.Module, str] | None:

@@ -8,7 +8,9 @@ host waits once, for the lengths.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -106,6 +108,33 @@ def paired(queries: Segments, keys: Segments) -> tuple[tuple[Tensor, Tensor], ..
         for (q, k), firsts in pairs.items()
         for both in (torch.tensor(firsts, device=device),)
     )
+
+
+def overlapping(
+    queries: Segments, keys: Segments, first: int, end: int, causal: bool
+) -> tuple[Segments, Segments, tuple[int, int]]:
+    """The segments that the queries [first, end) of all kept are in, those of the keys that they attend to,
+    and which of all keys these are.
+
+    keys: the queries' own segments, or as many of another sequence. causal: of the last segment the keys up
+    to its last query here, so that of each the queries are the last of the keys.
+    """
+    begins, others = ([*accumulate(side.lengths, initial=0)] for side in (queries, keys))
+    own = range(bisect_right(begins, first) - 1, bisect_left(begins, end)) if first < end else range(0)
+    low, high = (others[own.start], end if causal else others[own.stop]) if own else (0, 0)
+    return (
+        _stretch(queries, slice(own.start, own.stop), begins, first, end),
+        _stretch(keys, slice(own.start, own.stop), others, low, high),
+        (low, high),
+    )
+
+
+def _stretch(segments: Segments, own: slice, begins: Sequence[int], first: int, end: int) -> Segments:
+    """What of the segments `own` lies in the kept tokens [first, end). begins: of each segment its first."""
+    bounds = [min(max(begin, first), end) for begin in begins[own.start : own.stop + 1]]
+    starts = segments.starts[own.start : own.stop + 1].clamp(first, end) - first
+    lengths = tuple(stop - start for start, stop in pairwise(bounds))
+    return Segments(starts, lengths, segments._places[first:end], segments.shape)
 
 
 def from_mask(mask: Tensor, read: Tensor | None = None) -> Segments | str | None:

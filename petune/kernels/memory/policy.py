@@ -220,13 +220,14 @@ def _step(
         if vocabulary
         else ()
     )
-    passes = block_cost.forward(shape, tokens, sequence) + block_cost.backward(shape, tokens, sequence)
+    own = shape.own(tokens)
+    passes = block_cost.forward(shape, own, sequence) + block_cost.backward(shape, own, sequence)
     other = rates.seconds(head, sequence) + depth * rates.seconds(block_cost.update(shape), sequence)
     streaming = 0 if wide is None else buffers.streamed_device_bytes(shape, wide)
     return _Step(
         shape=shape,
         depth=depth,
-        tokens=tokens,
+        tokens=own,
         sequence=sequence,
         rates=rates,
         wide=wide,

@@ -111,10 +111,10 @@ class Governor:
     def _shared(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:
         """The policy; the least of theirs among ranks that share these blocks. Raises UsageError on all of
         them where one has no room."""
-        boundary = next(iter(_specs(stack)[0].boundaries.values()), None)
-        if boundary is None:
+        peers = _specs(stack)[0].peers
+        if peers is None:
             return self._policy(stack, device, tokens, longest)
-        least, problem, found = partial(boundary.least, device=device), None, None
+        least, problem, found = partial(peers.least, device=device), None, None
         try:
             found = self._policy(stack, device, tokens, longest)
         except UsageError as error:

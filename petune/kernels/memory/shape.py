@@ -121,6 +121,13 @@ class BlockShape:
             else self.linears(place)[2]
         )
 
+    def own(self, tokens: int) -> int:
+        """Of so many tokens those that a rank has, where all of the block computes on one rank's tokens."""
+        cores = [sublayer.core for sublayer in self.sublayers if isinstance(sublayer.core, Attention)]
+        exchange = next((core.exchange for core in cores if core.exchange is not None), None)
+        cut = any(sublayer.connection is not None for sublayer in self.sublayers)
+        return tokens if exchange is None or cut else exchange.own(tokens)
+
     @property
     def queries(self) -> int:
         """Columns of q, and of attention's output."""

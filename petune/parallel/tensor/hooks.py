@@ -63,8 +63,8 @@ def cross(model: nn.Module, family: Family, mesh: Mesh) -> None:
 
 
 def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group: Group = None) -> None:
-    """Say of every sub-layer that `cut` has narrowed which boundary it has. Without a group nothing can be
-    computed, only foretold."""
+    """Say of every sub-layer that `cut` has narrowed which boundary it has, and of attention on own tokens
+    which exchange. Without a group nothing can be computed, only foretold."""
     shape = family.shape(cast("Any", model).config)
     kind: type[WholeBoundary | SequenceBoundary] = (
         WholeBoundary if plan.connection == "whole" else SequenceBoundary
@@ -73,6 +73,8 @@ def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group
         for _, block in stack.numbered:
             for region in stack.rule.regions:
                 enter = child_of(block, region.enter)
+                if enter is not None and region.kind == "attention" and plan.attention == "sequence":
+                    _put_exchange(region, enter[1], plan, group, rank)
                 if enter is not None and plan.layout(region.kind) == "heads":
                     way_out = next(
                         features_of(region, plan, shape)[role]
@@ -82,12 +84,20 @@ def put_boundaries(model: nn.Module, family: Family, plan: Cut, rank: int, group
                     put_boundary(enter[1], kind(group, sum(way_out[:rank]), plan.overlap))
 
 
+def _put_exchange(region: Region, enter: nn.Module, plan: Cut, group: Group, rank: int) -> None:
+    """Say of attention on own tokens how it sees the others'."""
+    kinds: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
+    shares = plan.sequence
+    cast("Any", enter).exchange = (
+        Cross(rank, shares) if region.cross else kinds[plan.exchange](group, rank, shares)
+    )
+
+
 def _attend_across(
     block: nn.Module, region: Region, enter: nn.Module, plan: Cut, group: dist.ProcessGroup, rank: int
 ) -> None:
     """Let attention on own tokens see the others'."""
-    kinds: dict[str, Any] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
-    cast("Any", enter).exchange = Cross(rank) if region.cross else kinds[plan.exchange](group, rank)
+    _put_exchange(region, enter, plan, group, rank)
     for role in ("k", "v") if region.cross else ():
         if (found := child_of(block, region.sites[role])) is not None:
             across = Across(rank)
@@ -152,7 +162,7 @@ class Features(BoundaryHook):
 
 
 @dataclass
-class Across:
+class Across(BoundaryHook):
     """Hooks on what reads a whole encoder from a decoder cut by sequence: its tokens are the encoder's, from
     the first on."""
 
