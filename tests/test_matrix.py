@@ -154,12 +154,14 @@ KEPT = [
     MemoryConfig("input", tile=5),
 ]
 APART = ("tp", "tp-whole-vocabulary", "galaxy", "galaxy2", "shard")
+EXCHANGING = ("sp-gather", "sp-ulysses", "sp-ring", "cut")
 FUSED_BLOCKS = [
     (METHODS[at], backend, FOUR[(at + turn) % 4], (at + turn) % 4)
-    for turn, backend in enumerate(APART)
+    for plans in (APART, EXCHANGING)
+    for turn, backend in enumerate(plans)
     for at in range(4)
 ]
-EVERY_FUSED = list(product(METHODS, APART, FOUR, range(4)))
+EVERY_FUSED = list(product(METHODS, APART + EXCHANGING, FOUR, range(4)))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
@@ -183,8 +185,13 @@ def test_a_vocabulary_cut_beside_a_sequence_has_its_loss_without_logits(
     check(case(name, method, plan, steps=1, blocks=KEPT[0]))
 
 
-@pytest.mark.parametrize("backend", ["tp", "galaxy"])
-@pytest.mark.parametrize("name", ["llama-causal", "t5-seq2seq"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *product(("tp", "galaxy"), ("llama-causal", "t5-seq2seq")),
+        *(("sp-gather", "llama-causal"), ("sp-ulysses", "bart-seq2seq"), ("sp-ring", "bert-classify")),
+    ],
+)
 def test_three_steps_of_fused_blocks_cut_over_three_ranks_are_those_of_one_process(
     name: str, backend: str
 ) -> None:
@@ -196,9 +203,34 @@ def test_other_models_fused_and_cut(name: str) -> None:
     check(case(name, "lora", BACKENDS["tp"](name, 2), steps=1, passes=(3,), blocks=KEPT[2]))
 
 
+@pytest.mark.parametrize("backend", EXCHANGING[:3])
+@pytest.mark.parametrize("name", ["gemma3-causal", "mistral-causal"])
+def test_windows_of_fused_blocks_reach_over_ranks(name: str, backend: str) -> None:
+    """Gemma 3 has blocks with and without one, and norms of heads, which train here."""
+    one = case(name, "full" if name == "gemma3-causal" else "lora", BACKENDS[backend](name, 2), steps=1)
+    check(replace(one, settings=(*one.settings, ("sliding_window", 3)), blocks=KEPT[2]))
+
+
+@pytest.mark.parametrize("backend", EXCHANGING[:3])
+def test_samples_packed_in_rows_that_are_cut_do_not_see_one_another(backend: str) -> None:
+    one = case("llama-causal", "lora", BACKENDS[backend]("llama-causal", 2), steps=1, packed=True)
+    check(replace(one, blocks=KEPT[2]))
+    check(one)
+
+
+def test_padding_that_a_decoder_leaves_out_is_left_out_of_what_it_reads_across() -> None:
+    one = case("bart-seq2seq", "lora", BACKENDS["sp-gather"]("bart-seq2seq", 2), steps=1, packed=True)
+    check(replace(one, blocks=KEPT[2]))
+
+
 @pytest.mark.parametrize("composed", ["dp x tp", "dp x galaxy", "shard x tp"])
 def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
     check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), blocks=KEPT[2]))
+
+
+def test_fused_blocks_exchange_tokens_in_every_replica() -> None:
+    plan = replace(BACKENDS["sp-ulysses"]("llama-causal", 2), dp=2, shares=(3, 1))
+    check(case("llama-causal", "lora", plan, steps=1, blocks=KEPT[2]))
 
 
 @pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, HALF))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from petune.kernels.block import drawing
+from petune.kernels.block import attention as attending
+from petune.kernels.block import attention_steps, drawing, exchange_steps, part
+from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.models import attention
+from petune.models.exchange import Rows
 from petune.models.stack import Stack
 from petune.parallel import boundary, placement, runner
 from petune.parallel.collectives import (
     COPY,
+    GATHER_SEQ,
     GATHER_SHARED,
     REDUCE,
     REDUCE_SCATTER_SEQ,
@@ -35,7 +40,7 @@ from petune.parallel.collectives import (
 from petune.parallel.pipeline import schedule, stage_module
 from petune.parallel.plan import ALONE
 from petune.parallel.runner import Runner
-from petune.parallel.sequence import exchange
+from petune.parallel.sequence import exchange, ring
 from petune.parallel.tensor import hooks, shard_params, vocabulary
 from petune.rng import dropout as dropping
 from petune.rng.context import Running
@@ -173,6 +178,20 @@ def test_a_gather_before_the_same_loss_on_every_rank_does_not(backend: str, fail
     fails(cell("bert-classify", "lora", backend), hooks, "gather_shared", gather_seq, GRADIENTS)
 
 
+def _of_the_first(
+    self: hooks.StackEdges,
+    stack: Any,
+    name: str,
+    value: Any,
+    here: Running,
+    plain: Any = hooks.StackEdges.argument,
+) -> Any:
+    """A rank's arguments with the angles of the first tokens."""
+    if name == "position_embeddings":
+        return value[:, : here.sizes[self.rank]]
+    return plain(self, stack, name, value, here)
+
+
 FUSED = MemoryConfig("attention")
 
 
@@ -207,6 +226,136 @@ def test_a_fused_block_drops_out_the_features_and_heads_that_it_has(over: str, m
     monkeypatch.setattr(
         drawing, "part_of", lambda spec, drop, how: drop if how.over == over else part(spec, drop, how)
     )
+    with pytest.raises(AssertionError, match="losses of step 0"):
+        check(one)
+
+
+def _rolled(plain: Any) -> Any:
+    """What another token was to get."""
+    return lambda *given: plain(*given).roll(1, 1)
+
+
+def _behind(x: Tensor, around: tuple[int, ...]) -> Tensor:
+    """Zeros behind alone."""
+    return nn.functional.pad(x, (*around[:-2], 0, sum(around[-2:])))
+
+
+def _halved(*given: Any, plain: Any = ring.back) -> tuple[Tensor, ...]:
+    """The gradients of keys as half of what they are."""
+    dq, dk, dv = plain(*given)
+    return dq, dk / 2, dv
+
+
+TRADES = exchange.Ulysses
+# Fault: the plan, the model, what is patched by what, and which comparison sees it.
+WITHIN: dict[str, tuple[str, str, Any, str, Any, str]] = {
+    name: (*cell, *patch, match)  # type: ignore[misc]
+    for name, cell, patch, match in (
+        (
+            "gather ahead",
+            ("sp-gather", "llama-causal"),
+            (exchange, "GATHER_SEQ", GATHER_SEQ._replace(ahead=_rolled(GATHER_SEQ.ahead))),
+            LOGITS,
+        ),
+        (
+            "gather back",
+            ("sp-gather", "llama-causal"),
+            (exchange, "GATHER_SEQ", GATHER_SHARED),
+            GRADIENTS,
+        ),
+        (
+            "zeros around the keys that are seen",
+            ("sp-gather", "llama-causal"),
+            (exchange_steps, "F", SimpleNamespace(pad=_behind)),
+            GRADIENTS,
+        ),
+        (
+            "keys behind the last query",
+            ("sp-gather", "bert-classify"),
+            (exchange_steps, "overlapping", lambda *given: overlapping(*given[:-1], True)),
+            LOGITS,
+        ),
+        (
+            "the offset of queries",
+            ("sp-gather", "llama-causal"),
+            (attending, "_seen", lambda how, q, k, device: torch.ones(q, k).bool().tril()[None, None]),
+            LOGITS,
+        ),
+        (
+            "zeros around the memory that is seen",
+            ("sp-gather", "bart-seq2seq"),
+            (attention_steps, "F", SimpleNamespace(pad=_behind)),
+            GRADIENTS,
+        ),
+        ("trade", ("sp-ulysses", "llama-causal"), (TRADES, "enter", _rolled(TRADES.enter)), LOGITS),
+        (
+            "trade, on the way back",
+            ("sp-ulysses", "llama-causal"),
+            (TRADES, "enter_backward", _rolled(TRADES.enter_backward)),
+            GRADIENTS,
+        ),
+        ("trade back", ("sp-ulysses", "bert-classify"), (TRADES, "leave", _rolled(TRADES.leave)), LOGITS),
+        (
+            "trade back, on the way back",
+            ("sp-ulysses", "bert-classify"),
+            (TRADES, "leave_backward", _rolled(TRADES.leave_backward)),
+            GRADIENTS,
+        ),
+        (
+            "the heads of a bias",
+            ("sp-ulysses", "t5-seq2seq"),
+            (part, "some_heads", lambda x, whole, first, held: x[:, : min(held, x.shape[1])]),
+            LOGITS,
+        ),
+        (
+            "blocks of a ring that matter",
+            ("sp-ring", "llama-causal"),
+            (ring.Trip, "matters", lambda self, block: block == self.index),
+            LOGITS,
+        ),
+        (
+            "gradients that go round",
+            ("sp-ring", "llama-causal"),
+            (ring, "back", _halved),
+            GRADIENTS,
+        ),
+        (
+            "the rows of a mask",
+            ("sp-ring", "t5-seq2seq"),
+            (Rows, "of", lambda self, x: x if x is None or x.shape[-2] == 1 else x[..., : self.own, :]),
+            LOGITS,
+        ),
+    )
+}
+
+
+@pytest.mark.parametrize("fault", WITHIN)
+def test_what_attention_exchanges_within_a_fused_block_is_guarded(fault: str, monkeypatch: Any) -> None:
+    backend, name, owner, what, wrong, match = WITHIN[fault]
+    monkeypatch.setattr(owner, what, wrong)
+    with pytest.raises(AssertionError, match=match):
+        check(cell(name, "lora", backend, blocks=FUSED, packed=name == "bart-seq2seq"))
+
+
+def test_angles_of_a_fused_block_are_those_of_its_tokens(monkeypatch: Any) -> None:
+    monkeypatch.setattr(hooks.StackEdges, "argument", _of_the_first)
+    with pytest.raises(AssertionError, match=LOGITS):
+        check(cell("llama-causal", "lora", "sp-gather", blocks=FUSED))
+
+
+@pytest.mark.parametrize(
+    ("backend", "owner", "what", "fault"),
+    [
+        ("sp-ulysses", drawing, "part_of", lambda spec, drop, how: drop),
+        ("sp-gather", attending, "_key_tokens", lambda how, q, k: torch.arange(len(k))),
+    ],
+)
+def test_a_fused_block_that_exchanges_drops_probabilities_by_their_place(
+    backend: str, owner: Any, what: str, fault: Any, monkeypatch: Any
+) -> None:
+    one = cell("llama-causal", "lora", backend, blocks=FUSED, dropout=0.1)
+    check(one)
+    monkeypatch.setattr(owner, what, fault)
     with pytest.raises(AssertionError, match="losses of step 0"):
         check(one)
 
@@ -293,14 +442,7 @@ def test_later_tokens_are_hidden_where_no_mask_is_made(fault: str, fails: Fails)
 
 
 def test_positions_are_those_of_the_whole_sequence(fails: Fails) -> None:
-    plain = hooks.StackEdges.argument
-
-    def first(self: hooks.StackEdges, stack: Any, name: str, value: Any, here: Running) -> Any:
-        if name == "position_embeddings":
-            return value[:, : here.sizes[self.rank]]
-        return plain(self, stack, name, value, here)
-
-    fails(cell("llama-causal", "lora", "sp-gather"), hooks.StackEdges, "argument", first, LOGITS)
+    fails(cell("llama-causal", "lora", "sp-gather"), hooks.StackEdges, "argument", _of_the_first, LOGITS)
 
 
 # ------------------------------------------------------------------ stages

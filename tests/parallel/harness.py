@@ -83,6 +83,8 @@ class Case:
     steps: int = 2
     fused: bool = field(default=False, compare=False)  # single modules, on the ranks of the plan
     blocks: MemoryConfig | None = field(default=None, compare=False)  # fused blocks there, and what they keep
+    # rows are of two samples, which positions tell and no mask; a decoder beside an encoder has its own mask
+    packed: bool = False
 
     @property
     def family(self) -> str:
@@ -162,13 +164,17 @@ def collate(chosen: list[Row], case: Case) -> Batch:
         return torch.tensor([one + [fill] * (longest - len(one)) for one in lists])
 
     inputs = [row["input_ids"] for row in chosen]
-    batch = {
-        "input_ids": stacked(inputs, 0),
-        "attention_mask": stacked([[1] * len(ids) for ids in inputs], 0),
-    }
+    batch = {"input_ids": stacked(inputs, 0)}
+    if case.packed and case.task != "seq2seq":
+        ends = [(len(ids) // 3, len(ids) - len(ids) // 3) for ids in inputs]
+        batch["position_ids"] = stacked([[*range(first), *range(second)] for first, second in ends], 0)
+    else:
+        batch["attention_mask"] = stacked([[1] * len(ids) for ids in inputs], 0)
     if case.family == "bert":
         batch["token_type_ids"] = stacked([[0] * 2 + [1] * (len(ids) - 2) for ids in inputs], 0)
     labels = [row["labels"] for row in chosen]
+    if case.packed and case.task == "seq2seq":
+        batch["decoder_attention_mask"] = stacked([[1] * len(one) for one in labels], 0)
     batch["labels"] = torch.tensor(labels) if case.task == "classify" else stacked(labels, -100)
     return batch | {"rows": torch.tensor([row["number"] for row in chosen])}
 
@@ -379,8 +385,9 @@ def compare(found: list[Trace], expected: Trace, case: Case) -> float:
 def _read(case: Case) -> Any:
     """Which of the logits somebody reads: fused blocks leave out those of padding."""
     batch = collate(rows(case, 0)[0], case)
-    own = case.blocks is not None and case.task in ("causal", "tokens", "mlm")
-    return batch["attention_mask"].bool() if own and "attention_mask" in batch else slice(None)
+    masks = {"seq2seq": "decoder_attention_mask", "classify": ""}
+    name = masks.get(case.task, "attention_mask")
+    return batch[name].bool() if case.blocks is not None and name in batch else slice(None)
 
 
 def _assert_near(what: str, found: list[list[float]], expected: list[float], close: float) -> None:
