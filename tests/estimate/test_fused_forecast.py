@@ -221,6 +221,18 @@ def test_ranks_that_share_blocks_keep_the_same_and_hold_their_parts(plan: str, t
     assert first.peak < policy_for(sketch(recipe), ALONE, 8, "H200", H200).peak  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("exchange", ["gather", "ulysses", "ring"])
+def test_ranks_that_hold_tokens_keep_the_same_of_their_own(exchange: str, tmp_path: Path) -> None:
+    """Every rank holds whole blocks, and of what they keep a part for each of its tokens."""
+    plan = {"sp": {"sequence": [3, 1], "exchange": exchange}}
+    recipe = large(tmp_path, 4, 4096, parallel=plan)
+    told = outlook(forecast(recipe, memory=[H200 // 2, H200]), "H200")
+    first, second = told.policies
+    (alone,) = outlook(forecast(large(tmp_path, 4, 4096), memory=[H200]), "H200").policies
+    assert told.lines[0].startswith("blocks   fused") and keeps(first) == keeps(second)
+    assert second.peak < first.peak < alone.peak and second.seconds < alone.seconds / 2
+
+
 def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> None:
     settings = {"method": {"name": "side", "reduction": 4}, "device": "cuda"}
     found = forecast(recipe_of("llama-causal", tmp_path, **settings), memory=[H200])

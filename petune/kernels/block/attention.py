@@ -260,7 +260,7 @@ def _no_cudnn(device: torch.device, head_dim: int, kind: _Kind, deterministic: b
     if kind.single:
         return "cuDNN takes no rows of one token"
     if kind.last:
-        return "cuDNN takes queries to be the first of their keys' tokens"
+        return "cuDNN takes queries to be the first of the keys' tokens"
     if deterministic:
         return "cuDNN's backward pass is not deterministic"
     return None if torch.backends.cudnn.is_available() else "torch was built without cuDNN"

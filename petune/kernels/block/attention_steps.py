@@ -262,7 +262,7 @@ class Attend(Step):
         """See Step. dq in float32 and a sum for each head; or, once those are gone, the gradients that are
         put side by side."""
         sums = self._rows(4 * (self._queries + self.heads))
-        return sums if self.turned else max(sums, sum(self.grads(shape).values()))
+        return sums if self.turned else max(sums, [*self.grads(shape).values()][-1])
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""

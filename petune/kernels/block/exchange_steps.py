@@ -100,12 +100,13 @@ class Gather(_Crossing):
         return {self.y: self.exchange.whole(self._columns() * shape.itemsize)}
 
     def grads(self, shape: BlockShape) -> dict[str, int]:
-        """See Step. Turned, those of the queries are handed on as they are."""
+        """See Step. Where they are turned next, those of the queries are handed on as they are."""
         return {self.x: (self.heads * self.head_dim + self._columns()) * shape.itemsize}
 
     def beside_back(self, shape: BlockShape, there: bool) -> int:
-        """See Step. What is sent, as it lies for the others."""
-        return sum(self.sizes(shape).values())
+        """See Step. What is sent, while those of the queries are there once; then those of own keys."""
+        own = 0 if self.turned else self._columns() * shape.itemsize
+        return max(sum(self.sizes(shape).values()) - self.heads * self.head_dim * shape.itemsize, own)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from petune.kernels.block import attention as attending
 from petune.kernels.block.attention import Choice, How, choose
-from petune.kernels.block.varlen import Segments
+from petune.kernels.block.varlen import Segments, overlapping
 
 LENGTHS = (5, 1, 7, 5, 2)
 GPU = torch.device("cuda:0")
@@ -82,6 +82,41 @@ def test_forward_and_backward_are_those_of_the_formula(way: str, kv: int) -> Non
     found = attending.backward(dout, q, k, v, out, kept, how)
     for gradient, wanted in zip(found, torch.autograd.grad(expected, leaves, dout), strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-12)
+
+
+def last(whole: How, first: int, tokens: int) -> tuple[How, slice, Tensor]:
+    """How queries from `first` on of each row of so many tokens, or of all segments, attend to the keys that
+    are left to them; which keys these are, and which queries of all."""
+    if whole.segments is None:
+        own = torch.arange(whole.batch * tokens).view(whole.batch, -1)[:, first:].flatten()
+        return whole, slice(None), own
+    queries, keys, seen = overlapping(whole.segments, whole.segments, first, tokens, True)
+    return replace(whole, segments=queries, memory=keys), slice(*seen), torch.arange(first, tokens)
+
+
+LAST = {
+    "rows": How(True, 0.3, 2),
+    "a window": How(True, 0.3, 2, window=3),
+    "segments": How(True, 0.3, 1, segments_of(LENGTHS)),
+    "a window in segments": How(True, 0.3, 1, segments_of(LENGTHS), window=3),
+    "a cap": How(True, 0.3, 2, softcap=2.0),
+}
+
+
+@pytest.mark.parametrize("way", LAST)
+def test_queries_that_are_the_last_of_their_keys_attend_as_among_all(way: str) -> None:
+    whole = LAST[way]
+    tokens, total = (20, 20) if whole.segments else (10, 20)
+    how, seen, own = last(whole, 7, tokens)
+    q, k, v = split(total, 4, 2, 6)
+    dout = torch.zeros(total, 4, 6, dtype=torch.float64)
+    dout[own] = torch.randn(len(own), 4, 6, dtype=torch.float64)
+    expected, kept = attending.forward(q, k, v, whole)
+    dq, dk, dv = attending.backward(dout, q, k, v, expected, kept, whole)
+    out, kept = attending.forward(q[own], k[seen], v[seen], how)
+    found = attending.backward(dout[own], q[own], k[seen], v[seen], out, kept, how)
+    for one, other in zip((out, *found), (expected[own], dq[own], dk[seen], dv[seen]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", [How(True, 1.0, 1), How(False, 1.0, 1, segments_of(()), backend="varlen")])
@@ -179,6 +214,9 @@ def test_the_form_follows_from_device_dtype_and_call(
         ({"distant": True, "masked": True}, "sdpa", "a mask"),
         ({"capped": True}, "triton", "a soft cap"),
         ({"capped": True, "head_dim": 256}, "sdpa", "head dim 256"),
+        ({"last": True}, "flash", "the first of the keys"),
+        ({"last": True, "segmented": True}, "varlen", "unequal length"),
+        ({"last": True, "drops": True}, "sdpa", "keys on several"),
     ],
 )
 def test_what_other_families_ask_for_has_the_form_that_knows_it(
@@ -386,6 +424,27 @@ def test_fused_forms_agree_with_float32_on_a_gpu(
     wanted = (expected, *attending.backward(dout.float(), q, k, v, expected, (), wide))
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape and one.dtype == dtype
+        assert float((one.float() - other).norm() / other.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_queries_that_are_the_last_of_their_keys_agree_with_float32_on_a_gpu(
+    backend: Any, window: int | None
+) -> None:
+    lengths = (300, 1, 77, 128, 6)
+    segments = segments_of(lengths, "cuda") if backend == "varlen" else None
+    how, seen, own = last(How(True, 0.1, 4, segments, window=window), 100, 512 if segments else 128)
+    q, k, v = split(512, 8, 2, 64, BF16, "cuda")
+    given = q[own.cuda()], k[seen], v[seen]
+    dout, found, wide = torch.randn(len(own), 8, 64, device="cuda").to(BF16), [], [x.float() for x in given]
+    for form, inputs, grad in ((backend, given, dout), ("sdpa", wide, dout.float())):
+        one = replace(how, backend=form)
+        out, kept = attending.forward(*inputs, one)
+        found.append((out, *attending.backward(grad, *inputs, out, kept, one)))
+    for one, other in zip(*found, strict=True):
         assert float((one.float() - other).norm() / other.norm()) < 1e-2
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from petune.kernels.block.varlen import Segments, from_mask, from_positions, pack, unpack
+from petune.kernels.block.varlen import Segments, from_mask, from_positions, overlapping, pack, unpack
 from petune.rng.context import Running, bound_to
 from petune.rng.dropout import drop
 
@@ -85,6 +86,22 @@ def test_segments_of_one_length_are_found_together() -> None:
     found = from_positions(torch.tensor([[0, 1, 0, 0, 1, 0, 1, 2]]))
     assert found is not None
     assert [places.tolist() for places in found.by_length] == [[[0, 1], [3, 4]], [[2]], [[5, 6, 7]]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("first", "end"), [(0, 9), (0, 4), (4, 9), (2, 3), (3, 7), (8, 9), (5, 5)])
+def test_a_stretch_of_queries_keeps_the_segments_that_it_overlaps(first: int, end: int, causal: bool) -> None:
+    whole = from_mask(torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]))
+    assert isinstance(whole, Segments) and whole.places is not None
+    numbers = [0] * 3 + [1] * 2 + [2] * 4  # of the segments, token by token
+    own, keys, (low, high) = overlapping(whole, whole, first, end, causal)
+    read = [at for at, one in enumerate(numbers) if one in numbers[first:end] and not (causal and at >= end)]
+    assert [*range(low, high)] == read
+    for part, places in ((own, range(first, end)), (keys, read)):
+        lengths = Counter(numbers[at] for at in places)
+        assert part.lengths == tuple(lengths.values()) and part.shape == whole.shape
+        assert part.starts.diff().tolist() == list(part.lengths) and part.starts.dtype == torch.int32
+        assert part.tokens.tolist() == [whole.tokens[at] for at in places]
 
 
 # ------------------------------------------------------------------ across the edge

@@ -4,7 +4,7 @@ engine really holds."""
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,12 +19,14 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block import fold, linear
 from petune.kernels.block.linear import Dense
 from petune.kernels.block.packed_linear import SUMMED, Group
+from petune.kernels.block.part import Part
 from petune.kernels.block.program import Program, needs_of, of_shape
 from petune.kernels.block.steps import Run
 from petune.kernels.dispatch import Ops
 from petune.kernels.memory import buffers
 from petune.kernels.memory.block_cost import Keep
 from petune.kernels.memory.shape import BlockShape, GroupPlace, Ranks
+from petune.models.exchange import Exchanged, ExchangeKind, Rows
 from petune.models.spec import Norm, Role
 from petune.models.tuned_linear import BottleneckPart, LowRank
 from tests.kernels.shapes import BERT, GEMMA, KEEPS, LLAMA, VOCABULARY
@@ -258,7 +260,8 @@ def hollow() -> Ops:
 
 
 def hollow_attention(q: Tensor, k: Tensor, v: Tensor, how: Any) -> Any:
-    return made(q), (made(q, q.shape[0] * q.shape[1], dtype=torch.float32),)
+    numbers = 2 if how.part is not None and how.part.exchange.kind == "ring" else 1
+    return made(q), tuple(made(q, q.shape[0] * q.shape[1], dtype=torch.float32) for _ in range(numbers))
 
 
 def hollow_attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
@@ -339,6 +342,37 @@ def cut(shape: BlockShape) -> BlockShape:
     return replace(shape, described=sublayers, **own)
 
 
+def exchanging(shape: BlockShape, kind: ExchangeKind) -> BlockShape:
+    """The block on half of the tokens of a sequence, the second rank's of two."""
+    attention, *rest = shape.sublayers
+    heads = (shape.kv_heads // 2,) * 2 if kind == "ulysses" else ()
+    core = replace(attention.core, exchange=Exchanged(kind, (1, 1), 1, heads))  # type: ignore[type-var]
+    return replace(shape, described=(replace(attention, core=core), *rest))
+
+
+@dataclass(frozen=True)
+class Deaf:
+    """An exchange of two ranks with as many tokens each, of whom the other one says nothing."""
+
+    kind: ExchangeKind
+
+    def enter(self, x: Tensor, columns: Any) -> Tensor:
+        if self.kind == "gather":
+            return made(x, 1, 2 * x.shape[1], x.shape[2])
+        message = made(x)
+        found = made(x, 1, 2 * x.shape[1], x.shape[2] // 2)
+        del message
+        return found
+
+    def enter_backward(self, dy: Tensor, columns: Any) -> Tensor:
+        message = made(dy)
+        found = made(dy, 1, dy.shape[1] // 2, dy.shape[2] * (1 + (self.kind == "ulysses")))
+        del message
+        return found
+
+    leave, leave_backward = enter_backward, enter
+
+
 class Nobody:
     """A boundary whose sums are made in place."""
 
@@ -372,6 +406,13 @@ class Nobody:
         cut(BERT),
         cut(adapted(LLAMA)),
         cut(GEMMA),
+        exchanging(LLAMA, "gather"),
+        exchanging(LLAMA, "ulysses"),
+        exchanging(LLAMA, "ring"),
+        exchanging(BERT, "gather"),
+        exchanging(BERT, "ulysses"),
+        exchanging(normed(LLAMA), "gather"),
+        exchanging(normed(LLAMA), "ulysses"),
     ],
     ids=[
         "lora",
@@ -388,6 +429,8 @@ class Nobody:
         "gemma",
         "gemma, full",
         *("cut", "bert, cut", "adapter, cut", "gemma, cut"),
+        *("gather", "ulysses", "ring", "bert, gather", "bert, ulysses"),
+        *("norms of heads, gather", "norms of heads, ulysses"),
     ],
 )
 @pytest.mark.parametrize(
@@ -406,6 +449,10 @@ def test_the_tables_say_what_the_engine_holds(
     tokens = 8192
     program, run, needs = engine(shape, hollow())
     run.boundaries = {0: Nobody(), 1: Nobody()}  # type: ignore[dict-item]
+    attend = program.attends[0]
+    if attend.exchange is not None:
+        rows, deaf = Rows(tokens, 2 * tokens, 2 * tokens, 2 * tokens), Deaf(attend.exchange.kind)
+        run.hows = [replace(run.hows[0], part=Part(deaf, rows, attend.traded))]  # type: ignore[arg-type]
     x = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device="meta")
     with Live() as ahead:
         y, kept = fold.forward(program, run, [x], keep, tile)

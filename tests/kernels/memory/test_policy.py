@@ -18,6 +18,7 @@ from petune.kernels.memory.block_cost import A100, H200
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import GIB, WORTH, Policy, choose
 from petune.kernels.memory.shape import BlockShape, Ranks
+from petune.models.exchange import Exchanged
 from tests.kernels.shapes import BERT, LLAMA, VOCABULARY
 
 FULL = replace(LLAMA, trained=True, ranks=Ranks())
@@ -263,3 +264,16 @@ def test_ranks_that_share_blocks_keep_the_least_that_one_of_them_would() -> None
         found.rungs == (Rung("projections"), Rung("input", "input"), Rung("projections", "input"))
         and found.tile == 4096
     )
+
+
+def test_blocks_compute_on_own_tokens_and_the_head_on_all() -> None:
+    attention, mlp = LLAMA.sublayers
+    core = replace(attention.core, exchange=Exchanged("ring", (3, 1), 1))  # type: ignore[type-var]
+    shape = replace(LLAMA, described=(replace(attention, core=core), mlp))
+    assert shape.own(8192) == 2048 and LLAMA.own(8192) == 8192
+    cut = replace(shape, described=(shape.sublayers[0], replace(mlp, connection="sequence")))
+    assert cut.own(8192) == 8192, "an MLP that is cut by columns is handed all of them"
+    found = policy._step(shape, 4, 8192, 2048, 0, VOCABULARY, H200, None)
+    whole = policy._step(LLAMA, 4, 8192, 2048, 0, VOCABULARY, H200, None)
+    assert found.tokens == 2048 and found.head == whole.head
+    assert found.roofline - found.other < (whole.roofline - whole.other) / 3

@@ -500,14 +500,16 @@ class Beside:
         return [min(one, *self.theirs) for one in numbers]
 
 
-def test_where_one_rank_has_no_room_all_of_them_say_so(device: Device) -> None:
+@pytest.mark.parametrize("peers", ["boundaries", "exchanges"])
+def test_where_one_rank_has_no_room_all_of_them_say_so(peers: str, device: Device) -> None:
     made = governor()
-    made.specs[0].boundaries = {0: Beside([0])}  # type: ignore[dict-item]
+    say = (lambda one: {0: one}) if peers == "boundaries" else (lambda one: [None, one])
+    setattr(made.specs[0], peers, say(Beside([0])))
     with pytest.raises(UsageError, match="another rank"):
         made.kept(CUDA, 8192, 512)
     tight = governor(budget=0.01)
     own = Beside([1])
-    tight.specs[0].boundaries = {0: own}  # type: ignore[dict-item]
+    setattr(tight.specs[0], peers, say(own))
     with pytest.raises(UsageError, match="does not fit its memory"):
         tight.kept(CUDA, 8192, 512)
     assert own.asked == 1, "the others would wait"
