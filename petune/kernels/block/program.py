@@ -287,7 +287,8 @@ class _Build:
         """Queries, keys and values as the linears give them, normed and turned: in one value, or those of h
         and those of the memory."""
         sizes, sources = self.sizes, []
-        traded = core.exchange is not None and bool(core.exchange.kv_heads)  # and read so
+        # attention reads what is made of them, which is kept in their place
+        traded = core.exchange is not None and core.exchange.kind == "ulysses"
         for at, group in enumerate(core.groups):
             roles = "".join(role for role, _ in group.members)
             reads = h if at == 0 else "memory"
@@ -320,11 +321,11 @@ class _Build:
         how = sum(isinstance(step, Attend) for step in self.steps)
         whole = sizes.heads, sizes.kv_heads, sizes.head_dim
         turned, own = core.rotary or core.q_norm is not None, whole
-        kind = None if exchange is None else exchange.kind
-        if kind == "gather" and exchange is not None:
+        trades = exchange is not None and exchange.kind == "ulysses"
+        if exchange is not None and exchange.kind == "gather":
             self.steps.append(Gather(sources[0], f"{name}.keys", *whole, how, exchange, turned))
             sources, turned = [sources[0], f"{name}.keys"], False
-        elif kind == "ulysses" and exchange is not None:
+        elif exchange is not None and trades:
             self.steps.append(Trade(sources[0], f"{name}.traded", *whole, how, exchange, turned))
             sources, turned, held = [f"{name}.traded"], False, exchange.kv_heads[exchange.index]
             own = held * (sizes.heads // sizes.kv_heads), held, sizes.head_dim
@@ -337,10 +338,10 @@ class _Build:
         self.steps.append(step)
         if core.drop is not None:
             step.drop = self.drop(core.drop, "heads", None if step.traded is None else step.traded.first)
-        if kind == "ulysses" and exchange is not None:
-            self.steps.append(TradeBack(a, f"{a}.tokens", *whole, how, exchange))
-            return f"{a}.tokens"
-        return a
+        if exchange is None or not trades:
+            return a
+        self.steps.append(TradeBack(a, f"{a}.tokens", *whole, how, exchange))
+        return f"{a}.tokens"
 
     def mlp(self, name: str, h: str, core: Mlp, keep: Level | None, behind: int | None) -> str:
         """d = act(h W_up) W_down."""

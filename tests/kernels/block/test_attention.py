@@ -380,6 +380,11 @@ ACROSS = {f"{name} across": FUSED[name] for name in ("cudnn", "flash")} | {
         FUSED["flash"], backend="varlen", memory=segments_of((3, 2, 1, 22))
     ),
 }
+ACROSS |= {f"the last of {name}": FUSED[name] for name in ("causal flash", "windows of flash")}
+ACROSS |= {
+    f"the last of {name}": replace(FUSED[name], memory=segments_of((6, 2, 8, 9, 3)))
+    for name in ("causal varlen", "windows of varlen")
+}
 
 
 @pytest.mark.parametrize("name", [*FUSED, *ACROSS])
