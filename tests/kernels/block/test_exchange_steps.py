@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import petune
+from petune.kernels.block import attention as attending
 from petune.kernels.block import unpad
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
+from petune.kernels.block.layout import Layout
 from petune.kernels.block.program import Program, compiled, needs_of, of_shape
 from petune.kernels.fuse import fuse, fused_blocks
 from petune.kernels.memory.shape import BlockShape
@@ -116,3 +118,30 @@ def test_a_call_whose_sequence_is_not_cut_goes_to_the_own_forward() -> None:
         assert block.declines(hidden, {}) is None
     block.self_attn.exchange = Ring(None, 0, (3, 1))
     assert "otherwise than when it was fused" in block.unready(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "asked"),
+    [
+        ("llama-causal", "sp-gather", {"last": True, "keys": 9}),
+        ("bert-classify", "sp-gather", {"last": False, "keys": 9}),
+        ("llama-causal", "sp-ulysses", {"last": False, "keys": None}),
+        ("llama-causal", "sp-ring", {}),
+    ],
+)
+def test_the_form_of_attention_is_chosen_for_queries_of_one_rank(
+    name: str, backend: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, Any]] = []
+
+    def chosen(*given: Any, **settings: Any) -> Any:
+        said.append(settings)
+        return choose(*given, **settings)
+
+    choose = attending.choose
+    monkeypatch.setattr(attending, "choose", chosen)
+    model, _ = shared(name, backend)
+    block: Any = fused_blocks(model)[0]
+    (form,) = block.forms(torch.zeros(1, 6, 64), Layout(1, 9))
+    assert form == ("ring" if backend == "sp-ring" else "sdpa") and len(said) == (backend != "sp-ring")
+    assert all(asked.items() <= settings.items() for settings in said)
