@@ -410,8 +410,6 @@ class Nobody:
         exchanging(LLAMA, "ulysses"),
         exchanging(LLAMA, "ring"),
         exchanging(BERT, "gather"),
-        exchanging(BERT, "ulysses"),
-        exchanging(normed(LLAMA), "gather"),
         exchanging(normed(LLAMA), "ulysses"),
     ],
     ids=[
@@ -429,8 +427,7 @@ class Nobody:
         "gemma",
         "gemma, full",
         *("cut", "bert, cut", "adapter, cut", "gemma, cut"),
-        *("gather", "ulysses", "ring", "bert, gather", "bert, ulysses"),
-        *("norms of heads, gather", "norms of heads, ulysses"),
+        *("gather", "ulysses", "ring", "bert, gather", "norms of heads, ulysses"),
     ],
 )
 @pytest.mark.parametrize(
