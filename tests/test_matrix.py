@@ -17,11 +17,11 @@ import torch
 
 from petune.kernels.configs import MemoryConfig
 from petune.parallel import runner
-from petune.parallel.plan import ParallelPlan
+from petune.parallel.plan import ParallelPlan, Sharding
 from tests.methods.zoo import FOUR
 from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, METHODS, ROUND, SQUARE, case
 from tests.parallel.harness import Case, check
-from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, LOOPED, OVERLAPPED, VOCABULARY, pp
+from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
 
 long = pytest.mark.long
 OTHERS = (
@@ -228,8 +228,9 @@ def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
     check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), blocks=KEPT[2]))
 
 
-def test_fused_blocks_exchange_tokens_in_every_replica() -> None:
-    plan = replace(BACKENDS["sp-ulysses"]("llama-causal", 2), dp=2, shares=(3, 1))
+@pytest.mark.parametrize("sharding", [None, FSDP], ids=["whole", "sharded"])
+def test_fused_blocks_exchange_tokens_in_every_replica(sharding: Sharding | None) -> None:
+    plan = replace(BACKENDS["sp-ulysses"]("llama-causal", 2), dp=2, shares=(3, 1), sharding=sharding)
     check(case("llama-causal", "lora", plan, steps=1, blocks=KEPT[2]))
 
 
