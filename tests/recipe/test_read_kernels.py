@@ -476,7 +476,7 @@ _RECIPES = st.fixed_dictionaries(
         "base_dtype": st.sampled_from([None, "fp8"]) | _LEAVES,
         "compile": st.booleans(),
         "gradient_checkpointing": st.booleans(),
-        "parallel": st.sampled_from(["none", "dp", "tp", "pp"]),
+        "parallel": st.sampled_from(["none", "dp", "tp", "sp", "pp"]),
     },
 )
 
@@ -494,9 +494,8 @@ def test_any_settings_are_taken_or_refused_and_never_anything_else(
     assert load_recipe(recipe.resolved()).resolved() == recipe.resolved()
     kernels = recipe.kernels != "off" and not recipe.compile
     assert kernels or recipe.kernels in ("auto", "off")
-    assert (kernels and set(recipe.parallel.axes) <= {"dp"}) or (
-        recipe.memory == AUTO and recipe.base_dtype is None
-    )
+    assert (kernels and not recipe.parallel.unfused) or recipe.memory == AUTO
+    assert (kernels and not recipe.parallel.cuts_blocks) or recipe.base_dtype is None
     assert not (recipe.gradient_checkpointing and recipe.memory.keep in ("all", "projections", "attention"))
     assert (recipe.memory.keep, recipe.memory.offload) != ("input", "attention")
     assert recipe.memory.keep != "all" or recipe.memory.tile is None
