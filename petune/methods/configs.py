@@ -8,7 +8,7 @@ The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -30,10 +30,12 @@ class FullConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class LoraConfig(MethodConfig):
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + (alpha / r) B A dropout(x)."""
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + s B A dropout(x), s = alpha / r, or with rslora
+    alpha / sqrt(r)."""
 
     r: int = field(default=16, metadata={"ge": 1, "doc": "rank of the factors A [r, in] and B [out, r]"})
     alpha: float | None = field(default=None, metadata={"gt": 0, "doc": "scale numerator; default 2 r"})
+    rslora: bool = field(default=False, metadata={"doc": "the scale is alpha / sqrt(r) instead of alpha / r"})
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of A"})
     targets: str | tuple[str, ...] = field(
         default="auto",
@@ -47,11 +49,21 @@ class LoraConfig(MethodConfig):
     exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
+    @property
+    def scale(self) -> float:
+        """s, the factor of the update; rank-stabilised (Kalajdzievski 2023, arXiv:2312.03732) with rslora."""
+        return (2 * self.r if self.alpha is None else self.alpha) / self.divisor
+
+    @property
+    def divisor(self) -> float:
+        """What alpha is divided by."""
+        return math.sqrt(self.r) if self.rslora else self.r
+
 
 @dataclass(frozen=True)
 class DoraConfig(LoraConfig):
-    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + (alpha / r) B A, m a trained
-    length of each row."""
+    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + s B A, m a trained length of
+    each row."""
 
 
 @dataclass(frozen=True)
@@ -160,33 +172,34 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     for name, value in values.items():
         if name in known:
+            kind, rules = str(known[name].type), known[name].metadata
             problems += [
-                Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, known[name])
+                Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, kind, rules)
             ]
     if problems:
         raise UsageError(problems)
     return cast("MethodConfig", cast("Any", METHODS[method].config)(**values))
 
 
-def _violations(value: Any, entry: Any) -> list[str]:
-    """Why `value` cannot be the setting `entry`; empty when it can."""
-    kinds = str(entry.type)
+def _violations(value: Any, kind: str, rules: Mapping[str, Any]) -> list[str]:
+    """Why `value` cannot be a setting of a kind, as its annotation says it, and by its rules; empty when it
+    can."""
+    if value is None and "None" in kind:
+        return []
+    if kind == "bool":
+        return [] if isinstance(value, bool) else ["is not true or false"]
     if isinstance(value, bool) or value is None:
-        return (
-            []
-            if value is None and "None" in kinds
-            else ["is not a number" if "int" in kinds or "float" in kinds else "is not text"]
-        )
+        return ["is not a number" if "int" in kind or "float" in kind else "is not text"]
     number = isinstance(value, int) or (
-        isinstance(value, float) and "float" in kinds and math.isfinite(value)
+        isinstance(value, float) and "float" in kind and math.isfinite(value)
     )
-    names = isinstance(value, tuple) and "tuple" in kinds and all(isinstance(item, str) for item in value)
-    text = (isinstance(value, str) and "str" in kinds.split(" | ")) or names
-    if ("int" in kinds or "float" in kinds) and not number:
-        return ["is not a whole number" if "int" in kinds else "is not a number"]
-    if "str" in kinds and not text:
-        return ["is not a list of names" if "tuple" in kinds else "is not text"]
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    names = isinstance(value, tuple) and "tuple" in kind and all(isinstance(item, str) for item in value)
+    text = (isinstance(value, str) and "str" in kind.split(" | ")) or names
+    if ("int" in kind or "float" in kind) and not number:
+        return ["is not a whole number" if "int" in kind else "is not a number"]
+    if "str" in kind and not text:
+        return ["is not a list of names" if "tuple" in kind else "is not text"]
+    limits: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "ge": ("must be at least {}", lambda limit: bool(value >= limit)),
         "gt": ("must be above {}", lambda limit: bool(value > limit)),
         "le": ("must be at most {}", lambda limit: bool(value <= limit)),
@@ -194,9 +207,7 @@ def _violations(value: Any, entry: Any) -> list[str]:
         "choices": ("is not one of {}", lambda limit: value in limit),
     }
     return [
-        text.format(entry.metadata[rule])
-        for rule, (text, holds) in rules.items()
-        if rule in entry.metadata and not holds(entry.metadata[rule])
+        text.format(rules[rule]) for rule, (text, holds) in limits.items() if rule in rules and not holds(rules[rule])
     ]
 
 

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen linear map plus a trained one of rank r beside it.
 
-        y = W x + b + (alpha / r) * B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out,
-                                                            r] = 0
+        y = W x + b + s B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out, r] = 0
+        s = alpha / r, or alpha / sqrt(r)       rank-stabilised, Kalajdzievski 2023, arXiv:2312.03732
 
 At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the
 base's dtype; the input is cast to them and the sum back to the base's output dtype. For an embedding the
@@ -52,7 +52,7 @@ class LoraLayer(TunedLinear):
         tuned, weight = cls.of(layer), cast("Tensor", layer.weight)
         for name, value in (saved or cls._draw(layer, config.r)).items():
             setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
-        tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
+        tuned.scale = config.scale
         tuned.dropout = config.dropout
         return tuned
 

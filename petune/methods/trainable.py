@@ -104,7 +104,9 @@ def describe(model: nn.Module) -> str:
     record = tuning(model)
     trained, total = count_parameters(model)
     settings = ", ".join(
-        f"{name}={value}" for name, value in asdict(record.config).items() if value not in ("auto", (), None)
+        f"{name}={value}"
+        for name, value in asdict(record.config).items()
+        if value is not False and value not in ("auto", (), None)
     )
     return f"{record.method}({settings}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"
 

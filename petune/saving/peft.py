@@ -205,6 +205,7 @@ def to_peft(
             "modules_to_save": _shortest(heads, map(plain_name, names)) or None,
             "r": r,
             "use_dora": type(record.config) is _METHODS[True][0],
+            "use_rslora": record.config.rslora,
             "rank_pattern": {name: rank for name, (rank, _) in sizes.items() if rank != r},
             "alpha_pattern": {name: _number(own) for name, (_, own) in sizes.items() if own != alpha},
             "target_modules": _shortest(
@@ -252,10 +253,11 @@ def _task(model: nn.Module, frozen: Iterable[str]) -> str | None:
 
 def _alpha(layer: LoraLayer, config: LoraConfig) -> float:
     """The alpha that gives this layer's scale again, bit by bit."""
-    rank, scale = layer.lora_A.shape[0], layer.scale
+    own, scale = replace(config, r=layer.lora_A.shape[0]), layer.scale
     stated = config.alpha if config.alpha is not None else 2 * config.r
-    near = [float(stated), scale * rank, *(math.nextafter(scale * rank, end) for end in (0.0, math.inf))]
-    return next((alpha for alpha in near if alpha / rank == scale), near[1])
+    about = scale * own.divisor
+    near = [float(stated), about, *(math.nextafter(about, end) for end in (0.0, math.inf))]
+    return next((alpha for alpha in near if replace(own, alpha=alpha).scale == scale), near[1])
 
 
 def _number(value: float) -> float | int:
@@ -488,13 +490,12 @@ def _is_named(name: str, entries: Any) -> bool:
 
 
 def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
-    """Rank and alpha of one module after its patterns. rsLoRA divides by the root of the rank: the same as an
-    alpha that much larger."""
+    """Rank and alpha of one module after its patterns."""
     r = _by_pattern(name, config.get("rank_pattern") or {}, config.get("r", 8))
     alpha = _by_pattern(name, config.get("alpha_pattern") or {}, config.get("lora_alpha", 8))
-    scale = math.sqrt(r) if config.get("use_rslora") else 1
     kind, _ = _METHODS[bool(config.get("use_dora"))]
-    return kind(r=r, alpha=alpha * scale, dropout=float(config.get("lora_dropout") or 0.0))
+    dropout, rslora = float(config.get("lora_dropout") or 0.0), bool(config.get("use_rslora"))
+    return kind(r=r, alpha=alpha, rslora=rslora, dropout=dropout)
 
 
 def _by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:
