@@ -47,6 +47,24 @@ class LoraConfig(MethodConfig):
         },
     )
     exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
+    layers: tuple[int, ...] | None = field(
+        default=None, metadata={"ge": 0, "doc": "numbers of the blocks to tune; null: all of them"}
+    )
+    rank_pattern: Mapping[str, int] = field(
+        default_factory=dict, hash=False, metadata={"ge": 1, "doc": "role or name suffix: an r of its own"}
+    )
+    alpha_pattern: Mapping[str, float] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"gt": 0, "doc": "role or name suffix: an alpha of its own"},
+    )
+    bias: str = field(
+        default="none",
+        metadata={
+            "choices": ("none", "all", "lora"),
+            "doc": "biases of the base that train: none, all, or lora for those of tuned layers",
+        },
+    )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
     @property
@@ -188,11 +206,18 @@ def _violations(value: Any, kind: str, rules: Mapping[str, Any]) -> list[str]:
         return []
     if kind == "bool":
         return [] if isinstance(value, bool) else ["is not true or false"]
+    if kind.startswith("Mapping[str, "):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            return ["is not a mapping of names to numbers"]
+        inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
+        return [why for one in value.values() for why in _violations(one, inner, rules)][:1]
+    if kind.startswith("tuple[int"):
+        if not isinstance(value, tuple):
+            return ["is not a list of whole numbers"]
+        return [why for one in value for why in _violations(one, "int", rules)][:1]
     if isinstance(value, bool) or value is None:
         return ["is not a number" if "int" in kind or "float" in kind else "is not text"]
-    number = isinstance(value, int) or (
-        isinstance(value, float) and "float" in kind and math.isfinite(value)
-    )
+    number = isinstance(value, int) or (isinstance(value, float) and "float" in kind and math.isfinite(value))
     names = isinstance(value, tuple) and "tuple" in kind and all(isinstance(item, str) for item in value)
     text = (isinstance(value, str) and "str" in kind.split(" | ")) or names
     if ("int" in kind or "float" in kind) and not number:
@@ -206,9 +231,8 @@ def _violations(value: Any, kind: str, rules: Mapping[str, Any]) -> list[str]:
         "lt": ("must be below {}", lambda limit: bool(value < limit)),
         "choices": ("is not one of {}", lambda limit: value in limit),
     }
-    return [
-        text.format(rules[rule]) for rule, (text, holds) in limits.items() if rule in rules and not holds(rules[rule])
-    ]
+    broken = [rule for rule, (_, holds) in limits.items() if rule in rules and not holds(rules[rule])]
+    return [limits[rule][0].format(rules[rule]) for rule in broken]
 
 
 def _did_you_mean(name: str, valid: Any) -> str | None:

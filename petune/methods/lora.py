@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -21,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
 from petune.methods.configs import LoraConfig, name_of
-from petune.methods.targets import select_layers
+from petune.methods.targets import by_layer, in_blocks, select_layers
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 
@@ -177,6 +178,8 @@ def apply(
     one in `forms`."""
     method = name_of(config)
     layers = select_layers(model, family, config.targets, config.exclude, also_train)
+    if config.layers is not None:
+        layers = in_blocks(layers, config.layers)
     wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in forms}
     if wrong:
         name = next(iter(wrong))
@@ -189,8 +192,11 @@ def apply(
     if not layers:
         raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
     _refuse_unreached(model, layers)
+    ranks = by_layer(model, family, layers, config.rank_pattern, "rank_pattern")
+    alphas = by_layer(model, family, layers, config.alpha_pattern, "alpha_pattern")
     for name, layer in layers.items():
-        model.set_submodule(name, forms[type(layer)].around(layer, config))
+        own = replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
+        model.set_submodule(name, forms[type(layer)].around(layer, own))
 
 
 def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

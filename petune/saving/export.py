@@ -35,10 +35,11 @@ from petune.files.safetensors import (
 )
 from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
-from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
+from petune.methods.configs import METHODS, LoraConfig, MethodConfig, method_of, name_of
 from petune.methods.merging import warn_of_quantised
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
+from petune.methods.trainable import base_biases
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
@@ -347,6 +348,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     }
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
+    heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
     if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
@@ -355,8 +357,9 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         model.set_submodule(
             full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]})
         )
-    config = record.config if record else adapter.config
-    remember(model, Tuning(name_of(config), config, family_name(model), also_train))
+    config = cast("LoraConfig", record.config if record else adapter.config)
+    biases = base_biases(model, config.bias, also_train)
+    remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
     _fill(heads, state)
 
 

@@ -58,15 +58,16 @@ def refuse_merged(model: nn.Module) -> None:
 
 def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:
     """Every parameter and persistent buffer of the base by base name: what is tuned, in `heads`, or tied to
-    either is left out."""
+    either is left out; a bias that trains has the value it had in the base."""
     model = bare(model)
     moving = {id(value) for head in heads for value in model.get_submodule(head).parameters()}
     if is_wrapped(model):
         moving |= {id(value) for value in tuned_parameters(model).values()}
+    biases = tuning(model).biases if is_wrapped(model) else {}
     return {
-        plain_name(name): value
+        plain_name(name): biases.get(name, value)
         for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) not in moving
+        if name in biases or id(value) not in moving
     }
 
 

@@ -60,7 +60,6 @@ _TASKS = (
 _NEUTRAL: Mapping[str, Any] = {
     "alora_invocation_tokens": None,
     "arrow_config": None,
-    "bias": "none",
     "corda_config": None,
     "ensure_weight_tying": False,
     "kasa_config": None,
@@ -79,6 +78,7 @@ _NEUTRAL: Mapping[str, Any] = {
 _READ: Mapping[str, Any] = {
     "auto_mapping": None,
     "base_model_name_or_path": None,
+    "bias": "none",
     "eva_config": None,
     "exclude_modules": None,
     "fan_in_fan_out": False,
@@ -105,6 +105,7 @@ _READ: Mapping[str, Any] = {
 _WORDS, _MAYBE_TEXT = ListOf(Text()), OneOf(Text(), None)
 _KINDS: Mapping[str, Kind] = {
     "base_model_name_or_path": _MAYBE_TEXT,
+    "bias": Text(("none", "all", "lora_only")),
     "exclude_modules": OneOf(Text(), _WORDS, None),
     "fan_in_fan_out": OneOf(Truth(), None),
     "inference_mode": OneOf(Truth(), None),
@@ -146,6 +147,7 @@ _METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {
 _MAGNITUDE = "lora_magnitude_vector"
 _ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", _MAGNITUDE: _MAGNITUDE}
 _ENDS_OF_EMBEDDING = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+_BIAS = "base_layer.bias"  # of a tuned layer, where it trains
 _INERT = {"runtime_config"}  # how it is run, not what it computes
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base's weights alone
 _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and save that"
@@ -154,12 +156,13 @@ _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and sav
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA folder in petune's words: the whole config, each layer's own and the forms of their classes,
-    what is trained whole, tensors by base-model name."""
+    what is trained whole, single biases that are trained, tensors by base-model name."""
 
     config: LoraConfig
     layers: Mapping[str, LoraConfig]
     forms: Layers
     also_train: tuple[str, ...]
+    biases: tuple[str, ...]
     state: Mapping[str, Tensor]
 
 
@@ -195,6 +198,7 @@ def to_peft(
                 else {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
             ),
             "base_model_name_or_path": base_model,
+            "bias": "lora_only" if record.config.bias == "lora" else record.config.bias,
             "fan_in_fan_out": (
                 0
                 < columns
@@ -221,7 +225,7 @@ def _to_key(name: str, layers: Mapping[str, LoraLayer]) -> str:
     module, _, own = name.rpartition(".")
     if module not in layers:
         return name
-    return f"{module}.{_ends(isinstance(layers[module], LoraEmbedding))[own]}"
+    return f"{module}.{_BIAS if own == 'bias' else _ends(isinstance(layers[module], LoraEmbedding))[own]}"
 
 
 def _ends(embedding: bool) -> Mapping[str, str]:
@@ -314,16 +318,46 @@ def from_peft(
         whole = {f"{head}.{name}": tuple(value.shape) for name, value in modules[head].named_parameters()}
         shapes |= whole
         wanted |= {key: (key, shape) for key, shape in whole.items()}
+    biases = _biases(modules, layers, heads, config.get("bias") or "none")
+    wanted |= {key: (name, tuple(own[name].shape)) for key, name in biases.items()}
+    shapes |= {key: tuple(own[name].shape) for key, name in biases.items()}
     given = {
-        key: value for key, value in given.items() if key in wanted or not _repeats_base(key, value, own)
+        key: value for key, value in given.items() if key in wanted or not _repeats(key, value, own, given)
     }
     check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
     _refuse_untied(base, heads, given, folder)
-    alpha = _own_config("", config)
-    whole_config = replace(alpha, targets=tuple(layers), also_train=heads)
-    return Adapter(
-        whole_config, layers, forms, heads, {wanted[key][0]: value for key, value in given.items()}
+    state = {wanted[key][0]: value for key, value in given.items()}
+    settings = _settings(config, layers, heads, bool(biases))
+    return Adapter(settings, layers, forms, heads, tuple(biases.values()), state)
+
+
+def _settings(
+    config: Mapping[str, Any], layers: Mapping[str, LoraConfig], heads: tuple[str, ...], biases: bool
+) -> LoraConfig:
+    """The settings of all layers, in which every layer and what is its own is named in full."""
+    whole = replace(_own_config("", config), targets=tuple(layers), also_train=heads)
+    return replace(
+        whole,
+        rank_pattern={name: own.r for name, own in layers.items() if own.r != whole.r},
+        alpha_pattern={
+            name: own.alpha
+            for name, own in layers.items()
+            if own.alpha is not None and own.alpha != whole.alpha
+        },
+        bias=config["bias"].removesuffix("_only") if biases else "none",
     )
+
+
+def _biases(
+    modules: Mapping[str, nn.Module], layers: Mapping[str, LoraConfig], heads: tuple[str, ...], which: str
+) -> dict[str, str]:
+    """{key in the file: name in petune} of the single biases that train, by peft's word for them."""
+    wanted = {"none": {}, "lora_only": layers, "all": modules}[which]
+    return {
+        f"{name}.{_BIAS if name in layers else 'bias'}": f"{name}.bias"
+        for name in wanted
+        if modules[name]._parameters.get("bias") is not None and not within(name, heads)
+    }
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
@@ -526,9 +560,12 @@ def _keys(
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
 
-def _repeats_base(key: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor is only a copy of the base's own, as peft writes one for a tuned embedding."""
-    mine = own.get(key.replace(".base_layer.", "."))
+def _repeats(key: str, value: Tensor, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor is only a copy of the base's own, as peft writes one for a tuned embedding and beside
+    every bias, or of another in the file."""
+    mine = own.get(key.replace(".base_layer.", ".").replace(".original_module.", "."))
+    if ".modules_to_save." in key:
+        mine = given.get(key.replace(".modules_to_save.", "."))
     return (
         mine is not None
         and mine.shape == value.shape
