@@ -65,6 +65,10 @@ class LoraConfig(MethodConfig):
             "doc": "biases of the base that train: none, all, or lora for those of tuned layers",
         },
     )
+    lr_ratio: float | None = field(
+        default=None,
+        metadata={"gt": 0, "doc": "LoRA+: learning rate of the factors B over that of all else; null: 1"},
+    )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
     @property

@@ -30,11 +30,12 @@ from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 class LoraLayer(TunedLinear):
     """What the three LoRA layers share."""
 
-    additions: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "scale", "dropout")
+    additions: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "scale", "dropout", "lr_ratio")
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
     dropout: float
+    lr_ratio: float | None
 
     @classmethod
     def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
@@ -54,7 +55,7 @@ class LoraLayer(TunedLinear):
         for name, value in (saved or cls._draw(layer, config.r)).items():
             setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
         tuned.scale = config.scale
-        tuned.dropout = config.dropout
+        tuned.dropout, tuned.lr_ratio = config.dropout, config.lr_ratio
         return tuned
 
     @classmethod
@@ -70,6 +71,10 @@ class LoraLayer(TunedLinear):
     def tuned(self) -> dict[str, nn.Parameter]:
         """The two factors."""
         return {"lora_A": self.lora_A, "lora_B": self.lora_B}
+
+    def rates(self) -> dict[str, float]:
+        """That of B, where it has one (LoRA+, Hayou et al. 2024, arXiv:2402.12354)."""
+        return {} if self.lr_ratio is None else {"lora_B": self.lr_ratio}
 
     def delta(self) -> Tensor:
         """The update of `weight`, same shape, float32 at least."""
@@ -150,6 +155,10 @@ class LoraEmbedding(LoraLayer, nn.Embedding):
     index."""
 
     base = nn.Embedding
+
+    def rates(self) -> dict[str, float]:
+        """None: the ratio is derived for B = 0 at the start, and here it is A that is 0."""
+        return {}
 
     def delta(self) -> Tensor:
         """The update in the embedding's layout, [vocab, dim]."""

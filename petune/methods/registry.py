@@ -49,6 +49,11 @@ def wrap(
     not know, or what cannot be fused.
     """
     config = make_config(method, settings)
+    if getattr(config, "lr_ratio", None) not in (None, 1):
+        remedy = "leave it out, and give parameters named lora_B a group of their own with that rate"
+        raise UsageError(
+            "lr_ratio is a setting of recipes: here the optimizer is yours", where="lr_ratio", remedy=remedy
+        )
     settings_of_memory = make_memory(memory)
     if settings_of_memory.stream != "none":
         remedy = (

@@ -75,6 +75,16 @@ def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(first.values())
 
 
+def learning_rates(model: nn.Module) -> dict[str, float]:
+    """Learning rates over the run's, by name, of the tuned parameters that have one of their own."""
+    return {
+        f"{name}.{own}": rate
+        for name, module in tuned_modules(model)
+        for own, rate in module.rates().items()
+        if rate != 1
+    }
+
+
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer that must not move, by name, detached."""
     tuned = tuned_parameters(model)

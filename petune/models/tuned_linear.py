@@ -91,6 +91,10 @@ class TunedModule(nn.Module, ABC):
     def tuned(self) -> dict[str, nn.Parameter]:
         """What trains and is saved, by name inside this module."""
 
+    def rates(self) -> dict[str, float]:
+        """Learning rates over the run's, of those tensors of `tuned` that have one of their own."""
+        return {}
+
 
 class TunedLinear(TunedModule):
     """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer

@@ -4,6 +4,7 @@ and the files that go from one to the other and back."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,13 @@ def assert_steps_agree(
     own: dict[str, nn.Parameter],
     twins: dict[str, nn.Parameter],
     name: str,
-    groups: Any = None,
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
 ) -> None:
-    """Three steps of AdamW on the same batch give the same losses, gradients and values. groups: both sides'
-    groups of an optimizer."""
+    """Three steps on the same batch give the same losses, gradients and values. optimizers: of both sides;
+    AdamW by default."""
     ours.train(), theirs.train()
-    sides = groups or ([{"params": list(own.values())}], [{"params": list(twins.values())}])
-    optimizers = [torch.optim.AdamW(side, lr=1e-3, eps=1e-4) for side in sides]
+    sides = [list(side.values()) for side in (own, twins)]
+    optimizers = optimizers or [torch.optim.AdamW(side, lr=1e-3, eps=1e-4) for side in sides]
     start = {key: value.detach().clone() for key, value in own.items()}
     for step in range(3):
         losses = []

@@ -11,14 +11,24 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 
 import petune
 from petune.errors import UsageError
-from petune.methods import tuned_parameters, without_tuning, wrap
+from petune.methods import learning_rates, tune, tuned_parameters, without_tuning, wrap
+from petune.methods.configs import LoraConfig
 from petune.models.tuned_linear import tuned_layers
+from petune.recipe import load_recipe
+from petune.run.state import make_optimizer
 from petune.saving.export import save_merged
 from tests.methods import zoo
-from tests.methods.peft_twins import assert_close, assert_trains_as_peft
+from tests.methods.peft_twins import (
+    assert_close,
+    assert_steps_agree,
+    assert_trains_as_peft,
+    parameters_of,
+    read_by_peft,
+)
 from tests.methods.zoo import assert_same_gradients, batch, gradients, stir, tiny
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, settings_of
@@ -104,6 +114,44 @@ def test_layers_number_the_blocks_of_both_stacks() -> None:
     names = [name for name, _ in tuned_layers(model)]
     assert names and all(name.startswith(("encoder.block.1.", "decoder.block.1.")) for name in names)
     assert any("EncDecAttention" in name for name in names)
+
+
+# ---------------------------------------------------------------- LoRA+
+
+
+def test_the_factors_b_learn_faster_as_in_pefts_lora_plus(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        {"model": "m", "data": "d", "lr": 1e-3, "method": {"name": "lora", "r": 4, "lr_ratio": 8}}
+    )
+    ours = tiny("llama-causal")
+    tune(ours, recipe.method)
+    stir(ours, std=0.1)
+    petune.save(ours, tmp_path / "a")
+    theirs = read_by_peft("llama-causal", tmp_path / "a")
+    own, twins = tuned_parameters(ours), parameters_of(theirs)
+    optimizers = [
+        make_optimizer(recipe, own, learning_rates(ours)),
+        create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=8),
+    ]
+    assert sorted(group["lr"] for group in optimizers[0].param_groups) == [1e-3, 8e-3]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["eps"] = 1e-4
+    matched = dict(zip(own, twins.values(), strict=True))
+    assert all(value.shape == matched[name].shape for name, value in own.items())
+    assert_steps_agree(ours, theirs, own, matched, "llama-causal", optimizers)
+
+
+def test_only_factors_b_of_linears_have_a_rate_of_their_own() -> None:
+    model = tiny("bert-classify")
+    tune(model, LoraConfig(r=2, lr_ratio=4.0, targets=("query", "word_embeddings")))
+    assert learning_rates(model) == {
+        f"bert.encoder.layer.{block}.attention.self.query.lora_B": 4.0 for block in (0, 1)
+    }
+
+
+def test_a_ratio_of_rates_is_refused_where_the_optimizer_is_the_users() -> None:
+    with pytest.raises(UsageError, match="lr_ratio is a setting of recipes"):
+        wrap(tiny("llama-causal"), lr_ratio=16)
 
 
 # ---------------------------------------------------------------- biases
