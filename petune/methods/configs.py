@@ -65,6 +65,17 @@ class LoraConfig(MethodConfig):
             "doc": "biases of the base that train: none, all, or lora for those of tuned layers",
         },
     )
+    init: str = field(
+        default="auto",
+        metadata={
+            "choices": ("auto", "pissa"),
+            "doc": "start of the factors; auto: B A = 0; pissa: the principal components of the weight",
+        },
+    )
+    init_iterations: int | None = field(
+        default=None,
+        metadata={"ge": 1, "doc": "pissa: steps that approximate the components; null: the exact ones"},
+    )
     lr_ratio: float | None = field(
         default=None,
         metadata={"gt": 0, "doc": "LoRA+: learning rate of the factors B over that of all else; null: 1"},

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
+from petune.methods import pissa
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.targets import by_layer, in_blocks, select_layers
+from petune.models.frozen_weight import sampled
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 
@@ -30,12 +32,17 @@ from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 class LoraLayer(TunedLinear):
     """What the three LoRA layers share."""
 
-    additions: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "scale", "dropout", "lr_ratio")
+    additions: ClassVar[tuple[str, ...]] = (
+        *("lora_A", "lora_B", "scale", "dropout", "lr_ratio"),
+        *pissa.START,
+    )
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
     dropout: float
     lr_ratio: float | None
+    start_A: nn.Parameter  # these two only where it started from components of the weight
+    start_B: nn.Parameter
 
     @classmethod
     def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
@@ -56,7 +63,22 @@ class LoraLayer(TunedLinear):
             setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
         tuned.scale = config.scale
         tuned.dropout, tuned.lr_ratio = config.dropout, config.lr_ratio
+        if config.init == "pissa" and saved is None:
+            tuned._start_from_components(config.init_iterations)
         return tuned
+
+    @torch.no_grad()
+    def _start_from_components(self, iterations: int | None) -> None:
+        """Take the principal components of the weight for A and B, and leave the rest in it."""
+        weight = self.weight.to(self.lora_A.dtype)
+        self.origin = sampled(self.weight)
+        linear = weight if isinstance(self, nn.Linear) else weight.T
+        a, b = pissa.principal(linear, len(self.lora_A), iterations)
+        factors = a / math.sqrt(self.scale), b / math.sqrt(self.scale)
+        for own, start, factor in zip(("lora_A", "lora_B"), pissa.START, factors, strict=True):
+            setattr(self, own, nn.Parameter(factor.contiguous()))
+            setattr(self, start, nn.Parameter(factor.clone(), requires_grad=False))
+        self.weight = nn.Parameter((weight - self.delta()).to(self.weight.dtype), requires_grad=False)
 
     @classmethod
     def _draw(cls, layer: nn.Module, r: int) -> dict[str, Tensor]:
@@ -82,9 +104,12 @@ class LoraLayer(TunedLinear):
 
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
-        if cut == "column":
-            return {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0}
-        return {"weight": 1, "bias": "owner", "lora_A": 1, "lora_B": None}
+        a, b = (None, 0) if cut == "column" else (1, None)
+        base: dict[str, Split] = (
+            {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
+        )
+        start = dict(zip(pissa.START, (a, b), strict=True)) if pissa.has_start(self) else {}
+        return base | {"lora_A": a, "lora_B": b} | start
 
     def after_sum(self) -> nn.Module:
         """The layer itself: an update is linear."""
@@ -95,16 +120,27 @@ class LoraLayer(TunedLinear):
         return KeptFeatures(input=True, inner=self.lora_A.shape[0])
 
     def passes_by(self) -> bool:
-        """Whether the base layer's own forward is all there is to compute."""
-        return self.merged or not self.active
+        """Whether the base layer's own forward, with the weight as it is, is all there is to compute."""
+        return self.merged or not (self.active or pissa.has_start(self))
+
+    def change(self) -> Tensor:
+        """What training has changed of the base's weight."""
+        if not pissa.has_start(self):
+            return self.delta()
+        change = self.scale * (self.lora_B @ self.lora_A - self.start_B @ self.start_A)
+        return change if isinstance(self, nn.Linear) else change.T
 
     def extra_repr(self) -> str:
         """The base layer's own words and the rank."""
         return f"{super().extra_repr()}, r={self.lora_A.shape[0]}, scale={self.scale:g}"
 
     def update(self, x: Tensor) -> Tensor:
-        """scale * B A dropout(x) for x [..., in], in the factors' dtype."""
-        x = F.dropout(x.to(self.lora_A.dtype), self.dropout, self.training)
+        """scale * B A dropout(x) for x [..., in], in the factors' dtype; what was taken out of the weight,
+        while the tuning is passed by."""
+        x = x.to(self.lora_A.dtype)
+        if not self.active:
+            return F.linear(F.linear(x, self.start_A), self.start_B) * self.scale
+        x = F.dropout(x, self.dropout, self.training)
         return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
 
@@ -122,8 +158,10 @@ class LoraLinear(LoraLayer, nn.Linear):
         """Weight, bias and both factors."""
         if self.passes_by():
             return LowRank(_own(self, "weight"), _own(self, "bias"))
-        factors = _own(self, "lora_A"), _own(self, "lora_B")
-        return LowRank(_own(self, "weight"), _own(self, "bias"), *factors, self.scale, self.dropout)
+        base = _own(self, "weight"), _own(self, "bias")
+        if not self.active:
+            return LowRank(*base, _own(self, "start_A"), _own(self, "start_B"), self.scale)
+        return LowRank(*base, _own(self, "lora_A"), _own(self, "lora_B"), self.scale, self.dropout)
 
 
 def _own(layer: nn.Module, name: str) -> Any:
@@ -201,8 +239,12 @@ def apply(
     if not layers:
         raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
     _refuse_unreached(model, layers)
+    if config.init_iterations is not None and config.init != "pissa":
+        raise UsageError("init_iterations is of init: pissa", remedy="set init: pissa, or leave it out")
     ranks = by_layer(model, family, layers, config.rank_pattern, "rank_pattern")
     alphas = by_layer(model, family, layers, config.alpha_pattern, "alpha_pattern")
+    if config.init == "pissa":
+        pissa.refuse_unfit(layers, dict.fromkeys(layers, config.r) | ranks, model)
     for name, layer in layers.items():
         own = replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
         model.set_submodule(name, forms[type(layer)].around(layer, own))

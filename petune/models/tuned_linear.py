@@ -107,6 +107,8 @@ class TunedLinear(TunedModule):
     weight: Tensor
     active: bool  # False: compute what the base layer would
     merged: bool  # True: `weight` contains the tuning already
+    # values of the base's weight, as `frozen_weight.sampled` takes them, where `weight` is another
+    origin: Tensor | None = None
     base: ClassVar[type[nn.Module]]  # the class of the layer that is tuned
     # attributes, parameters and children that the base layer has not
     additions: ClassVar[tuple[str, ...]] = ()
@@ -138,7 +140,9 @@ class TunedLinear(TunedModule):
 
     def _without_additions(self, own: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: value for name, value in own.items() if name not in ("active", "merged", *self.additions)
+            name: value
+            for name, value in own.items()
+            if name not in ("active", "merged", "origin", *self.additions)
         }
 
     def low_rank(self) -> LowRank | None:
@@ -179,6 +183,10 @@ class TunedLinear(TunedModule):
     def delta(self) -> Tensor:
         """What merging adds to `weight`, same shape, float32 at least. Raises UsageError for a tuning that
         cannot be merged."""
+
+    def change(self) -> Tensor:
+        """What the tuning has changed of the base's weight, as `delta`."""
+        return self.delta()
 
     def merged_weight(self) -> Tensor:
         """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once

@@ -37,6 +37,7 @@ from petune.log import warn
 from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
 from petune.methods.configs import METHODS, LoraConfig, MethodConfig, method_of, name_of
 from petune.methods.merging import warn_of_quantised
+from petune.methods.pissa import in_difference_form
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
 from petune.methods.trainable import base_biases
@@ -44,7 +45,15 @@ from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
-from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
+from petune.saving.peft import (
+    CONFIG,
+    TENSORS,
+    check_config,
+    check_tensors,
+    from_peft,
+    settings_in_files,
+    to_peft,
+)
 from petune.saving.tuning_record import (
     Record,
     facts_of,
@@ -91,7 +100,8 @@ def save(
     record = tuning(model)
     refuse_merged(model)
     name = base_name or origin(model)
-    facts = facts_of(model, record, name, base_sha256, base_files)
+    written = replace(record, config=settings_in_files(model, record.config))
+    facts = facts_of(model, written, name, base_sha256, base_files)
 
     def fill(work: Path) -> None:
         write_record(work / RECORD, facts, _write_model(model, record.config, name, work))
@@ -141,7 +151,7 @@ def _write_model(
     if method.files == "transformers" and isinstance(model, PreTrainedModel):
         _write_hugging_face(model, model.state_dict(), work)
         return _read_whole(work)
-    tensors = _whole(model) if method.trains_base else tuned_state(model)
+    tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
         fields, keyed = to_peft(model, tensors, name)
@@ -544,7 +554,7 @@ def _rounding(layers: list[TunedLinear]) -> tuple[float, float, float]:
         for layer in layers:
             wide = torch.promote_types(layer.weight.dtype, torch.float32)
             weight, delta = layer.weight.to(wide), layer.delta().to(wide)
-            update += float(delta.norm()) ** 2
+            update += float(layer.change().norm()) ** 2
             missed += float((layer.merged_weight().to(wide) - weight - delta).norm()) ** 2
             weights += float(weight.norm()) ** 2
             spacing = torch.finfo(layer.weight.dtype).eps

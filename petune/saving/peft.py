@@ -36,8 +36,8 @@ from petune.files.json_fields import (
 )
 from petune.files.patterns import Pattern, compile_pattern
 from petune.log import say
-from petune.methods import dora, lora, tuning
-from petune.methods.configs import DoraConfig, LoraConfig
+from petune.methods import dora, lora, pissa, tuning
+from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.targets import within
 from petune.models.tuned_linear import tuned_layers
@@ -183,8 +183,7 @@ def to_peft(
     heads = tuple(plain_name(head) for head in record.also_train)
     _refuse_tied_heads(model, record.also_train)
     tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items()}
-    sizes = {name: (layer.lora_A.shape[0], _alpha(layer, record.config)) for name, layer in layers.items()}
-    (r, alpha), _ = Counter(sizes.values()).most_common(1)[0]
+    r, alpha, ranks, alphas = _sizes(layers, record.config)
     names = [name for name, _ in model.named_modules() if name]
     task = _task(model, [name for name in map(plain_name, names) if not within(name, heads)])
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
@@ -210,8 +209,8 @@ def to_peft(
             "r": r,
             "use_dora": type(record.config) is _METHODS[True][0],
             "use_rslora": record.config.rslora,
-            "rank_pattern": {name: rank for name, (rank, _) in sizes.items() if rank != r},
-            "alpha_pattern": {name: _number(own) for name, (_, own) in sizes.items() if own != alpha},
+            "rank_pattern": ranks,
+            "alpha_pattern": {name: _number(own) for name, own in alphas.items()},
             "target_modules": _shortest(
                 tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
             ),
@@ -219,6 +218,29 @@ def to_peft(
         }
     )
     return dict(sorted(config.items())), tensors
+
+
+def settings_in_files(model: nn.Module, config: MethodConfig) -> MethodConfig:
+    """`config` as files say it: a start from components is plain LoRA of twice the rank in them."""
+    if not isinstance(config, LoraConfig) or not pissa.started(model):
+        return config
+    layers = {plain_name(name): cast("LoraLayer", layer) for name, layer in tuned_layers(model)}
+    r, alpha, ranks, alphas = _sizes(layers, config)
+    sizes: dict[str, Any] = {"r": r, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+    return replace(config, init="auto", init_iterations=None, **sizes)
+
+
+def _sizes(
+    layers: Mapping[str, LoraLayer], config: LoraConfig
+) -> tuple[int, float, dict[str, int], dict[str, float]]:
+    """Rank and alpha of most layers in a file, and those of the others by name."""
+    sizes = {}
+    for name, layer in layers.items():
+        rank = len(layer.lora_A) * (2 if pissa.has_start(layer) else 1)
+        sizes[name] = rank, _alpha(layer.scale, replace(config, r=rank))
+    (r, alpha), _ = Counter(sizes.values()).most_common(1)[0]
+    ranks = {name: rank for name, (rank, _) in sizes.items() if rank != r}
+    return r, alpha, ranks, {name: own for name, (_, own) in sizes.items() if own != alpha}
 
 
 def _to_key(name: str, layers: Mapping[str, LoraLayer]) -> str:
@@ -255,10 +277,9 @@ def _task(model: nn.Module, frozen: Iterable[str]) -> str | None:
     )
 
 
-def _alpha(layer: LoraLayer, config: LoraConfig) -> float:
-    """The alpha that gives this layer's scale again, bit by bit."""
-    own, scale = replace(config, r=layer.lora_A.shape[0]), layer.scale
-    stated = config.alpha if config.alpha is not None else 2 * config.r
+def _alpha(scale: float, own: LoraConfig) -> float:
+    """The alpha that gives a layer's scale again, bit by bit. own: its settings, with its rank."""
+    stated = own.alpha if own.alpha is not None else 2 * own.r
     about = scale * own.divisor
     near = [float(stated), about, *(math.nextafter(about, end) for end in (0.0, math.inf))]
     return next((alpha for alpha in near if replace(own, alpha=alpha).scale == scale), near[1])
