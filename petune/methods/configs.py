@@ -65,6 +65,9 @@ class LoraConfig(MethodConfig):
             "doc": "biases of the base that train: none, all, or lora for those of tuned layers",
         },
     )
+    token_rows: tuple[int, ...] = field(
+        default=(), metadata={"ge": 0, "doc": "ids of tokens whose rows of the table train besides"}
+    )
     init: str = field(
         default="auto",
         metadata={

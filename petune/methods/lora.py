@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
-from petune.methods import pissa
+from petune.methods import pissa, token_rows
 from petune.methods.configs import LoraConfig, name_of
 from petune.methods.targets import by_layer, in_blocks, select_layers
 from petune.models.frozen_weight import sampled
@@ -248,6 +248,8 @@ def apply(
     for name, layer in layers.items():
         own = replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
         model.set_submodule(name, forms[type(layer)].around(layer, own))
+    if config.token_rows:
+        token_rows.apply(model, config.token_rows, also_train)
 
 
 def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

@@ -46,14 +46,18 @@ def merge(model: Model) -> Model:
     unfuse(model)
     disown_stacks(model)
     attention.leave(model)
-    for name, layer in list(tuned_layers(model)):
+    layers = list(tuned_layers(model))
+    made: dict[tuple[int, ...], nn.Parameter] = {}
+    for name, layer in layers:
         if layer.merged:
             raise UsageError(
                 "this model is inside merged_weights()", where=name, remedy="leave the block first"
             )
-        _untie(model, layer)
+        if (key := tuned_together(layer)) not in made:
+            _untie(model, layer)
+            made[key] = nn.Parameter(layer.merged_weight())
         plain = layer.plain()
-        plain.weight = nn.Parameter(layer.merged_weight())
+        plain.weight = made[key]
         model.set_submodule(name, plain)
     restore_dense(model)
     for parameter in model.parameters():
@@ -61,6 +65,12 @@ def merge(model: Model) -> Model:
     forget(model)
     _merged.add(model)
     return model
+
+
+def tuned_together(layer: TunedLinear) -> tuple[int, ...]:
+    """What tells the weight that merging makes of a layer: ends of a tie that train the same tensors stay
+    tied."""
+    return id(layer.weight), *map(id, layer.tuned().values())
 
 
 def warn_of_quantised(model: nn.Module) -> None:
@@ -109,9 +119,12 @@ def merged_weights(model: Model) -> Iterator[Model]:
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for layer in layers:
-            layer.weight = nn.Parameter(layer.merged_weight(), requires_grad=False)
-            layer.merged = True
+        keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], nn.Parameter]()
+        for key, layer in zip(keys, layers, strict=True):
+            if key not in made:
+                made[key] = nn.Parameter(layer.merged_weight(), requires_grad=False)
+        for key, layer in zip(keys, layers, strict=True):
+            layer.weight, layer.merged = made[key], True
         yield model
     finally:
         guard.remove()
@@ -146,7 +159,8 @@ def _untie(model: nn.Module, layer: TunedLinear) -> None:
     sharing = [
         module
         for module in model.modules()
-        if module is not layer and getattr(module, "weight", None) is layer.weight
+        if getattr(module, "weight", None) is layer.weight
+        and not (isinstance(module, TunedLinear) and tuned_together(module) == tuned_together(layer))
     ]
     for module in sharing:
         module.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)

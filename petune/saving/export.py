@@ -34,9 +34,18 @@ from petune.files.safetensors import (
     write_tensors,
 )
 from petune.log import warn
-from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
+from petune.methods import (
+    Tuning,
+    is_wrapped,
+    lora,
+    merged_weights,
+    token_rows,
+    tuned_names,
+    tuned_state,
+    tuning,
+)
 from petune.methods.configs import METHODS, LoraConfig, MethodConfig, method_of, name_of
-from petune.methods.merging import warn_of_quantised
+from petune.methods.merging import tuned_together, warn_of_quantised
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
@@ -356,6 +365,7 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         for name, leaves in own_names.items()
         for leaf in leaves
     }
+    wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
     heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
@@ -368,6 +378,9 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
             full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]})
         )
     config = cast("LoraConfig", record.config if record else adapter.config)
+    if config.token_rows:
+        token_rows.apply(model, config.token_rows, also_train)
+        heads |= {name: value for name, value in model.named_parameters() if name in adapter.token_rows}
     biases = base_biases(model, config.bias, also_train)
     remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
     _fill(heads, state)
@@ -576,12 +589,15 @@ def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
     """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as
     T5's does."""
     tuned = {id(layer.weight) for layer in layers}
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[object, list[str]]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         if id(value) in tuned:
-            names.setdefault(id(value), []).append(name)
-    shared = next((group for group in names.values() if len(group) > 1), None)
-    if shared is None:
+            holder = model.get_submodule(name.rpartition(".")[0])
+            key = tuned_together(holder) if isinstance(holder, TunedLinear) else ()
+            names.setdefault(id(value), {}).setdefault(key, []).append(name)
+    parted = next((ends for ends in names.values() if len(ends) > 1), {})
+    shared = [group[0] for group in parted.values()]
+    if not shared:
         return False
     fields = model.config.to_dict() | {"tie_word_embeddings": False}
     if type(model.config).from_dict(fields).tie_word_embeddings:

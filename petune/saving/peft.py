@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from petune.methods import dora, lora, pissa, tuning
 from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.targets import within
+from petune.methods.token_rows import ROWS, holders, table_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
 
@@ -70,7 +71,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "megatron_config": None,
     "monteclora_config": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -99,6 +99,7 @@ _READ: Mapping[str, Any] = {
     "revision": None,
     "target_modules": None,
     "task_type": None,
+    "trainable_token_indices": None,
     "use_dora": False,
     "use_rslora": False,
 }
@@ -122,6 +123,7 @@ _KINDS: Mapping[str, Kind] = {
     "revision": _MAYBE_TEXT,
     "target_modules": OneOf(Text(), _WORDS, None),
     "task_type": _MAYBE_TEXT,
+    "trainable_token_indices": OneOf(ListOf(Whole()), MapOf(ListOf(Whole())), None),
     "use_dora": OneOf(Truth(), None),
     "use_rslora": OneOf(Truth(), None),
 }
@@ -147,6 +149,7 @@ _METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {
 _MAGNITUDE = "lora_magnitude_vector"
 _ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", _MAGNITUDE: _MAGNITUDE}
 _ENDS_OF_EMBEDDING = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+_TOKENS = "token_adapter.trainable_tokens_delta"  # the rows themselves, for all its name
 _BIAS = "base_layer.bias"  # of a tuned layer, where it trains
 _INERT = {"runtime_config"}  # how it is run, not what it computes
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base's weights alone
@@ -156,13 +159,14 @@ _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and sav
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA folder in petune's words: the whole config, each layer's own and the forms of their classes,
-    what is trained whole, single biases that are trained, tensors by base-model name."""
+    what is trained whole, single biases and rows of the table of tokens, tensors by base-model name."""
 
     config: LoraConfig
     layers: Mapping[str, LoraConfig]
     forms: Layers
     also_train: tuple[str, ...]
     biases: tuple[str, ...]
+    token_rows: tuple[str, ...]
     state: Mapping[str, Tensor]
 
 
@@ -179,10 +183,11 @@ def to_peft(
     """
     record = tuning(model)
     assert isinstance(record.config, LoraConfig)
-    layers = {plain_name(name): cast("LoraLayer", layer) for name, layer in tuned_layers(model)}
+    layers = _layers(model)
     heads = tuple(plain_name(head) for head in record.also_train)
     _refuse_tied_heads(model, record.also_train)
-    tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items()}
+    tied = _rows_of_ties(model) if record.config.token_rows else ()
+    tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items() if name not in tied}
     r, alpha, ranks, alphas = _sizes(layers, record.config)
     names = [name for name, _ in model.named_modules() if name]
     task = _task(model, [name for name in map(plain_name, names) if not within(name, heads)])
@@ -215,6 +220,7 @@ def to_peft(
                 tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
             ),
             "task_type": task,
+            "trainable_token_indices": list(record.config.token_rows) or None,
         }
     )
     return dict(sorted(config.items())), tensors
@@ -224,7 +230,7 @@ def settings_in_files(model: nn.Module, config: MethodConfig) -> MethodConfig:
     """`config` as files say it: a start from components is plain LoRA of twice the rank in them."""
     if not isinstance(config, LoraConfig) or not pissa.started(model):
         return config
-    layers = {plain_name(name): cast("LoraLayer", layer) for name, layer in tuned_layers(model)}
+    layers = _layers(model)
     r, alpha, ranks, alphas = _sizes(layers, config)
     sizes: dict[str, Any] = {"r": r, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
     return replace(config, init="auto", init_iterations=None, **sizes)
@@ -243,8 +249,21 @@ def _sizes(
     return r, alpha, ranks, {name: own for name, (_, own) in sizes.items() if own != alpha}
 
 
+def _layers(model: nn.Module) -> dict[str, LoraLayer]:
+    found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
+    return {name: layer for name, layer in found if isinstance(layer, LoraLayer)}
+
+
+def _rows_of_ties(model: nn.Module) -> tuple[str, ...]:
+    """The names of trained rows but for the first: peft's file has them once, where tokens are looked up."""
+    names = map(plain_name, holders(model, table_of(model)))
+    return tuple(f"{name}.{ROWS}" for name in names)[1:]
+
+
 def _to_key(name: str, layers: Mapping[str, LoraLayer]) -> str:
     module, _, own = name.rpartition(".")
+    if own == ROWS and module not in layers:
+        return f"{module}.{_TOKENS}"
     if module not in layers:
         return name
     return f"{module}.{_BIAS if own == 'bias' else _ends(isinstance(layers[module], LoraEmbedding))[own]}"
@@ -339,6 +358,11 @@ def from_peft(
         whole = {f"{head}.{name}": tuple(value.shape) for name, value in modules[head].named_parameters()}
         shapes |= whole
         wanted |= {key: (key, shape) for key, shape in whole.items()}
+    ids, rows = _token_rows(base, config, folder)
+    for first in rows[:1]:
+        key = f"{first.removesuffix(ROWS)}{_TOKENS}"
+        shapes[key] = len(ids), table_of(base).embedding_dim
+        wanted[key] = first, shapes[key]
     biases = _biases(modules, layers, heads, config.get("bias") or "none")
     wanted |= {key: (name, tuple(own[name].shape)) for key, name in biases.items()}
     shapes |= {key: tuple(own[name].shape) for key, name in biases.items()}
@@ -348,8 +372,36 @@ def from_peft(
     check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
     _refuse_untied(base, heads, given, folder)
     state = {wanted[key][0]: value for key, value in given.items()}
-    settings = _settings(config, layers, heads, bool(biases))
-    return Adapter(settings, layers, forms, heads, tuple(biases.values()), state)
+    for other in rows[1:]:
+        state[other] = state[rows[0]]
+    settings = replace(_settings(config, layers, heads, bool(biases)), token_rows=ids)
+    return Adapter(settings, layers, forms, heads, tuple(biases.values()), rows, state)
+
+
+def _token_rows(
+    base: nn.Module, config: Mapping[str, Any], folder: Path
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids of tokens whose rows are trained, and the names of the rows in petune, where tokens are looked
+    up first.
+
+    Raises FileError for rows of another table.
+    """
+    given = config.get("trainable_token_indices")
+    if not given:
+        return (), ()
+    names = [plain_name(name) for name in holders(base, table_of(base))]
+    if isinstance(given, Mapping):
+        (name, ids), *others = given.items()
+        if others or not _is_named(names[0], [name]):
+            raise FileError(
+                "trains rows of another table",
+                where=f"{folder / CONFIG}  trainable_token_indices",
+                expected=names[0],
+                found=", ".join(given),
+                remedy=_FLATTEN,
+            )
+        given = ids
+    return tuple(given), tuple(f"{name}.{ROWS}" for name in names)
 
 
 def _settings(

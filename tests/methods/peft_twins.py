@@ -4,8 +4,9 @@ and the files that go from one to the other and back."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import peft
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import petune
-from petune.methods import tuned_names, tuned_parameters, tuned_state
+from petune.methods import tuned_parameters, tuned_state
 from petune.saving.peft import to_peft
 from tests.methods.zoo import batch, stir, tiny
 
@@ -41,23 +42,31 @@ def parameters_of(theirs: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def assert_trains_as_peft(name: str, folder: Path, method: str = "lora", **settings: Any) -> nn.Module:
-    """Tune a model of the zoo, stirred, and hold it against peft's reading of its files: logits, every
-    gradient, three steps of AdamW, and the way back. Returns petune's model, trained."""
-    ours = petune.wrap(tiny(name), method, **settings)
+def assert_trains_as_peft(
+    name: str,
+    folder: Path,
+    method: str = "lora",
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> nn.Module:
+    """Tune a model of the zoo, its config changed, stirred, and hold it against peft's reading of its files:
+    logits, every gradient, three steps of AdamW, and the way back. Returns petune's model, trained."""
+    ours = petune.wrap(tiny(name, **changes), method, **settings)
     stir(ours, std=0.1)
     petune.save(ours, folder / "ours")
-    theirs, inputs = read_by_peft(name, folder / "ours"), batch(name)
+    theirs, inputs = read_by_peft(name, folder / "ours", **changes), batch(name)
     own, twins = tuned_parameters(ours), parameters_of(theirs)
-    keys = dict(zip(to_peft(ours, tuned_state(ours), None)[1], tuned_names(ours), strict=True))
+    state = tuned_state(ours)
+    names = {id(value): key for key, value in state.items()}
+    keys = {key: names[id(value)] for key, value in to_peft(ours, state, None)[1].items()}
     assert twins.keys() == {key for key in keys if keys[key] in own}
-    base = tiny(name)(**inputs).logits
+    base = tiny(name, **changes)(**inputs).logits
     found, expected = ours.eval()(**inputs).logits, theirs.eval()(**inputs).logits
     assert_close(found, expected)
     assert float((found - base).detach().abs().max()) > 1e-2, "the tuning must change what is computed"
     assert_steps_agree(ours, theirs, own, {keys[key]: value for key, value in twins.items()}, name)
     theirs.save_pretrained(str(folder / "theirs"))
-    again = petune.load(tiny(name), folder / "theirs")
+    again = petune.load(tiny(name, **changes), folder / "theirs")
     state = tuned_state(again)
     assert state.keys() == tuned_state(ours).keys()
     assert all(torch.equal(state[keys[key]], value.detach()) for key, value in twins.items())
