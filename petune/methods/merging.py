@@ -9,12 +9,12 @@ tensors back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
@@ -47,7 +47,7 @@ def merge(model: Model) -> Model:
     disown_stacks(model)
     attention.leave(model)
     layers = list(tuned_layers(model))
-    made: dict[tuple[int, ...], nn.Parameter] = {}
+    made: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
     for name, layer in layers:
         if layer.merged:
             raise UsageError(
@@ -55,9 +55,10 @@ def merge(model: Model) -> Model:
             )
         if (key := tuned_together(layer)) not in made:
             _untie(model, layer)
-            made[key] = nn.Parameter(layer.merged_weight())
+            made[key] = _parameters(layer.merged_tensors())
         plain = layer.plain()
-        plain.weight = made[key]
+        for own, value in made[key].items():
+            setattr(plain, own, value)
         model.set_submodule(name, plain)
     restore_dense(model)
     for parameter in model.parameters():
@@ -65,6 +66,10 @@ def merge(model: Model) -> Model:
     forget(model)
     _merged.add(model)
     return model
+
+
+def _parameters(values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
 
 
 def tuned_together(layer: TunedLinear) -> tuple[int, ...]:
@@ -113,23 +118,26 @@ def merged_weights(model: Model) -> Iterator[Model]:
         raise UsageError(
             "this model's weights are merged already", remedy="leave the outer merged_weights() first"
         )
-    originals = [layer.weight for layer in layers]
+    originals: list[tuple[TunedLinear, dict[str, nn.Parameter | None]]] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     guard = model.register_forward_pre_hook(_refuse_training)
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], nn.Parameter]()
+        keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], Any]()
         for key, layer in zip(keys, layers, strict=True):
             if key not in made:
-                made[key] = nn.Parameter(layer.merged_weight(), requires_grad=False)
+                made[key] = _parameters(layer.merged_tensors())
         for key, layer in zip(keys, layers, strict=True):
-            layer.weight, layer.merged = made[key], True
+            originals.append((layer, {own: layer._parameters[own] for own in made[key]}))
+            layer._parameters.update(made[key])
+            layer.merged = True
         yield model
     finally:
         guard.remove()
-        for layer, weight in zip(layers, originals, strict=True):
-            layer.weight, layer.merged = weight, False
+        for layer, own in originals:
+            layer._parameters.update(own)
+            layer.merged = False
         for parameter in trained:
             parameter.requires_grad_(True)
 

@@ -194,6 +194,10 @@ class TunedLinear(TunedModule):
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
 
+    def merged_tensors(self) -> dict[str, Tensor]:
+        """The tensors of the base layer that merging replaces, by name."""
+        return {"weight": self.merged_weight()}
+
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:
     """`layer` as fused kernels compute it, or None where it is more than that (a bottleneck) or its forward

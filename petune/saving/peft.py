@@ -185,12 +185,12 @@ def to_peft(
     assert isinstance(record.config, LoraConfig)
     layers = _layers(model)
     heads = tuple(plain_name(head) for head in record.also_train)
-    _refuse_tied_heads(model, record.also_train)
+    refuse_tied_heads(model, record.also_train)
     tied = _rows_of_ties(model) if record.config.token_rows else ()
     tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items() if name not in tied}
     r, alpha, ranks, alphas = _sizes(layers, record.config)
     names = [name for name, _ in model.named_modules() if name]
-    task = _task(model, [name for name in map(plain_name, names) if not within(name, heads)])
+    task = task_type(model, [name for name in map(plain_name, names) if not within(name, heads)])
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
     config = (
         dict(_NEUTRAL)
@@ -210,13 +210,13 @@ def to_peft(
             ),
             "lora_alpha": _number(alpha),
             "lora_dropout": record.config.dropout,
-            "modules_to_save": _shortest(heads, map(plain_name, names)) or None,
+            "modules_to_save": shortest(heads, map(plain_name, names)) or None,
             "r": r,
             "use_dora": type(record.config) is _METHODS[True][0],
             "use_rslora": record.config.rslora,
             "rank_pattern": ranks,
             "alpha_pattern": {name: _number(own) for name, own in alphas.items()},
-            "target_modules": _shortest(
+            "target_modules": shortest(
                 tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
             ),
             "task_type": task,
@@ -274,7 +274,7 @@ def _ends(embedding: bool) -> Mapping[str, str]:
     return _ENDS | _ENDS_OF_EMBEDDING if embedding else _ENDS
 
 
-def _shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
+def shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
     """Names for which peft's rule (the whole name or what follows a dot) finds exactly `wanted`: sorted last
     parts, else in full."""
     leaves = {name.rpartition(".")[2] for name in wanted}
@@ -282,7 +282,7 @@ def _shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
     return sorted(leaves if hit == set(wanted) else wanted)
 
 
-def _task(model: nn.Module, frozen: Iterable[str]) -> str | None:
+def task_type(model: nn.Module, frozen: Iterable[str]) -> str | None:
     """peft's task type. One that implies a head which is not trained stays unsaid: peft would look for that
     head in the file."""
     leaves = {name.rpartition(".")[2] for name in frozen}
@@ -308,7 +308,7 @@ def _number(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
 
 
-def _refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
+def refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
     heads = tuple(heads)
     inside = {id(value): head for head in heads for value in model.get_submodule(head).parameters()}
     if not inside:
@@ -337,15 +337,15 @@ def from_peft(
     check_config(config, folder / CONFIG)
     _, forms = _METHODS[bool(config.get("use_dora"))]
     modules = {plain_name(name): module for name, module in base.named_modules() if name}
-    given = _strip(tensors, modules, folder)
-    heads = tuple(name for name in modules if _is_saved_whole(name, config))
+    given = strip_wrappers(tensors, modules, folder)
+    heads = tuple(name for name in modules if is_saved_whole(name, config))
     heads = tuple(name for name in heads if not within(name, [other for other in heads if other != name]))
     ends = tuple(f".{end}" for end in (*_ENDS.values(), *_ENDS_OF_EMBEDDING.values()))
     present = {key.rpartition(".lora_")[0] for key in given if key.endswith(ends)}
     layers = {
         name: _own_config(name, config)
         for name in modules
-        if name in present or _is_target(name, config, heads)
+        if name in present or is_target(name, config, heads)
     }
     wanted = {
         key: name
@@ -367,10 +367,10 @@ def from_peft(
     wanted |= {key: (name, tuple(own[name].shape)) for key, name in biases.items()}
     shapes |= {key: tuple(own[name].shape) for key, name in biases.items()}
     given = {
-        key: value for key, value in given.items() if key in wanted or not _repeats(key, value, own, given)
+        key: value for key, value in given.items() if key in wanted or not repeats(key, value, own, given)
     }
     check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
-    _refuse_untied(base, heads, given, folder)
+    refuse_untied(base, heads, given, folder)
     state = {wanted[key][0]: value for key, value in given.items()}
     for other in rows[1:]:
         state[other] = state[rows[0]]
@@ -392,7 +392,7 @@ def _token_rows(
     names = [plain_name(name) for name in holders(base, table_of(base))]
     if isinstance(given, Mapping):
         (name, ids), *others = given.items()
-        if others or not _is_named(names[0], [name]):
+        if others or not is_named(names[0], [name]):
             raise FileError(
                 "trains rows of another table",
                 where=f"{folder / CONFIG}  trainable_token_indices",
@@ -525,7 +525,7 @@ def check_tensors(
         )
 
 
-def _strip(
+def strip_wrappers(
     tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], folder: Path
 ) -> dict[str, Tensor]:
     """Tensors by plain name: without peft's prefix, and without what torch.compile and data parallelism put
@@ -561,17 +561,17 @@ def _strip(
     return plain
 
 
-def _is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
+def is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
     return any(name == entry or name.endswith("." + entry) for entry in config.get("modules_to_save") or ())
 
 
-def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:
+def is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:
     """Whether peft would tune the module `name`: its own rules for target_modules, exclude_modules and
     layers_to_transform."""
-    if within(name, heads) or _is_named(name, config.get("exclude_modules")):
+    if within(name, heads) or is_named(name, config.get("exclude_modules")):
         return False
     targets = config["target_modules"]
-    if not _is_named(name, targets):
+    if not is_named(name, targets):
         return False
     only = config.get("layers_to_transform")
     if only in (None, []) or isinstance(targets, str) or name in targets:
@@ -590,7 +590,7 @@ def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> 
     return False
 
 
-def _is_named(name: str, entries: Any) -> bool:
+def is_named(name: str, entries: Any) -> bool:
     if isinstance(entries, str):
         return _pattern(entries).fullmatch(name)
     return any(name == entry or name.endswith("." + entry) for entry in entries or ())
@@ -633,7 +633,7 @@ def _keys(
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
 
-def _repeats(key: str, value: Tensor, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
+def repeats(key: str, value: Tensor, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
     """Whether a tensor is only a copy of the base's own, as peft writes one for a tuned embedding and beside
     every bias, or of another in the file."""
     mine = own.get(key.replace(".base_layer.", ".").replace(".original_module.", "."))
@@ -646,9 +646,7 @@ def _repeats(key: str, value: Tensor, own: Mapping[str, Tensor], given: Mapping[
     )
 
 
-def _refuse_untied(
-    base: nn.Module, heads: tuple[str, ...], given: Mapping[str, Tensor], folder: Path
-) -> None:
+def refuse_untied(base: nn.Module, heads: tuple[str, ...], given: Mapping[str, Tensor], folder: Path) -> None:
     """peft trains a copy of a tied module; here it would drag the other end along, unless the file holds both
     ends, equal."""
     inside = {
