@@ -103,6 +103,19 @@ class DoraConfig(LoraConfig):
 
 
 @dataclass(frozen=True)
+class Ia3Config(MethodConfig):
+    """(IA)^3 (Liu et al. 2022, arXiv:2205.05638): learned scales, y = l * (W x + b), or W (l * x) + b."""
+
+    targets: str | tuple[str, ...] = field(
+        default=("k", "v", "down"), metadata={"doc": "as for lora; by default the paper's"}
+    )
+    inputs: str | tuple[str, ...] = field(
+        default=("down",), metadata={"doc": "the targets whose inputs are scaled instead of their outputs"}
+    )
+    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+
+@dataclass(frozen=True)
 class AdapterConfig(MethodConfig):
     """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention
     and MLP."""
@@ -170,6 +183,7 @@ METHODS: dict[str, Method] = {
     ),
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
+    "ia3": Method(Ia3Config, "petune.methods.ia3", 3e-3, files="peft", mergeable=True),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
     "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, fusable=True, ladder=True),
 }

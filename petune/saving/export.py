@@ -44,7 +44,7 @@ from petune.methods import (
     tuned_state,
     tuning,
 )
-from petune.methods.configs import METHODS, LoraConfig, MethodConfig, method_of, name_of
+from petune.methods.configs import METHODS, Ia3Config, LoraConfig, MethodConfig, method_of, name_of
 from petune.methods.merging import tuned_together, warn_of_quantised
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import TUNED as TUNED_FOLDER
@@ -54,6 +54,7 @@ from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
+from petune.saving.ia3 import check_ia3, load_ia3, to_ia3
 from petune.saving.peft import (
     CONFIG,
     TENSORS,
@@ -163,7 +164,8 @@ def _write_model(
     tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
-        fields, keyed = to_peft(model, tensors, name)
+        to_files = to_ia3 if isinstance(config, Ia3Config) else to_peft
+        fields, keyed = to_files(model, tensors, name)
         write_tensors(work / TENSORS, keyed, {"format": "pt"})
         write_json(work / CONFIG, fields)
     else:
@@ -295,7 +297,7 @@ def _explain(folder: Path) -> None:
             remedy="check the path",
         )
     if (folder / CONFIG).is_file():
-        check_config(read_json(folder / CONFIG, links=True), folder / CONFIG)
+        _check_peft(read_json(folder / CONFIG, links=True), folder / CONFIG)
         if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
             remedy = (
                 "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
@@ -342,11 +344,23 @@ def verify(folder: Path) -> str:
     return "whole, its files compared with their hashes"
 
 
+def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
+    """Raise FileError for a config of peft's that asks for what petune does not compute."""
+    check = check_ia3 if fields.get("peft_type") == "IA3" else check_config
+    check(fields, file)
+
+
 def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
     fields = read_json(folder / CONFIG, links=True)
-    check_config(fields, folder / CONFIG)
-    adapter = from_peft(model, fields, read_tensors(folder / TENSORS, links=True), folder)
+    _check_peft(fields, folder / CONFIG)
+    tensors = read_tensors(folder / TENSORS, links=True)
+    if fields["peft_type"] == "IA3":
+        load_ia3(model, fields, tensors, folder)
+        if record is not None:
+            remember(model, replace(tuning(model), config=record.config))
+        return
+    adapter = from_peft(model, fields, tensors, folder)
     state = adapter.state
     if record is not None:
         check_tensors(

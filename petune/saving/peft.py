@@ -439,7 +439,10 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise FileError(
-            f"peft_type is {kind!r}", where=str(file), expected="LORA", remedy="load this one with peft"
+            f"peft_type is {kind!r}",
+            where=str(file),
+            expected="LORA or IA3",
+            remedy="load this one with peft",
         )
     required = ("r", "lora_alpha", "target_modules") if config.get("peft_version") is None else _WHOLE_FILE
     check_fields(config, Fields({name: _KINDS[name] for name in required}, _KINDS, others=True), file)
