@@ -75,11 +75,11 @@ class Ia3Linear(TunedLinear, nn.Linear):
         """(l - 1) W, what merging adds to the weight."""
         return (self.ia3_l - 1) * self.weight.to(self.ia3_l.dtype)
 
-    def merged_tensors(self) -> dict[str, Tensor]:
+    def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The weight, and the bias where it is scaled too."""
-        merged = super().merged_tensors()
+        merged = super().merged_tensors(dtype)
         if self.bias is not None and not self.of_inputs:
-            merged["bias"] = (self.bias.detach() * self.ia3_l.detach()[:, 0]).to(self.bias.dtype)
+            merged["bias"] = (self.bias.detach() * self.ia3_l.detach()[:, 0]).to(dtype or self.bias.dtype)
         return merged
 
     def forward(self, x: Tensor) -> Tensor:

@@ -102,13 +102,14 @@ def was_merged(model: nn.Module) -> bool:
 
 
 @contextmanager
-def merged_weights(model: Model) -> Iterator[Model]:
+def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[Model]:
     """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on
     exceptions too.
 
         >>> with petune.merged_weights(model), torch.no_grad():
         ...     logits = model(input_ids=torch.tensor([[9, 10, 11]])).logits
 
+    dtype: of the merged tensors alone; the base's by default, without which the model cannot compute.
     Training inside raises UsageError at the first forward in train mode, and nothing requires gradients.
     Raises UsageError for adapter and side, and when already inside.
     """
@@ -127,7 +128,7 @@ def merged_weights(model: Model) -> Iterator[Model]:
         keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], Any]()
         for key, layer in zip(keys, layers, strict=True):
             if key not in made:
-                made[key] = _parameters(layer.merged_tensors())
+                made[key] = _parameters(layer.merged_tensors(dtype))
         for key, layer in zip(keys, layers, strict=True):
             originals.append((layer, {own: layer._parameters[own] for own in made[key]}))
             layer._parameters.update(made[key])

@@ -60,10 +60,10 @@ class RowLayer(TunedLinear):
         at = self.at(wide)
         return torch.zeros_like(wide).index_copy(0, at, self.rows - wide[at])
 
-    def merged_weight(self) -> Tensor:
+    def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The table with the rows in it, rounded once."""
-        rows = self.rows.detach().to(self.weight.dtype)
-        return self.weight.detach().index_copy(0, self.at(rows), rows)
+        rows = self.rows.detach().to(dtype or self.weight.dtype)
+        return self.weight.detach().to(rows.dtype).index_copy(0, self.at(rows), rows)
 
     def at(self, near: Tensor) -> Tensor:
         """The ids on the device of a tensor."""

@@ -188,15 +188,16 @@ class TunedLinear(TunedModule):
         """What the tuning has changed of the base's weight, as `delta`."""
         return self.delta()
 
-    def merged_weight(self) -> Tensor:
+    def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once
-        to the base's dtype."""
+        to `dtype`, the base's own by default."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
+        merged = self.weight.detach().to(wide) + self.delta().detach().to(wide)
+        return merged.to(dtype or self.weight.dtype)
 
-    def merged_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the base layer that merging replaces, by name."""
-        return {"weight": self.merged_weight()}
+    def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The tensors of the base layer that merging replaces, by name, in `dtype` as `merged_weight`."""
+        return {"weight": self.merged_weight(dtype)}
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:

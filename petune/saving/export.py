@@ -478,10 +478,11 @@ class MergeReport:
     """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which
     has nothing to merge.
 
-    `update`: norm of the updates. `ulps`: root mean square of an update's entry over the spacing of numbers
-    at the weights' own root mean square: below 1, most entries move to a neighbour or not at all. `lost`:
-    share of the update that rounding to the base's dtype changed. `logits`: greatest absolute difference of
-    logits before and after on the batch that was given, else None.
+    `dtype`: that was written. `update`: norm of the updates. `ulps`: root mean square of an update's entry
+    over the spacing of numbers at the weights' own root mean square: below 1, most entries move to a
+    neighbour or not at all. `lost`: share of the update that rounding to the dtype changed; the rest
+    survives. `logits`: greatest absolute difference of logits before and after on the batch that was given,
+    else None.
     """
 
     folder: Path
@@ -507,11 +508,13 @@ def save_merged(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> MergeReport:
     """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it
     was.
 
+    dtype: of every floating tensor that is written, each rounded once; None: the model's own.
     Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and
     for a tied weight the model class would tie again on loading; otherwise as `save`.
     """
@@ -525,12 +528,13 @@ def save_merged(
         )
     layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
     warn_of_quantised(model)
-    update, ulps, lost = _rounding(layers)
+    update, ulps, lost = _rounding(layers, dtype)
     before = _logits(model, batch) if batch is not None else None
     config, unties = model.config, _unties(model, layers)
     tied = getattr(config, "tie_word_embeddings", None)
-    with merged_weights(model):
-        after = _logits(model, batch) if batch is not None else None
+    kept = dtype in (None, model.dtype)
+    with merged_weights(model, dtype):
+        after = _logits(model, batch) if batch is not None and kept else None
         factors = {id(value) for layer in layers for value in layer.tuned().values()}
         state = {
             plain_name(name): value
@@ -541,11 +545,12 @@ def save_merged(
         def fill(work: Path) -> None:
             # a config that ties nothing is read without tying anything: whatever is still shared is then
             # written under each of its names
-            own = {
-                name: dense_of(value.detach().clone() if unties else value.detach())
-                for name, value in state.items()
-            }
-            _write_hugging_face(model, own, work)
+            whole = {name: dense_of(value.detach()) for name, value in state.items()}
+            own = {name: value.clone() for name, value in whole.items()} if unties else whole
+            _write_hugging_face(model, own if kept else _cast(own, cast("torch.dtype", dtype)), work)
+            if not kept:
+                written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+                write_json(work / "config.json", written)
             _check_complete(own, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
@@ -557,13 +562,16 @@ def save_merged(
         finally:
             if unties:
                 config.tie_word_embeddings = tied
+    if before is not None and after is None:
+        written_model = plain_class(model).from_pretrained(place, dtype=dtype).to(model.device)
+        after = _logits(written_model, cast("Mapping[str, Tensor]", batch))
     logits = (
         float((before.double() - after.double()).abs().max())
         if before is not None and after is not None
         else None
     )
     report = MergeReport(
-        place, str(model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits
+        place, str(dtype or model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits
     )
     if lost > 0.05:
         warn(
@@ -573,18 +581,37 @@ def save_merged(
     return report
 
 
-def _rounding(layers: list[TunedLinear]) -> tuple[float, float, float]:
-    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all
-    layers."""
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating tensors of `state` in `dtype`; what is one tensor under two names stays one."""
+    made = {value.data_ptr(): value.to(dtype) for value in state.values() if value.is_floating_point()}
+    return {name: made.get(value.data_ptr(), value) for name, value in state.items()}
+
+
+def probe(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Sixteen tokens from all over the vocabulary as a batch, to compare logits on: ids [1, 16]."""
+    config: Any = model.config
+    ids = torch.linspace(1, config.vocab_size - 1, 16, device=model.device).long()[None]
+    if (end := getattr(config, "eos_token_id", None)) is not None:  # heads that read the end token's state
+        end = end[0] if isinstance(end, list) else end
+        ids = torch.where(ids == end, (ids + 1) % config.vocab_size, ids)
+        ids[0, -1] = end
+    targets = getattr(config, "is_encoder_decoder", False) and model.get_output_embeddings() is not None
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if targets else {})
+
+
+def _rounding(layers: list[TunedLinear], dtype: torch.dtype | None) -> tuple[float, float, float]:
+    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding to a dtype),
+    over all layers."""
     update = missed = weights = spacing = 0.0
     with torch.no_grad():
         for layer in layers:
             wide = torch.promote_types(layer.weight.dtype, torch.float32)
             weight, delta = layer.weight.to(wide), layer.delta().to(wide)
             update += float(layer.change().norm()) ** 2
-            missed += float((layer.merged_weight().to(wide) - weight - delta).norm()) ** 2
+            rounded = weight.to(dtype or layer.weight.dtype).to(wide)
+            missed += float((layer.merged_weight(dtype).to(wide) - rounded - delta).norm()) ** 2
             weights += float(weight.norm()) ** 2
-            spacing = torch.finfo(layer.weight.dtype).eps
+            spacing = torch.finfo(dtype or layer.weight.dtype).eps
     ulps = math.sqrt(update / weights) / spacing if weights else 0.0
     return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
 
