@@ -15,8 +15,8 @@ from peft.optimizers import create_loraplus_optimizer
 
 import petune
 from petune.errors import UsageError
-from petune.methods import learning_rates, tune, tuned_parameters, without_tuning, wrap
-from petune.methods.configs import LoraConfig
+from petune.methods import count_parameters, learning_rates, tune, tuned_parameters, without_tuning, wrap
+from petune.methods.configs import LoraConfig, make_config
 from petune.models.tuned_linear import tuned_layers
 from petune.recipe import load_recipe
 from petune.run.state import make_optimizer
@@ -79,6 +79,25 @@ def test_an_alpha_by_default_is_twice_the_layers_own_rank() -> None:
     ranks = {name: len(layer.lora_A) for name, layer in tuned_layers(model)}
     assert ranks["model.layers.0.self_attn.v_proj"] == 2 and ranks["model.layers.0.mlp.up_proj"] == 8
     assert ranks["model.layers.1.mlp.up_proj"] == 32
+
+
+def test_an_alpha_of_its_own_changes_the_scale_of_its_layers_alone() -> None:
+    model = wrap(tiny("llama-causal"), r=4, alpha=6, alpha_pattern={"v": 5}, targets=["q", "v"])
+    scales = {name.rpartition(".")[2]: layer.scale for name, layer in tuned_layers(model)}
+    assert scales == {"q_proj": 6 / 4, "v_proj": 5 / 4}
+
+
+@pytest.mark.parametrize(
+    "settings", [*VARIANTS.values(), {"r": 4, "init": "pissa"}, {"r": 4, "token_rows": [5, 9]}]
+)
+def test_a_model_on_the_meta_device_counts_what_a_real_one_does(settings: dict[str, Any]) -> None:
+    found = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = tiny("bert-classify")
+        tune(model, make_config("lora", settings))
+        found.append(count_parameters(model))
+    assert found[0] == found[1]
 
 
 def test_the_first_entry_that_fits_counts_as_in_peft() -> None:
