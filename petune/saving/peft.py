@@ -309,6 +309,7 @@ def _number(value: float) -> float | int:
 
 
 def refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
+    """Raise UsageError for a module trained whole whose tensor is tied to one that is not."""
     heads = tuple(heads)
     inside = {id(value): head for head in heads for value in model.get_submodule(head).parameters()}
     if not inside:
@@ -565,6 +566,7 @@ def strip_wrappers(
 
 
 def is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether peft trains the module `name` whole."""
     return any(name == entry or name.endswith("." + entry) for entry in config.get("modules_to_save") or ())
 
 
@@ -594,6 +596,7 @@ def is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> b
 
 
 def is_named(name: str, entries: Any) -> bool:
+    """Whether `name` is one of a list of names, or ends in one behind a dot, or matches a regex."""
     if isinstance(entries, str):
         return _pattern(entries).fullmatch(name)
     return any(name == entry or name.endswith("." + entry) for entry in entries or ())

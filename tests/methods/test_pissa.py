@@ -116,7 +116,7 @@ def test_peft_converts_to_the_same_difference(tmp_path: Path) -> None:
     assert_close(petune.load(tiny(name), tmp_path / "a").eval()(**batch(name)).logits, found)
 
 
-def test_the_base_is_computed_where_the_tuning_is_passed_by_and_merging_keeps_the_logits(
+def test_the_base_is_computed_where_the_tuning_is_passed_by_and_merging_is_right(
     tmp_path: Path,
 ) -> None:
     name = "bert-classify"
