@@ -149,6 +149,13 @@ def test_fused_blocks_give_the_same_gradients() -> None:
     assert_same_gradients(sides[1], sides[0], 1e-5)
 
 
+@pytest.mark.parametrize("cut", ["column", "row"])
+def test_the_start_is_cut_as_the_factors_are(cut: Any) -> None:
+    for layer in started(pissa("llama-causal", targets=["q"])).values():
+        splits = layer.splits(cut)
+        assert (splits["start_A"], splits["start_B"]) == (splits["lora_A"], splits["lora_B"]) != (None, None)
+
+
 def test_cut_across_two_ranks_it_trains_as_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo.SETTINGS, "lora", {"r": 4, "init": "pissa"})
     plan = BACKENDS["tp"]("llama-causal", 2)
