@@ -101,10 +101,14 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
         "data": {**FAMILIES["bert"]["data"], "chunk": True},
     },
 }
+VARIANTS: dict[str, dict[str, Any]] = {  # of a family's recipe of lora
+    "rslora": {"name": "lora", "r": 64, "alpha": 16, "rslora": True},
+}
 NAMES = [
     *ALONE,
     "llama_full_streamed",
     "t5_side_cache",
+    *(f"llama_{variant}" for variant in VARIANTS),
     *(f"bert_lora_{task}" for task in OTHER_TASKS),
     *TOGETHER,
 ]
@@ -117,11 +121,12 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
-    family, method, *over = name.split("_", 2)
+    family, written, *over = name.split("_", 2)
+    method = "lora" if written in VARIANTS else written
     row = {
         **SHARED,
         **FAMILIES[family],
-        "method": method,
+        "method": VARIANTS.get(written, method),
         "lr": LR[family][METHODS.index(method)],
         "out": f"runs/{name}",
     } | {"name": name}

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
 from petune_cli.arguments import Given, VerifyBase, Words
 from petune_cli.export import Out, Overwrite, tell_place
 
 
+class Dtype(StrEnum):
+    """What the merged weights are written in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 def merge(
-    words: Words = None, out: Out = None, overwrite: Overwrite = False, verify_base: VerifyBase = False
+    words: Words = None,
+    out: Out = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Of the weights that are written; default the run's own.")
+    ] = None,
+    overwrite: Overwrite = False,
+    verify_base: VerifyBase = False,
 ) -> None:
     """Write a run as a plain Hugging Face model (lora, full)."""
     run = Given.of(words).run(verify_base=verify_base)
-    place = run.merge(out, overwrite=overwrite)
+    place = run.merge(out, dtype=dtype.value if dtype else None, overwrite=overwrite)
     tell_place(run, place)

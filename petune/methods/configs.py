@@ -8,7 +8,7 @@ The range of a setting stands in its field's metadata (`ge`, `gt`, `le`, `lt`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, cast
@@ -30,10 +30,12 @@ class FullConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class LoraConfig(MethodConfig):
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + (alpha / r) B A dropout(x)."""
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = Wx + b + s B A dropout(x), s = alpha / r, or with rslora
+    alpha / sqrt(r)."""
 
     r: int = field(default=16, metadata={"ge": 1, "doc": "rank of the factors A [r, in] and B [out, r]"})
     alpha: float | None = field(default=None, metadata={"gt": 0, "doc": "scale numerator; default 2 r"})
+    rslora: bool = field(default=False, metadata={"doc": "the scale is alpha / sqrt(r) instead of alpha / r"})
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of A"})
     targets: str | tuple[str, ...] = field(
         default="auto",
@@ -45,13 +47,72 @@ class LoraConfig(MethodConfig):
         },
     )
     exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
+    layers: tuple[int, ...] | None = field(
+        default=None, metadata={"ge": 0, "doc": "numbers of the blocks to tune; null: all of them"}
+    )
+    rank_pattern: Mapping[str, int] = field(
+        default_factory=dict, hash=False, metadata={"ge": 1, "doc": "role or name suffix: an r of its own"}
+    )
+    alpha_pattern: Mapping[str, float] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"gt": 0, "doc": "role or name suffix: an alpha of its own"},
+    )
+    bias: str = field(
+        default="none",
+        metadata={
+            "choices": ("none", "all", "lora"),
+            "doc": "biases of the base that train: none, all, or lora for those of tuned layers",
+        },
+    )
+    token_rows: tuple[int, ...] = field(
+        default=(), metadata={"ge": 0, "doc": "ids of tokens whose rows of the table train besides"}
+    )
+    init: str = field(
+        default="auto",
+        metadata={
+            "choices": ("auto", "pissa"),
+            "doc": "start of the factors; auto: B A = 0; pissa: the principal components of the weight",
+        },
+    )
+    init_iterations: int | None = field(
+        default=None,
+        metadata={"ge": 1, "doc": "pissa: steps that approximate the components; null: the exact ones"},
+    )
+    lr_ratio: float | None = field(
+        default=None,
+        metadata={"gt": 0, "doc": "LoRA+: learning rate of the factors B over that of all else; null: 1"},
+    )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+    @property
+    def scale(self) -> float:
+        """s, the factor of the update; rank-stabilised (Kalajdzievski 2023, arXiv:2312.03732) with rslora."""
+        return (2 * self.r if self.alpha is None else self.alpha) / self.divisor
+
+    @property
+    def divisor(self) -> float:
+        """What alpha is divided by."""
+        return math.sqrt(self.r) if self.rslora else self.r
 
 
 @dataclass(frozen=True)
 class DoraConfig(LoraConfig):
-    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + (alpha / r) B A, m a trained
-    length of each row."""
+    """DoRA (Liu et al. 2024, arXiv:2402.09353): y = (m / ||V||) V x + b, V = W + s B A, m a trained length of
+    each row."""
+
+
+@dataclass(frozen=True)
+class Ia3Config(MethodConfig):
+    """(IA)^3 (Liu et al. 2022, arXiv:2205.05638): learned scales, y = l * (W x + b), or W (l * x) + b."""
+
+    targets: str | tuple[str, ...] = field(
+        default=("k", "v", "down"), metadata={"doc": "as for lora; by default the paper's"}
+    )
+    inputs: str | tuple[str, ...] = field(
+        default=("down",), metadata={"doc": "the targets whose inputs are scaled instead of their outputs"}
+    )
+    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
 
 
 @dataclass(frozen=True)
@@ -122,6 +183,7 @@ METHODS: dict[str, Method] = {
     ),
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
+    "ia3": Method(Ia3Config, "petune.methods.ia3", 3e-3, files="peft", mergeable=True),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
     "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, fusable=True, ladder=True),
 }
@@ -160,44 +222,49 @@ def make_config(method: str, settings: dict[str, Any]) -> MethodConfig:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     for name, value in values.items():
         if name in known:
+            kind, rules = str(known[name].type), known[name].metadata
             problems += [
-                Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, known[name])
+                Problem(f"{method}.{name} = {value!r} {why}") for why in _violations(value, kind, rules)
             ]
     if problems:
         raise UsageError(problems)
     return cast("MethodConfig", cast("Any", METHODS[method].config)(**values))
 
 
-def _violations(value: Any, entry: Any) -> list[str]:
-    """Why `value` cannot be the setting `entry`; empty when it can."""
-    kinds = str(entry.type)
+def _violations(value: Any, kind: str, rules: Mapping[str, Any]) -> list[str]:
+    """Why `value` cannot be a setting of a kind, as its annotation says it, and by its rules; empty when it
+    can."""
+    if value is None and "None" in kind:
+        return []
+    if kind == "bool":
+        return [] if isinstance(value, bool) else ["is not true or false"]
+    if kind.startswith("Mapping[str, "):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            return ["is not a mapping of names to numbers"]
+        inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
+        return [why for one in value.values() for why in _violations(one, inner, rules)][:1]
+    if kind.startswith("tuple[int"):
+        if not isinstance(value, tuple):
+            return ["is not a list of whole numbers"]
+        return [why for one in value for why in _violations(one, "int", rules)][:1]
     if isinstance(value, bool) or value is None:
-        return (
-            []
-            if value is None and "None" in kinds
-            else ["is not a number" if "int" in kinds or "float" in kinds else "is not text"]
-        )
-    number = isinstance(value, int) or (
-        isinstance(value, float) and "float" in kinds and math.isfinite(value)
-    )
-    names = isinstance(value, tuple) and "tuple" in kinds and all(isinstance(item, str) for item in value)
-    text = (isinstance(value, str) and "str" in kinds.split(" | ")) or names
-    if ("int" in kinds or "float" in kinds) and not number:
-        return ["is not a whole number" if "int" in kinds else "is not a number"]
-    if "str" in kinds and not text:
-        return ["is not a list of names" if "tuple" in kinds else "is not text"]
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        return ["is not a number" if "int" in kind or "float" in kind else "is not text"]
+    number = isinstance(value, int) or (isinstance(value, float) and "float" in kind and math.isfinite(value))
+    names = isinstance(value, tuple) and "tuple" in kind and all(isinstance(item, str) for item in value)
+    text = (isinstance(value, str) and "str" in kind.split(" | ")) or names
+    if ("int" in kind or "float" in kind) and not number:
+        return ["is not a whole number" if "int" in kind else "is not a number"]
+    if "str" in kind and not text:
+        return ["is not a list of names" if "tuple" in kind else "is not text"]
+    limits: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "ge": ("must be at least {}", lambda limit: bool(value >= limit)),
         "gt": ("must be above {}", lambda limit: bool(value > limit)),
         "le": ("must be at most {}", lambda limit: bool(value <= limit)),
         "lt": ("must be below {}", lambda limit: bool(value < limit)),
         "choices": ("is not one of {}", lambda limit: value in limit),
     }
-    return [
-        text.format(entry.metadata[rule])
-        for rule, (text, holds) in rules.items()
-        if rule in entry.metadata and not holds(entry.metadata[rule])
-    ]
+    broken = [rule for rule, (_, holds) in limits.items() if rule in rules and not holds(rules[rule])]
+    return [limits[rule][0].format(rules[rule]) for rule in broken]
 
 
 def _did_you_mean(name: str, valid: Any) -> str | None:

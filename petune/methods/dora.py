@@ -102,5 +102,9 @@ LAYERS: lora.Layers = {nn.Linear: DoraLinear}
 
 
 def apply(model: nn.Module, family: Family | None, config: DoraConfig, also_train: tuple[str, ...]) -> None:
-    """Replace every target by its DoRA form. Raises UsageError for a target that is not nn.Linear."""
+    """Replace every target by its DoRA form. Raises UsageError for a target that is not nn.Linear, and for
+    init: pissa."""
+    if config.init != "auto":
+        remedy = "use method lora, or init: auto"
+        raise UsageError("dora has no start from principal components", where="init", remedy=remedy)
     lora.apply(model, family, config, also_train, LAYERS)

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): a frozen linear map plus a trained one of rank r beside it.
 
-        y = W x + b + (alpha / r) * B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out,
-                                                            r] = 0
+        y = W x + b + s B A dropout(x)          A [r, in] ~ U(-1/sqrt(in), 1/sqrt(in)),   B [out, r] = 0
+        s = alpha / r, or alpha / sqrt(r)       rank-stabilised, Kalajdzievski 2023, arXiv:2312.03732
 
 At the start B A = 0, so a wrapped model computes exactly what the base did. Factors are float32 whatever the
 base's dtype; the input is cast to them and the sum back to the base's output dtype. For an embedding the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
+from petune.methods import pissa, token_rows
 from petune.methods.configs import LoraConfig, name_of
-from petune.methods.targets import select_layers
+from petune.methods.targets import by_layer, in_blocks, select_layers
+from petune.models.frozen_weight import sampled
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 
@@ -29,11 +32,17 @@ from petune.models.tuned_linear import KeptFeatures, LowRank, TunedLinear
 class LoraLayer(TunedLinear):
     """What the three LoRA layers share."""
 
-    additions: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "scale", "dropout")
+    additions: ClassVar[tuple[str, ...]] = (
+        *("lora_A", "lora_B", "scale", "dropout", "lr_ratio"),
+        *pissa.START,
+    )
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
     dropout: float
+    lr_ratio: float | None
+    start_A: nn.Parameter  # these two only where it started from components of the weight
+    start_B: nn.Parameter
 
     @classmethod
     def shapes(cls, layer: nn.Module, r: int) -> dict[str, tuple[int, ...]]:
@@ -52,9 +61,24 @@ class LoraLayer(TunedLinear):
         tuned, weight = cls.of(layer), cast("Tensor", layer.weight)
         for name, value in (saved or cls._draw(layer, config.r)).items():
             setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
-        tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
-        tuned.dropout = config.dropout
+        tuned.scale = config.scale
+        tuned.dropout, tuned.lr_ratio = config.dropout, config.lr_ratio
+        if config.init == "pissa" and saved is None:
+            tuned._start_from_components(config.init_iterations)
         return tuned
+
+    @torch.no_grad()
+    def _start_from_components(self, iterations: int | None) -> None:
+        """Take the principal components of the weight for A and B, and leave the rest in it."""
+        weight = self.weight.to(self.lora_A.dtype)
+        self.origin = sampled(self.weight)
+        linear = weight if isinstance(self, nn.Linear) else weight.T
+        a, b = pissa.principal(linear, len(self.lora_A), iterations)
+        factors = a / math.sqrt(self.scale), b / math.sqrt(self.scale)
+        for own, start, factor in zip(("lora_A", "lora_B"), pissa.START, factors, strict=True):
+            setattr(self, own, nn.Parameter(factor.contiguous()))
+            setattr(self, start, nn.Parameter(factor.clone(), requires_grad=False))
+        self.weight = nn.Parameter((weight - self.delta()).to(self.weight.dtype), requires_grad=False)
 
     @classmethod
     def _draw(cls, layer: nn.Module, r: int) -> dict[str, Tensor]:
@@ -70,15 +94,22 @@ class LoraLayer(TunedLinear):
         """The two factors."""
         return {"lora_A": self.lora_A, "lora_B": self.lora_B}
 
+    def rates(self) -> dict[str, float]:
+        """That of B, where it has one (LoRA+, Hayou et al. 2024, arXiv:2402.12354)."""
+        return {} if self.lr_ratio is None else {"lora_B": self.lr_ratio}
+
     def delta(self) -> Tensor:
         """The update of `weight`, same shape, float32 at least."""
         return self.scale * (self.lora_B @ self.lora_A)
 
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """By columns B follows the outputs and A is whole; by rows A follows the inputs and B is whole."""
-        if cut == "column":
-            return {"weight": 0, "bias": 0, "lora_A": None, "lora_B": 0}
-        return {"weight": 1, "bias": "owner", "lora_A": 1, "lora_B": None}
+        a, b = (None, 0) if cut == "column" else (1, None)
+        base: dict[str, Split] = (
+            {"weight": 0, "bias": 0} if cut == "column" else {"weight": 1, "bias": "owner"}
+        )
+        start = dict(zip(pissa.START, (a, b), strict=True)) if pissa.has_start(self) else {}
+        return base | {"lora_A": a, "lora_B": b} | start
 
     def after_sum(self) -> nn.Module:
         """The layer itself: an update is linear."""
@@ -89,16 +120,27 @@ class LoraLayer(TunedLinear):
         return KeptFeatures(input=True, inner=self.lora_A.shape[0])
 
     def passes_by(self) -> bool:
-        """Whether the base layer's own forward is all there is to compute."""
-        return self.merged or not self.active
+        """Whether the base layer's own forward, with the weight as it is, is all there is to compute."""
+        return self.merged or not (self.active or pissa.has_start(self))
+
+    def change(self) -> Tensor:
+        """What training has changed of the base's weight."""
+        if not pissa.has_start(self):
+            return self.delta()
+        change = self.scale * (self.lora_B @ self.lora_A - self.start_B @ self.start_A)
+        return change if isinstance(self, nn.Linear) else change.T
 
     def extra_repr(self) -> str:
         """The base layer's own words and the rank."""
         return f"{super().extra_repr()}, r={self.lora_A.shape[0]}, scale={self.scale:g}"
 
     def update(self, x: Tensor) -> Tensor:
-        """scale * B A dropout(x) for x [..., in], in the factors' dtype."""
-        x = F.dropout(x.to(self.lora_A.dtype), self.dropout, self.training)
+        """scale * B A dropout(x) for x [..., in], in the factors' dtype; what was taken out of the weight,
+        while the tuning is passed by."""
+        x = x.to(self.lora_A.dtype)
+        if not self.active:
+            return F.linear(F.linear(x, self.start_A), self.start_B) * self.scale
+        x = F.dropout(x, self.dropout, self.training)
         return F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
 
@@ -116,8 +158,10 @@ class LoraLinear(LoraLayer, nn.Linear):
         """Weight, bias and both factors."""
         if self.passes_by():
             return LowRank(_own(self, "weight"), _own(self, "bias"))
-        factors = _own(self, "lora_A"), _own(self, "lora_B")
-        return LowRank(_own(self, "weight"), _own(self, "bias"), *factors, self.scale, self.dropout)
+        base = _own(self, "weight"), _own(self, "bias")
+        if not self.active:
+            return LowRank(*base, _own(self, "start_A"), _own(self, "start_B"), self.scale)
+        return LowRank(*base, _own(self, "lora_A"), _own(self, "lora_B"), self.scale, self.dropout)
 
 
 def _own(layer: nn.Module, name: str) -> Any:
@@ -150,6 +194,10 @@ class LoraEmbedding(LoraLayer, nn.Embedding):
 
     base = nn.Embedding
 
+    def rates(self) -> dict[str, float]:
+        """None: the ratio is derived for B = 0 at the start, and here it is A that is 0."""
+        return {}
+
     def delta(self) -> Tensor:
         """The update in the embedding's layout, [vocab, dim]."""
         return super().delta().T
@@ -177,6 +225,8 @@ def apply(
     one in `forms`."""
     method = name_of(config)
     layers = select_layers(model, family, config.targets, config.exclude, also_train)
+    if config.layers is not None:
+        layers = in_blocks(layers, config.layers)
     wrong = {name: type(module).__name__ for name, module in layers.items() if type(module) not in forms}
     if wrong:
         name = next(iter(wrong))
@@ -189,8 +239,17 @@ def apply(
     if not layers:
         raise UsageError(f"{method} has nothing to tune: targets less exclude is empty")
     _refuse_unreached(model, layers)
+    if config.init_iterations is not None and config.init != "pissa":
+        raise UsageError("init_iterations is of init: pissa", remedy="set init: pissa, or leave it out")
+    ranks = by_layer(model, family, layers, config.rank_pattern, "rank_pattern")
+    alphas = by_layer(model, family, layers, config.alpha_pattern, "alpha_pattern")
+    if config.init == "pissa":
+        pissa.refuse_unfit(layers, dict.fromkeys(layers, config.r) | ranks, model)
     for name, layer in layers.items():
-        model.set_submodule(name, forms[type(layer)].around(layer, config))
+        own = replace(config, r=ranks.get(name, config.r), alpha=alphas.get(name, config.alpha))
+        model.set_submodule(name, forms[type(layer)].around(layer, own))
+    if config.token_rows:
+        token_rows.apply(model, config.token_rows, also_train)
 
 
 def _refuse_unreached(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

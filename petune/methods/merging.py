@@ -9,12 +9,12 @@ tensors back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.kernels.fuse import unfuse
@@ -46,14 +46,19 @@ def merge(model: Model) -> Model:
     unfuse(model)
     disown_stacks(model)
     attention.leave(model)
-    for name, layer in list(tuned_layers(model)):
+    layers = list(tuned_layers(model))
+    made: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+    for name, layer in layers:
         if layer.merged:
             raise UsageError(
                 "this model is inside merged_weights()", where=name, remedy="leave the block first"
             )
-        _untie(model, layer)
+        if (key := tuned_together(layer)) not in made:
+            _untie(model, layer)
+            made[key] = _parameters(layer.merged_tensors())
         plain = layer.plain()
-        plain.weight = nn.Parameter(layer.merged_weight())
+        for own, value in made[key].items():
+            setattr(plain, own, value)
         model.set_submodule(name, plain)
     restore_dense(model)
     for parameter in model.parameters():
@@ -61,6 +66,16 @@ def merge(model: Model) -> Model:
     forget(model)
     _merged.add(model)
     return model
+
+
+def _parameters(values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
+
+
+def tuned_together(layer: TunedLinear) -> tuple[int, ...]:
+    """What tells the weight that merging makes of a layer: ends of a tie that train the same tensors stay
+    tied."""
+    return id(layer.weight), *map(id, layer.tuned().values())
 
 
 def warn_of_quantised(model: nn.Module) -> None:
@@ -87,13 +102,14 @@ def was_merged(model: nn.Module) -> bool:
 
 
 @contextmanager
-def merged_weights(model: Model) -> Iterator[Model]:
+def merged_weights(model: Model, dtype: torch.dtype | None = None) -> Iterator[Model]:
     """The model with its LoRA updates folded into the weights; the original tensors come back afterwards, on
     exceptions too.
 
         >>> with petune.merged_weights(model), torch.no_grad():
         ...     logits = model(input_ids=torch.tensor([[9, 10, 11]])).logits
 
+    dtype: of the merged tensors alone; the base's by default, without which the model cannot compute.
     Training inside raises UsageError at the first forward in train mode, and nothing requires gradients.
     Raises UsageError for adapter and side, and when already inside.
     """
@@ -103,20 +119,26 @@ def merged_weights(model: Model) -> Iterator[Model]:
         raise UsageError(
             "this model's weights are merged already", remedy="leave the outer merged_weights() first"
         )
-    originals = [layer.weight for layer in layers]
+    originals: list[tuple[TunedLinear, dict[str, nn.Parameter | None]]] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     guard = model.register_forward_pre_hook(_refuse_training)
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for layer in layers:
-            layer.weight = nn.Parameter(layer.merged_weight(), requires_grad=False)
+        keys, made = [tuned_together(layer) for layer in layers], dict[tuple[int, ...], Any]()
+        for key, layer in zip(keys, layers, strict=True):
+            if key not in made:
+                made[key] = _parameters(layer.merged_tensors(dtype))
+        for key, layer in zip(keys, layers, strict=True):
+            originals.append((layer, {own: layer._parameters[own] for own in made[key]}))
+            layer._parameters.update(made[key])
             layer.merged = True
         yield model
     finally:
         guard.remove()
-        for layer, weight in zip(layers, originals, strict=True):
-            layer.weight, layer.merged = weight, False
+        for layer, own in originals:
+            layer._parameters.update(own)
+            layer.merged = False
         for parameter in trained:
             parameter.requires_grad_(True)
 
@@ -146,7 +168,8 @@ def _untie(model: nn.Module, layer: TunedLinear) -> None:
     sharing = [
         module
         for module in model.modules()
-        if module is not layer and getattr(module, "weight", None) is layer.weight
+        if getattr(module, "weight", None) is layer.weight
+        and not (isinstance(module, TunedLinear) and tuned_together(module) == tuned_together(layer))
     ]
     for module in sharing:
         module.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)

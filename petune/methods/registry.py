@@ -15,7 +15,7 @@ from petune.methods.configs import METHODS, MethodConfig, make_config, name_of
 from petune.methods.merging import was_merged
 from petune.methods.saving import remember
 from petune.methods.targets import head_modules
-from petune.methods.trainable import describe, untouched
+from petune.methods.trainable import base_biases, describe, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, tuning
 from petune.models import FAMILIES, family_of
 from petune.models.tuned_linear import tuned_modules
@@ -49,6 +49,11 @@ def wrap(
     not know, or what cannot be fused.
     """
     config = make_config(method, settings)
+    if getattr(config, "lr_ratio", None) not in (None, 1):
+        remedy = "leave it out, and give parameters named lora_B a group of their own with that rate"
+        raise UsageError(
+            "lr_ratio is a setting of recipes: here the optimizer is yours", where="lr_ratio", remedy=remedy
+        )
     settings_of_memory = make_memory(memory)
     if settings_of_memory.stream != "none":
         remedy = (
@@ -85,7 +90,8 @@ def tune(model: nn.Module, config: MethodConfig) -> None:
         )
     also_train = () if method.trains_base else head_modules(model, family, cast("Any", config).also_train)
     method.apply(model, family, config, also_train)
-    remember(model, Tuning(name, config, family.name if family else None, also_train))
+    biases = base_biases(model, getattr(config, "bias", "none"), also_train)
+    remember(model, Tuning(name, config, family.name if family else None, also_train, biases))
 
 
 def refuse_tuned(model: nn.Module) -> None:

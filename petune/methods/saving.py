@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from petune.errors import FileError, Problem, UsageError, nearest
 from petune.files.safetensors import check_dtypes, read_json, write_json, write_tensors
 from petune.methods.configs import method_of
+from petune.methods.pissa import started
 from petune.methods.trainable import frozen_tensors, mark_only_trainable, tuned_names, tuned_state
 from petune.methods.wrapped import Tuning
 
@@ -71,6 +72,10 @@ class TunedModel(nn.Module):
         self, folder: Path, state_dict: Mapping[str, Tensor] | None, others: Mapping[str, Any]
     ) -> None:
         """Raise UsageError for what would be ignored, or would destroy something."""
+        if components := next(iter(started(self)), None):
+            remedy = "train it by a recipe, whose checkpoints do, or write it with petune.save"
+            what = "save_pretrained keeps no weights, of which init: pissa has changed the base's"
+            raise UsageError(what, where=components, remedy=remedy)
         asked = [name for name, value in others.items() if value and name not in _IDLE]
         if asked:
             remedy = (

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from petune.errors import Problem, UsageError, nearest
 from petune.files.patterns import compile_pattern
 from petune.models.spec import Family, find_sites
 
+_T = TypeVar("_T")
 LINEAR = (nn.Linear, Conv1D)
 # of transformers models petune has no table for
 USUAL_HEADS = ("classifier", "score", "classification_head", "qa_outputs")
@@ -43,6 +45,42 @@ def select_layers(
     )
     left_out = set(_by_list(exclude, layers, roles, "exclude"))
     return {name: module for name, module in chosen.items() if name not in left_out}
+
+
+def in_blocks(layers: Mapping[str, nn.Module], numbers: Sequence[int]) -> dict[str, nn.Module]:
+    """Those of `layers` that are in the blocks of these numbers, which are the first number in a name.
+
+    Raises UsageError for a number that none of them is in.
+    """
+    found = {name: re.search(r"(?<=\.)\d+(?=\.)", f".{name}.") for name in layers}
+    blocks = {name: int(number[0]) for name, number in found.items() if number is not None}
+    if idle := sorted(set(numbers) - set(blocks.values())):
+        known = ", ".join(map(str, sorted(set(blocks.values())))) or "none"
+        raise UsageError(f"layers: no target is in block {idle[0]}", expected=f"of the blocks {known}")
+    return {name: layers[name] for name, number in blocks.items() if number in numbers}
+
+
+def by_layer(
+    model: nn.Module,
+    family: Family | None,
+    layers: Mapping[str, nn.Module],
+    values: Mapping[str, _T],
+    setting: str,
+) -> dict[str, _T]:
+    """What a mapping of roles or name suffixes to values says of each of `layers`, by full name; the first
+    entry that fits counts.
+
+    Raises UsageError for an entry that decides nothing.
+    """
+    found: dict[str, _T] = {}
+    roles = _roles(model, family)
+    for entry, value in values.items():
+        hits = _by_list([entry], layers, roles, setting).keys() - found.keys()
+        if not hits:
+            what = f"{setting}: {entry!r} decides nothing: no tuned layer is left for it"
+            raise UsageError(what, remedy="remove it, or put the narrower entry first")
+        found |= dict.fromkeys(hits, value)
+    return found
 
 
 def head_modules(model: nn.Module, family: Family | None, also_train: str | Sequence[str]) -> tuple[str, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
+import torch
 from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import method_of
-from petune.methods.targets import left_alone
+from petune.methods.targets import left_alone, within
 from petune.methods.wrapped import tuning
 from petune.models.stack import Stack
 from petune.models.tuned_linear import tuned_layers, tuned_modules
@@ -29,9 +30,40 @@ def tuned_names(model: nn.Module) -> dict[str, nn.Parameter]:
     }
     modules = dict(model.named_modules(remove_duplicate=False))
     here = [head for head in record.also_train if head in modules]  # a pipeline's stage has them or not
-    return found | {
-        f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()
+    return (
+        found
+        | _biases_here(model, record.biases)
+        | {f"{head}.{own}": value for head in here for own, value in modules[head].named_parameters()}
+    )
+
+
+def _biases_here(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Those of the biases that train which this rank has: another stage, or the first rank, may have them."""
+    here = dict(model.named_parameters()) if names else {}
+    return {name: here[name] for name in names if name in here}
+
+
+def base_biases(model: nn.Module, which: str, also_train: Iterable[str]) -> dict[str, Tensor]:
+    """The biases of the base that train beside a method, by name, with copies of their values.
+
+    which: none, all, or lora for those of tuned layers; those in modules that are trained whole are none of
+    them. Raises UsageError where there is no bias to train.
+    """
+    if which == "none":
+        return {}
+    tuned = {f"{name}.bias" for name, _ in tuned_layers(model)}
+    found = {
+        name: value.detach().clone()
+        for name, value in model.named_parameters()
+        if name.rpartition(".")[2] == "bias"
+        and (which == "all" or name in tuned)
+        and not within(name, also_train)
     }
+    if not found:
+        whose = "this model" if which == "all" else "no tuned layer"
+        what = f"bias: {which} trains nothing, as {whose} has {'none' if which == 'all' else 'one'}"
+        raise UsageError(what, remedy="set bias: none")
+    return found
 
 
 def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -41,6 +73,16 @@ def tuned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, value in tuned_names(model).items():
         first.setdefault(id(value), (name, value))
     return dict(first.values())
+
+
+def learning_rates(model: nn.Module) -> dict[str, float]:
+    """Learning rates over the run's, by name, of the tuned parameters that have one of their own."""
+    return {
+        f"{name}.{own}": rate
+        for name, module in tuned_modules(model)
+        for own, rate in module.rates().items()
+        if rate != 1
+    }
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -76,8 +118,9 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 @contextmanager
 def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
-    """The model as it was before its method, heads excepted, for as long as the block lasts. Raises
-    UsageError for `full`."""
+    """The model as it was before its method, heads excepted, for as long as the block lasts. Biases that
+    train have the base's values again, but where a plan has cut them, which is done before anything trains.
+    Raises UsageError for `full`."""
     record = tuning(model)
     if method_of(record.config).trains_base:
         raise UsageError(
@@ -86,17 +129,28 @@ def without_tuning(model: nn.Module) -> Iterator[nn.Module]:
     layers = [layer for _, layer in tuned_layers(model)]
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     before = [layer.active for layer in layers], [stack.climbs for stack in stacks]
+    biases = _biases_here(model, record.biases)
+    trained = {name: value.detach().clone() for name, value in biases.items()}
     try:
+        _put(biases, record.biases)
         for layer in layers:
             layer.active = False
         for stack in stacks:
             stack.climbs = False
         yield model
     finally:
+        _put(biases, trained)
         for layer, active in zip(layers, before[0], strict=True):
             layer.active = active
         for stack, climbs in zip(stacks, before[1], strict=True):
             stack.climbs = climbs
+
+
+def _put(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape == values[name].shape:
+                parameter.copy_(values[name])
 
 
 def describe(model: nn.Module) -> str:
@@ -104,7 +158,9 @@ def describe(model: nn.Module) -> str:
     record = tuning(model)
     trained, total = count_parameters(model)
     settings = ", ".join(
-        f"{name}={value}" for name, value in asdict(record.config).items() if value not in ("auto", (), None)
+        f"{name}={value}"
+        for name, value in asdict(record.config).items()
+        if value is not False and value not in ("auto", "none", (), {}, None)
     )
     return f"{record.method}({settings}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods.configs import MethodConfig
@@ -12,13 +13,14 @@ from petune.methods.configs import MethodConfig
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a model is tuned: the method, its config, the family's name if it has one, and the modules trained
-    whole beside it."""
+    """How a model is tuned: the method, its config, the family's name if it has one, the modules trained
+    whole beside it, and by name the values in the base of the single biases that train."""
 
     method: str
     config: MethodConfig
     family: str | None
     also_train: tuple[str, ...]
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def tuning(model: nn.Module) -> Tuning:

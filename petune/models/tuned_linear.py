@@ -91,6 +91,10 @@ class TunedModule(nn.Module, ABC):
     def tuned(self) -> dict[str, nn.Parameter]:
         """What trains and is saved, by name inside this module."""
 
+    def rates(self) -> dict[str, float]:
+        """Learning rates over the run's, of those tensors of `tuned` that have one of their own."""
+        return {}
+
 
 class TunedLinear(TunedModule):
     """A linear layer (nn.Linear, Conv1D, nn.Embedding) with a tuning, mixed in before the class of the layer
@@ -103,6 +107,8 @@ class TunedLinear(TunedModule):
     weight: Tensor
     active: bool  # False: compute what the base layer would
     merged: bool  # True: `weight` contains the tuning already
+    # values of the base's weight, as `frozen_weight.sampled` takes them, where `weight` is another
+    origin: Tensor | None = None
     base: ClassVar[type[nn.Module]]  # the class of the layer that is tuned
     # attributes, parameters and children that the base layer has not
     additions: ClassVar[tuple[str, ...]] = ()
@@ -134,7 +140,9 @@ class TunedLinear(TunedModule):
 
     def _without_additions(self, own: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: value for name, value in own.items() if name not in ("active", "merged", *self.additions)
+            name: value
+            for name, value in own.items()
+            if name not in ("active", "merged", "origin", *self.additions)
         }
 
     def low_rank(self) -> LowRank | None:
@@ -176,11 +184,20 @@ class TunedLinear(TunedModule):
         """What merging adds to `weight`, same shape, float32 at least. Raises UsageError for a tuning that
         cannot be merged."""
 
-    def merged_weight(self) -> Tensor:
+    def change(self) -> Tensor:
+        """What the tuning has changed of the base's weight, as `delta`."""
+        return self.delta()
+
+    def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight with the tuning in it, summed in float32 (float64 for a float64 base) and rounded once
-        to the base's dtype."""
+        to `dtype`, the base's own by default."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return (self.weight.detach().to(wide) + self.delta().detach().to(wide)).to(self.weight.dtype)
+        merged = self.weight.detach().to(wide) + self.delta().detach().to(wide)
+        return merged.to(dtype or self.weight.dtype)
+
+    def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The tensors of the base layer that merging replaces, by name, in `dtype` as `merged_weight`."""
+        return {"weight": self.merged_weight(dtype)}
 
 
 def low_rank_of(layer: nn.Module) -> LowRank | None:

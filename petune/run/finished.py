@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, cast, overload
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -209,17 +210,31 @@ class Run:
                 asking(model, place.device, place.autocast), held_out, task, prepared.rows.labels or ()
             )
 
-    def merge(self, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write a plain Hugging Face checkpoint with the tuning in its weights; `merge_report` then says what
-        rounding cost.
+    def merge(
+        self,
+        out: str | Path | None = None,
+        *,
+        dtype: Literal["fp32", "bf16"] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a plain Hugging Face checkpoint with the tuning in its weights, in a dtype or the run's own;
+        `merge_report` then says what rounding cost, and the largest difference of logits on a few tokens.
 
         Raises UsageError for adapter and side, and for an occupied folder without `overwrite`.
         """
         place = Path(out) if out else self.folder / "merged"
         speaker = self.speaker
-        self.merge_report = str(
-            export.save_merged(speaker.model, place, speaker.tokenizer, overwrite=overwrite)
+        model = cast("PreTrainedModel", speaker.model)
+        written = None if dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        report = export.save_merged(
+            model,
+            place,
+            speaker.tokenizer,
+            batch=export.probe(model),
+            dtype=written,
+            overwrite=overwrite,
         )
+        self.merge_report = str(report)
         return place
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,23 +33,35 @@ _STATE: Mapping[str, Kind] = {
 }
 
 
-def make_optimizer(recipe: Recipe, tuned: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW over tuned tensors by name, fused where all are on a GPU."""
+def make_optimizer(
+    recipe: Recipe, tuned: Mapping[str, nn.Parameter], rates: Mapping[str, float] = MappingProxyType({})
+) -> torch.optim.AdamW:
+    """AdamW over tuned tensors by name, fused where all are on a GPU. rates: learning rates over the
+    recipe's of those that have one of their own."""
     decays = {True: recipe.weight_decay, False: 0.0}  # biases, norms and gates do not decay
     # one update takes shards or plain tensors, not both
-    kinds = [(matrix, sharded) for matrix in decays for sharded in (False, True)]
-    groups = [
-        {
-            "params": [value for value in tuned.values() if (value.dim() > 1, is_sharded(value)) == kind],
-            "weight_decay": decays[kind[0]],
-        }
-        for kind in kinds
+    own = sorted({1.0, *rates.values()})
+    kinds = [(matrix, sharded, rate) for matrix in decays for sharded in (False, True) for rate in own]
+    members: dict[Any, list[nn.Parameter]] = {kind: [] for kind in kinds}
+    for name, value in tuned.items():
+        members[value.dim() > 1, is_sharded(value), rates.get(name, 1.0)].append(value)
+    groups: list[dict[str, Any]] = [
+        {"params": values, "weight_decay": decays[matrix]} | ({} if rate == 1 else {"lr_ratio": rate})
+        for (matrix, _, rate), values in members.items()
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
     fused = all(value.device.type == "cuda" for value in tuned.values())
-    return torch.optim.AdamW(
+    made = torch.optim.AdamW(
         groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), fused=fused and bool(tuned)
     )
+    set_rate(made, recipe.learning_rate)
+    return made
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let `lr` be the learning rate of a run; groups with a ratio of their own have that much of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 def pack_state(
@@ -147,8 +160,8 @@ def whole_state(
     for name, value in whole.items():
         if moments:
             made.state[value] = {"step": torch.tensor(step), **{key: moments[key][name] for key in MOMENTS}}
-    for group in made.param_groups:
-        group["lr"] = optimizer.param_groups[0]["lr"]
+    first = optimizer.param_groups[0]
+    set_rate(made, first["lr"] / first.get("lr_ratio", 1.0))
     return whole, made
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from petune.errors import TrainingFault, UsageError
 from petune.log import phase
-from petune.methods import count_parameters, describe, frozen_tensors
+from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache, identity_of
 from petune.models.checksums import digest
 from petune.parallel import Batch, Mesh, alone, local
@@ -97,11 +97,11 @@ class Step:
         with self.explain_memory("loading of the model"):
             model = build(prepared)
             self._note_whole(model, mesh)
+            self.make_optimizer = partial(state.make_optimizer, recipe, rates=learning_rates(model))
             self.runner = run_on(model, prepared, mesh, self.weights)
         self.model, self.tuned = self.runner.model, self.runner.tuned
         rows = recipe.batch_size * recipe.accumulate
         self.steps = plan_steps(len(self.units), rows, recipe.epochs, recipe.max_steps, recipe.warmup)
-        self.make_optimizer = partial(state.make_optimizer, recipe)
         self.optimizer = self.runner.streamed or self.make_optimizer(self.tuned)
         self.spikes = SpikeRule(recipe.on_spike, recipe.spike_window, recipe.spike_threshold)
 
@@ -198,8 +198,7 @@ class Step:
         self.look_at_cache()
         generators: Generators = ({}, {}) if self.recipe.on_spike == "off" else rng_state()
         lr = learning_rate(number, self.steps, self.recipe.learning_rate, self.recipe.schedule)
-        for options in self.optimizer.param_groups:
-            options["lr"] = lr
+        state.set_rate(self.optimizer, lr)
         for module in runner.modules:
             module.train()
         micro = self.micro_batches(number)

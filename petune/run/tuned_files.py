@@ -14,7 +14,6 @@ from petune.files.hashes import FileHashes
 from petune.log import phase
 from petune.methods import tuned_parameters
 from petune.methods.configs import method_of
-from petune.models.frozen_weight import quantised_in
 from petune.models.source import model_files
 from petune.run import state
 from petune.run.build import build
@@ -22,6 +21,7 @@ from petune.run.objects import base_name
 from petune.run.reporting import Logged
 from petune.run.step import Step
 from petune.saving import export
+from petune.saving.fingerprint import base_is_changed
 
 
 class TunedFiles:
@@ -88,10 +88,10 @@ class TunedFiles:
 
     def _hashed_object(self, model: nn.Module) -> str | None:
         """The hash of the tensors of a base that was given in memory; None where a full tuning has taken its
-        place, or it was quantised: then the fingerprint alone knows it again."""
+        place, or its weights have another form: then the fingerprint alone knows it again."""
         if self.prepared.objects.model is None or method_of(self.prepared.recipe.method).trains_base:
             return None
-        if next(quantised_in(model), None) is not None:
+        if base_is_changed(model) is not None:
             return None
         with phase("hashing the base"):
             return export.full_hash(model)

@@ -34,16 +34,36 @@ from petune.files.safetensors import (
     write_tensors,
 )
 from petune.log import warn
-from petune.methods import Tuning, is_wrapped, lora, merged_weights, tuned_names, tuned_state, tuning
-from petune.methods.configs import METHODS, MethodConfig, method_of, name_of
-from petune.methods.merging import warn_of_quantised
+from petune.methods import (
+    Tuning,
+    is_wrapped,
+    lora,
+    merged_weights,
+    token_rows,
+    tuned_names,
+    tuned_state,
+    tuning,
+)
+from petune.methods.configs import METHODS, Ia3Config, LoraConfig, MethodConfig, method_of, name_of
+from petune.methods.merging import tuned_together, warn_of_quantised
+from petune.methods.pissa import in_difference_form
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
+from petune.methods.trainable import base_biases
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
-from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft, to_peft
+from petune.saving.ia3 import check_ia3, load_ia3, to_ia3
+from petune.saving.peft import (
+    CONFIG,
+    TENSORS,
+    check_config,
+    check_tensors,
+    from_peft,
+    settings_in_files,
+    to_peft,
+)
 from petune.saving.tuning_record import (
     Record,
     facts_of,
@@ -90,7 +110,8 @@ def save(
     record = tuning(model)
     refuse_merged(model)
     name = base_name or origin(model)
-    facts = facts_of(model, record, name, base_sha256, base_files)
+    written = replace(record, config=settings_in_files(model, record.config))
+    facts = facts_of(model, written, name, base_sha256, base_files)
 
     def fill(work: Path) -> None:
         write_record(work / RECORD, facts, _write_model(model, record.config, name, work))
@@ -140,10 +161,11 @@ def _write_model(
     if method.files == "transformers" and isinstance(model, PreTrainedModel):
         _write_hugging_face(model, model.state_dict(), work)
         return _read_whole(work)
-    tensors = _whole(model) if method.trains_base else tuned_state(model)
+    tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
-        fields, keyed = to_peft(model, tensors, name)
+        to_files = to_ia3 if isinstance(config, Ia3Config) else to_peft
+        fields, keyed = to_files(model, tensors, name)
         write_tensors(work / TENSORS, keyed, {"format": "pt"})
         write_json(work / CONFIG, fields)
     else:
@@ -275,7 +297,7 @@ def _explain(folder: Path) -> None:
             remedy="check the path",
         )
     if (folder / CONFIG).is_file():
-        check_config(read_json(folder / CONFIG, links=True), folder / CONFIG)
+        _check_peft(read_json(folder / CONFIG, links=True), folder / CONFIG)
         if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
             remedy = (
                 "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
@@ -322,11 +344,23 @@ def verify(folder: Path) -> str:
     return "whole, its files compared with their hashes"
 
 
+def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
+    """Raise FileError for a config of peft's that asks for what petune does not compute."""
+    check = check_ia3 if fields.get("peft_type") == "IA3" else check_config
+    check(fields, file)
+
+
 def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
     fields = read_json(folder / CONFIG, links=True)
-    check_config(fields, folder / CONFIG)
-    adapter = from_peft(model, fields, read_tensors(folder / TENSORS, links=True), folder)
+    _check_peft(fields, folder / CONFIG)
+    tensors = read_tensors(folder / TENSORS, links=True)
+    if fields["peft_type"] == "IA3":
+        load_ia3(model, fields, tensors, folder)
+        if record is not None:
+            remember(model, replace(tuning(model), config=record.config))
+        return
+    adapter = from_peft(model, fields, tensors, folder)
     state = adapter.state
     if record is not None:
         check_tensors(
@@ -345,8 +379,10 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         for name, leaves in own_names.items()
         for leaf in leaves
     }
+    wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
     also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
     heads = {name: value for head in also_train for name, value in _named(model, head).items()}
+    heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
     _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
     if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
         warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
@@ -355,8 +391,12 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
         model.set_submodule(
             full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]})
         )
-    config = record.config if record else adapter.config
-    remember(model, Tuning(name_of(config), config, family_name(model), also_train))
+    config = cast("LoraConfig", record.config if record else adapter.config)
+    if config.token_rows:
+        token_rows.apply(model, config.token_rows, also_train)
+        heads |= {name: value for name, value in model.named_parameters() if name in adapter.token_rows}
+    biases = base_biases(model, config.bias, also_train)
+    remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
     _fill(heads, state)
 
 
@@ -438,10 +478,11 @@ class MergeReport:
     """What merging did. Norms are over all merged layers together; everything is 0 for a full tuning, which
     has nothing to merge.
 
-    `update`: norm of the updates. `ulps`: root mean square of an update's entry over the spacing of numbers
-    at the weights' own root mean square: below 1, most entries move to a neighbour or not at all. `lost`:
-    share of the update that rounding to the base's dtype changed. `logits`: greatest absolute difference of
-    logits before and after on the batch that was given, else None.
+    `dtype`: that was written. `update`: norm of the updates. `ulps`: root mean square of an update's entry
+    over the spacing of numbers at the weights' own root mean square: below 1, most entries move to a
+    neighbour or not at all. `lost`: share of the update that rounding to the dtype changed; the rest
+    survives. `logits`: greatest absolute difference of logits before and after on the batch that was given,
+    else None.
     """
 
     folder: Path
@@ -467,11 +508,13 @@ def save_merged(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> MergeReport:
     """Write the merged model as a plain Hugging Face folder; `model` itself stays tuned, bit by bit as it
     was.
 
+    dtype: of every floating tensor that is written, each rounded once; None: the model's own.
     Raises UsageError for adapter and side, which cannot be merged, for a model that is not transformers', and
     for a tied weight the model class would tie again on loading; otherwise as `save`.
     """
@@ -485,12 +528,13 @@ def save_merged(
         )
     layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
     warn_of_quantised(model)
-    update, ulps, lost = _rounding(layers)
+    update, ulps, lost = _rounding(layers, dtype)
     before = _logits(model, batch) if batch is not None else None
     config, unties = model.config, _unties(model, layers)
     tied = getattr(config, "tie_word_embeddings", None)
-    with merged_weights(model):
-        after = _logits(model, batch) if batch is not None else None
+    kept = dtype in (None, model.dtype)
+    with merged_weights(model, dtype):
+        after = _logits(model, batch) if batch is not None and kept else None
         factors = {id(value) for layer in layers for value in layer.tuned().values()}
         state = {
             plain_name(name): value
@@ -501,11 +545,12 @@ def save_merged(
         def fill(work: Path) -> None:
             # a config that ties nothing is read without tying anything: whatever is still shared is then
             # written under each of its names
-            own = {
-                name: dense_of(value.detach().clone() if unties else value.detach())
-                for name, value in state.items()
-            }
-            _write_hugging_face(model, own, work)
+            whole = {name: dense_of(value.detach()) for name, value in state.items()}
+            own = {name: value.clone() for name, value in whole.items()} if unties else whole
+            _write_hugging_face(model, own if kept else _cast(own, cast("torch.dtype", dtype)), work)
+            if not kept:
+                written = read_json(work / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+                write_json(work / "config.json", written)
             _check_complete(own, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
@@ -517,13 +562,16 @@ def save_merged(
         finally:
             if unties:
                 config.tie_word_embeddings = tied
+    if before is not None and after is None:
+        written_model = plain_class(model).from_pretrained(place, dtype=dtype).to(model.device)
+        after = _logits(written_model, cast("Mapping[str, Tensor]", batch))
     logits = (
         float((before.double() - after.double()).abs().max())
         if before is not None and after is not None
         else None
     )
     report = MergeReport(
-        place, str(model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits
+        place, str(dtype or model.dtype).removeprefix("torch."), len(layers), update, ulps, lost, logits
     )
     if lost > 0.05:
         warn(
@@ -533,18 +581,37 @@ def save_merged(
     return report
 
 
-def _rounding(layers: list[TunedLinear]) -> tuple[float, float, float]:
-    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding), over all
-    layers."""
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating tensors of `state` in `dtype`; what is one tensor under two names stays one."""
+    made = {value.data_ptr(): value.to(dtype) for value in state.values() if value.is_floating_point()}
+    return {name: made.get(value.data_ptr(), value) for name, value in state.items()}
+
+
+def probe(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Sixteen tokens from all over the vocabulary as a batch, to compare logits on: ids [1, 16]."""
+    config: Any = model.config
+    ids = torch.linspace(1, config.vocab_size - 1, 16, device=model.device).long()[None]
+    if (end := getattr(config, "eos_token_id", None)) is not None:  # heads that read the end token's state
+        end = end[0] if isinstance(end, list) else end
+        ids = torch.where(ids == end, (ids + 1) % config.vocab_size, ids)
+        ids[0, -1] = end
+    targets = getattr(config, "is_encoder_decoder", False) and model.get_output_embeddings() is not None
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if targets else {})
+
+
+def _rounding(layers: list[TunedLinear], dtype: torch.dtype | None) -> tuple[float, float, float]:
+    """(norm of the update, its root mean square in ulps of the weights, share lost to rounding to a dtype),
+    over all layers."""
     update = missed = weights = spacing = 0.0
     with torch.no_grad():
         for layer in layers:
             wide = torch.promote_types(layer.weight.dtype, torch.float32)
             weight, delta = layer.weight.to(wide), layer.delta().to(wide)
-            update += float(delta.norm()) ** 2
-            missed += float((layer.merged_weight().to(wide) - weight - delta).norm()) ** 2
+            update += float(layer.change().norm()) ** 2
+            rounded = weight.to(dtype or layer.weight.dtype).to(wide)
+            missed += float((layer.merged_weight(dtype).to(wide) - rounded - delta).norm()) ** 2
             weights += float(weight.norm()) ** 2
-            spacing = torch.finfo(layer.weight.dtype).eps
+            spacing = torch.finfo(dtype or layer.weight.dtype).eps
     ulps = math.sqrt(update / weights) / spacing if weights else 0.0
     return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
 
@@ -563,12 +630,15 @@ def _unties(model: PreTrainedModel, layers: list[TunedLinear]) -> bool:
     """Whether merging parts a tied weight. Raises UsageError when the class would tie it again on loading, as
     T5's does."""
     tuned = {id(layer.weight) for layer in layers}
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[object, list[str]]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         if id(value) in tuned:
-            names.setdefault(id(value), []).append(name)
-    shared = next((group for group in names.values() if len(group) > 1), None)
-    if shared is None:
+            holder = model.get_submodule(name.rpartition(".")[0])
+            key = tuned_together(holder) if isinstance(holder, TunedLinear) else ()
+            names.setdefault(id(value), {}).setdefault(key, []).append(name)
+    parted = next((ends for ends in names.values() if len(ends) > 1), {})
+    shared = [group[0] for group in parted.values()]
+    if not shared:
         return False
     fields = model.config.to_dict() | {"tie_word_embeddings": False}
     if type(model.config).from_dict(fields).tie_word_embeddings:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError, Problem, UsageError, nearest
-from petune.methods import is_wrapped, tuned_parameters, tuning
+from petune.methods import is_wrapped, pissa, tuned_parameters, tuning
 from petune.methods.configs import method_of
 from petune.models.frozen_weight import QuantisedWeight, sampled
 from petune.models.tuned_linear import tuned_layers
@@ -58,15 +58,17 @@ def refuse_merged(model: nn.Module) -> None:
 
 def base_tensors(model: nn.Module, heads: Collection[str] = ()) -> dict[str, Tensor]:
     """Every parameter and persistent buffer of the base by base name: what is tuned, in `heads`, or tied to
-    either is left out."""
+    either is left out; a bias that trains has the value it had in the base."""
     model = bare(model)
     moving = {id(value) for head in heads for value in model.get_submodule(head).parameters()}
     if is_wrapped(model):
         moving |= {id(value) for value in tuned_parameters(model).values()}
+        moving |= {id(value) for value in pissa.starts(model).values()}
+    biases = tuning(model).biases if is_wrapped(model) else {}
     return {
-        plain_name(name): value
+        plain_name(name): biases.get(name, value)
         for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) not in moving
+        if name in biases or id(value) not in moving
     }
 
 
@@ -85,7 +87,9 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         }
         return {"version": VERSION, "tensors": rows}
     tensors = base_tensors(model)
-    samples = _samples(tensors)
+    origins = {f"{name}.weight": layer.origin for name, layer in tuned_layers(model)}
+    given = {plain_name(name): value for name, value in origins.items() if value is not None}
+    samples = _samples(tensors | given)
     return {
         "version": VERSION,
         "tensors": {name: [*_build(value), samples[name]] for name, value in tensors.items()},
@@ -197,12 +201,18 @@ def _remedy(rows: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return "load the base it was made on, at the same revision"
 
 
+def base_is_changed(model: nn.Module) -> str | None:
+    """The name of a weight of the base that is held in another form or in parts, or None."""
+    changed = (name for name, value in base_tensors(model).items() if isinstance(value, QuantisedWeight))
+    return next(changed, None) or next(iter(pissa.started(bare(model))), None)
+
+
 def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
     """SHA-256 over name, dtype, shape and every byte of the base's tensors, sorted by name; one tensor at a
     time visits the CPU.
 
-    Raises UsageError for a fully tuned model and for a quantised base, whose own weights are gone, and inside
-    merged_weights.
+    Raises UsageError for a fully tuned model, for a quantised base and for one that init: pissa has taken
+    components from, whose own weights are gone, and inside merged_weights.
     """
     refuse_merged(bare(model))
     if is_wrapped(bare(model)) and method_of(tuning(bare(model)).config).trains_base:
@@ -210,14 +220,9 @@ def full_hash(model: nn.Module, heads: Collection[str] = ()) -> str:
             "full fine-tuning keeps no untouched base to hash", remedy="hash the base before wrapping it"
         )
     tensors, digest = base_tensors(model, heads), hashlib.sha256()
-    if quantised := next(
-        (name for name, value in tensors.items() if isinstance(value, QuantisedWeight)), None
-    ):
-        raise UsageError(
-            "the weights this base was quantised from are gone",
-            where=quantised,
-            remedy="hash the base before wrapping it",
-        )
+    if changed := base_is_changed(model):
+        remedy = "hash the base before wrapping it"
+        raise UsageError("the weights of this base are gone", where=changed, remedy=remedy)
     for name, value in sorted(tensors.items()):
         dtype, shape = _build(value)
         digest.update(f"{name} {dtype} {shape}\n".encode())

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,11 @@ from petune.files.json_fields import (
 )
 from petune.files.patterns import Pattern, compile_pattern
 from petune.log import say
-from petune.methods import dora, lora, tuning
-from petune.methods.configs import DoraConfig, LoraConfig
+from petune.methods import dora, lora, pissa, tuning
+from petune.methods.configs import DoraConfig, LoraConfig, MethodConfig
 from petune.methods.lora import Layers, LoraEmbedding, LoraLayer
 from petune.methods.targets import within
+from petune.methods.token_rows import ROWS, holders, table_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.fingerprint import MOST, plain_name
 
@@ -60,7 +61,6 @@ _TASKS = (
 _NEUTRAL: Mapping[str, Any] = {
     "alora_invocation_tokens": None,
     "arrow_config": None,
-    "bias": "none",
     "corda_config": None,
     "ensure_weight_tying": False,
     "kasa_config": None,
@@ -71,7 +71,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "megatron_config": None,
     "monteclora_config": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "use_bdlora": None,
     "use_qalora": False,
     "velora_config": None,
@@ -79,6 +78,7 @@ _NEUTRAL: Mapping[str, Any] = {
 _READ: Mapping[str, Any] = {
     "auto_mapping": None,
     "base_model_name_or_path": None,
+    "bias": "none",
     "eva_config": None,
     "exclude_modules": None,
     "fan_in_fan_out": False,
@@ -99,12 +99,14 @@ _READ: Mapping[str, Any] = {
     "revision": None,
     "target_modules": None,
     "task_type": None,
+    "trainable_token_indices": None,
     "use_dora": False,
     "use_rslora": False,
 }
 _WORDS, _MAYBE_TEXT = ListOf(Text()), OneOf(Text(), None)
 _KINDS: Mapping[str, Kind] = {
     "base_model_name_or_path": _MAYBE_TEXT,
+    "bias": Text(("none", "all", "lora_only")),
     "exclude_modules": OneOf(Text(), _WORDS, None),
     "fan_in_fan_out": OneOf(Truth(), None),
     "inference_mode": OneOf(Truth(), None),
@@ -121,6 +123,7 @@ _KINDS: Mapping[str, Kind] = {
     "revision": _MAYBE_TEXT,
     "target_modules": OneOf(Text(), _WORDS, None),
     "task_type": _MAYBE_TEXT,
+    "trainable_token_indices": OneOf(ListOf(Whole()), MapOf(ListOf(Whole())), None),
     "use_dora": OneOf(Truth(), None),
     "use_rslora": OneOf(Truth(), None),
 }
@@ -146,6 +149,8 @@ _METHODS: Mapping[bool, tuple[type[LoraConfig], Layers]] = {
 _MAGNITUDE = "lora_magnitude_vector"
 _ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", _MAGNITUDE: _MAGNITUDE}
 _ENDS_OF_EMBEDDING = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+_TOKENS = "token_adapter.trainable_tokens_delta"  # the rows themselves, for all its name
+_BIAS = "base_layer.bias"  # of a tuned layer, where it trains
 _INERT = {"runtime_config"}  # how it is run, not what it computes
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base's weights alone
 _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and save that"
@@ -154,12 +159,14 @@ _FLATTEN = "load it with peft, merge it into its base (merge_and_unload) and sav
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA folder in petune's words: the whole config, each layer's own and the forms of their classes,
-    what is trained whole, tensors by base-model name."""
+    what is trained whole, single biases and rows of the table of tokens, tensors by base-model name."""
 
     config: LoraConfig
     layers: Mapping[str, LoraConfig]
     forms: Layers
     also_train: tuple[str, ...]
+    biases: tuple[str, ...]
+    token_rows: tuple[str, ...]
     state: Mapping[str, Tensor]
 
 
@@ -176,14 +183,14 @@ def to_peft(
     """
     record = tuning(model)
     assert isinstance(record.config, LoraConfig)
-    layers = {plain_name(name): cast("LoraLayer", layer) for name, layer in tuned_layers(model)}
+    layers = _layers(model)
     heads = tuple(plain_name(head) for head in record.also_train)
-    _refuse_tied_heads(model, record.also_train)
-    tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items()}
-    sizes = {name: (layer.lora_A.shape[0], _alpha(layer, record.config)) for name, layer in layers.items()}
-    (r, alpha), _ = Counter(sizes.values()).most_common(1)[0]
+    refuse_tied_heads(model, record.also_train)
+    tied = _rows_of_ties(model) if record.config.token_rows else ()
+    tensors = {PREFIX + _to_key(name, layers): value for name, value in state.items() if name not in tied}
+    r, alpha, ranks, alphas = _sizes(layers, record.config)
     names = [name for name, _ in model.named_modules() if name]
-    task = _task(model, [name for name in map(plain_name, names) if not within(name, heads)])
+    task = task_type(model, [name for name in map(plain_name, names) if not within(name, heads)])
     columns = sum(isinstance(layer, Conv1D) for layer in layers.values())
     config = (
         dict(_NEUTRAL)
@@ -195,6 +202,7 @@ def to_peft(
                 else {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
             ),
             "base_model_name_or_path": base_model,
+            "bias": "lora_only" if record.config.bias == "lora" else record.config.bias,
             "fan_in_fan_out": (
                 0
                 < columns
@@ -202,25 +210,63 @@ def to_peft(
             ),
             "lora_alpha": _number(alpha),
             "lora_dropout": record.config.dropout,
-            "modules_to_save": _shortest(heads, map(plain_name, names)) or None,
+            "modules_to_save": shortest(heads, map(plain_name, names)) or None,
             "r": r,
             "use_dora": type(record.config) is _METHODS[True][0],
-            "rank_pattern": {name: rank for name, (rank, _) in sizes.items() if rank != r},
-            "alpha_pattern": {name: _number(own) for name, (_, own) in sizes.items() if own != alpha},
-            "target_modules": _shortest(
+            "use_rslora": record.config.rslora,
+            "rank_pattern": ranks,
+            "alpha_pattern": {name: _number(own) for name, own in alphas.items()},
+            "target_modules": shortest(
                 tuple(layers), (plain_name(name) for name in names if not within(plain_name(name), heads))
             ),
             "task_type": task,
+            "trainable_token_indices": list(record.config.token_rows) or None,
         }
     )
     return dict(sorted(config.items())), tensors
 
 
+def settings_in_files(model: nn.Module, config: MethodConfig) -> MethodConfig:
+    """`config` as files say it: a start from components is plain LoRA of twice the rank in them."""
+    if not isinstance(config, LoraConfig) or not pissa.started(model):
+        return config
+    layers = _layers(model)
+    r, alpha, ranks, alphas = _sizes(layers, config)
+    sizes: dict[str, Any] = {"r": r, "alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+    return replace(config, init="auto", init_iterations=None, **sizes)
+
+
+def _sizes(
+    layers: Mapping[str, LoraLayer], config: LoraConfig
+) -> tuple[int, float, dict[str, int], dict[str, float]]:
+    """Rank and alpha of most layers in a file, and those of the others by name."""
+    sizes = {}
+    for name, layer in layers.items():
+        rank = len(layer.lora_A) * (2 if pissa.has_start(layer) else 1)
+        sizes[name] = rank, _alpha(layer.scale, replace(config, r=rank))
+    (r, alpha), _ = Counter(sizes.values()).most_common(1)[0]
+    ranks = {name: rank for name, (rank, _) in sizes.items() if rank != r}
+    return r, alpha, ranks, {name: own for name, (_, own) in sizes.items() if own != alpha}
+
+
+def _layers(model: nn.Module) -> dict[str, LoraLayer]:
+    found = ((plain_name(name), layer) for name, layer in tuned_layers(model))
+    return {name: layer for name, layer in found if isinstance(layer, LoraLayer)}
+
+
+def _rows_of_ties(model: nn.Module) -> tuple[str, ...]:
+    """The names of trained rows but for the first: peft's file has them once, where tokens are looked up."""
+    names = map(plain_name, holders(model, table_of(model)))
+    return tuple(f"{name}.{ROWS}" for name in names)[1:]
+
+
 def _to_key(name: str, layers: Mapping[str, LoraLayer]) -> str:
     module, _, own = name.rpartition(".")
+    if own == ROWS and module not in layers:
+        return f"{module}.{_TOKENS}"
     if module not in layers:
         return name
-    return f"{module}.{_ends(isinstance(layers[module], LoraEmbedding))[own]}"
+    return f"{module}.{_BIAS if own == 'bias' else _ends(isinstance(layers[module], LoraEmbedding))[own]}"
 
 
 def _ends(embedding: bool) -> Mapping[str, str]:
@@ -228,7 +274,7 @@ def _ends(embedding: bool) -> Mapping[str, str]:
     return _ENDS | _ENDS_OF_EMBEDDING if embedding else _ENDS
 
 
-def _shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
+def shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
     """Names for which peft's rule (the whole name or what follows a dot) finds exactly `wanted`: sorted last
     parts, else in full."""
     leaves = {name.rpartition(".")[2] for name in wanted}
@@ -236,7 +282,7 @@ def _shortest(wanted: tuple[str, ...], names: Iterable[str]) -> list[str]:
     return sorted(leaves if hit == set(wanted) else wanted)
 
 
-def _task(model: nn.Module, frozen: Iterable[str]) -> str | None:
+def task_type(model: nn.Module, frozen: Iterable[str]) -> str | None:
     """peft's task type. One that implies a head which is not trained stays unsaid: peft would look for that
     head in the file."""
     leaves = {name.rpartition(".")[2] for name in frozen}
@@ -250,19 +296,20 @@ def _task(model: nn.Module, frozen: Iterable[str]) -> str | None:
     )
 
 
-def _alpha(layer: LoraLayer, config: LoraConfig) -> float:
-    """The alpha that gives this layer's scale again, bit by bit."""
-    rank, scale = layer.lora_A.shape[0], layer.scale
-    stated = config.alpha if config.alpha is not None else 2 * config.r
-    near = [float(stated), scale * rank, *(math.nextafter(scale * rank, end) for end in (0.0, math.inf))]
-    return next((alpha for alpha in near if alpha / rank == scale), near[1])
+def _alpha(scale: float, own: LoraConfig) -> float:
+    """The alpha that gives a layer's scale again, bit by bit. own: its settings, with its rank."""
+    stated = own.alpha if own.alpha is not None else 2 * own.r
+    about = scale * own.divisor
+    near = [float(stated), about, *(math.nextafter(about, end) for end in (0.0, math.inf))]
+    return next((alpha for alpha in near if replace(own, alpha=alpha).scale == scale), near[1])
 
 
 def _number(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
 
 
-def _refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
+def refuse_tied_heads(model: nn.Module, heads: Iterable[str]) -> None:
+    """Raise UsageError for a module trained whole whose tensor is tied to one that is not."""
     heads = tuple(heads)
     inside = {id(value): head for head in heads for value in model.get_submodule(head).parameters()}
     if not inside:
@@ -291,15 +338,15 @@ def from_peft(
     check_config(config, folder / CONFIG)
     _, forms = _METHODS[bool(config.get("use_dora"))]
     modules = {plain_name(name): module for name, module in base.named_modules() if name}
-    given = _strip(tensors, modules, folder)
-    heads = tuple(name for name in modules if _is_saved_whole(name, config))
+    given = strip_wrappers(tensors, modules, folder)
+    heads = tuple(name for name in modules if is_saved_whole(name, config))
     heads = tuple(name for name in heads if not within(name, [other for other in heads if other != name]))
     ends = tuple(f".{end}" for end in (*_ENDS.values(), *_ENDS_OF_EMBEDDING.values()))
     present = {key.rpartition(".lora_")[0] for key in given if key.endswith(ends)}
     layers = {
         name: _own_config(name, config)
         for name in modules
-        if name in present or _is_target(name, config, heads)
+        if name in present or is_target(name, config, heads)
     }
     wanted = {
         key: name
@@ -312,16 +359,79 @@ def from_peft(
         whole = {f"{head}.{name}": tuple(value.shape) for name, value in modules[head].named_parameters()}
         shapes |= whole
         wanted |= {key: (key, shape) for key, shape in whole.items()}
+    ids, rows = _token_rows(base, config, folder)
+    for first in rows[:1]:
+        key = f"{first.removesuffix(ROWS)}{_TOKENS}"
+        shapes[key] = len(ids), table_of(base).embedding_dim
+        wanted[key] = first, shapes[key]
+    biases = _biases(modules, layers, heads, config.get("bias") or "none")
+    wanted |= {key: (name, tuple(own[name].shape)) for key, name in biases.items()}
+    shapes |= {key: tuple(own[name].shape) for key, name in biases.items()}
     given = {
-        key: value for key, value in given.items() if key in wanted or not _repeats_base(key, value, own)
+        key: value for key, value in given.items() if key in wanted or not repeats(key, value, own, given)
     }
     check_tensors(shapes, {key: tuple(value.shape) for key, value in given.items()}, folder / TENSORS, heads)
-    _refuse_untied(base, heads, given, folder)
-    alpha = _own_config("", config)
-    whole_config = replace(alpha, targets=tuple(layers), also_train=heads)
-    return Adapter(
-        whole_config, layers, forms, heads, {wanted[key][0]: value for key, value in given.items()}
+    refuse_untied(base, heads, given, folder)
+    state = {wanted[key][0]: value for key, value in given.items()}
+    for other in rows[1:]:
+        state[other] = state[rows[0]]
+    settings = replace(_settings(config, layers, heads, bool(biases)), token_rows=ids)
+    return Adapter(settings, layers, forms, heads, tuple(biases.values()), rows, state)
+
+
+def _token_rows(
+    base: nn.Module, config: Mapping[str, Any], folder: Path
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids of tokens whose rows are trained, and the names of the rows in petune, where tokens are looked
+    up first.
+
+    Raises FileError for rows of another table.
+    """
+    given = config.get("trainable_token_indices")
+    if not given:
+        return (), ()
+    names = [plain_name(name) for name in holders(base, table_of(base))]
+    if isinstance(given, Mapping):
+        (name, ids), *others = given.items()
+        if others or not is_named(names[0], [name]):
+            raise FileError(
+                "trains rows of another table",
+                where=f"{folder / CONFIG}  trainable_token_indices",
+                expected=names[0],
+                found=", ".join(given),
+                remedy=_FLATTEN,
+            )
+        given = ids
+    return tuple(given), tuple(f"{name}.{ROWS}" for name in names)
+
+
+def _settings(
+    config: Mapping[str, Any], layers: Mapping[str, LoraConfig], heads: tuple[str, ...], biases: bool
+) -> LoraConfig:
+    """The settings of all layers, in which every layer and what is its own is named in full."""
+    whole = replace(_own_config("", config), targets=tuple(layers), also_train=heads)
+    return replace(
+        whole,
+        rank_pattern={name: own.r for name, own in layers.items() if own.r != whole.r},
+        alpha_pattern={
+            name: own.alpha
+            for name, own in layers.items()
+            if own.alpha is not None and own.alpha != whole.alpha
+        },
+        bias=config["bias"].removesuffix("_only") if biases else "none",
     )
+
+
+def _biases(
+    modules: Mapping[str, nn.Module], layers: Mapping[str, LoraConfig], heads: tuple[str, ...], which: str
+) -> dict[str, str]:
+    """{key in the file: name in petune} of the single biases that train, by peft's word for them."""
+    wanted = {"none": {}, "lora_only": layers, "all": modules}[which]
+    return {
+        f"{name}.{_BIAS if name in layers else 'bias'}": f"{name}.bias"
+        for name in wanted
+        if modules[name]._parameters.get("bias") is not None and not within(name, heads)
+    }
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
@@ -330,7 +440,10 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise FileError(
-            f"peft_type is {kind!r}", where=str(file), expected="LORA", remedy="load this one with peft"
+            f"peft_type is {kind!r}",
+            where=str(file),
+            expected="LORA or IA3",
+            remedy="load this one with peft",
         )
     required = ("r", "lora_alpha", "target_modules") if config.get("peft_version") is None else _WHOLE_FILE
     check_fields(config, Fields({name: _KINDS[name] for name in required}, _KINDS, others=True), file)
@@ -416,7 +529,7 @@ def check_tensors(
         )
 
 
-def _strip(
+def strip_wrappers(
     tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], folder: Path
 ) -> dict[str, Tensor]:
     """Tensors by plain name: without peft's prefix, and without what torch.compile and data parallelism put
@@ -452,17 +565,18 @@ def _strip(
     return plain
 
 
-def _is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
+def is_saved_whole(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether peft trains the module `name` whole."""
     return any(name == entry or name.endswith("." + entry) for entry in config.get("modules_to_save") or ())
 
 
-def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:
+def is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> bool:
     """Whether peft would tune the module `name`: its own rules for target_modules, exclude_modules and
     layers_to_transform."""
-    if within(name, heads) or _is_named(name, config.get("exclude_modules")):
+    if within(name, heads) or is_named(name, config.get("exclude_modules")):
         return False
     targets = config["target_modules"]
-    if not _is_named(name, targets):
+    if not is_named(name, targets):
         return False
     only = config.get("layers_to_transform")
     if only in (None, []) or isinstance(targets, str) or name in targets:
@@ -481,20 +595,20 @@ def _is_target(name: str, config: Mapping[str, Any], heads: tuple[str, ...]) -> 
     return False
 
 
-def _is_named(name: str, entries: Any) -> bool:
+def is_named(name: str, entries: Any) -> bool:
+    """Whether `name` is one of a list of names, or ends in one behind a dot, or matches a regex."""
     if isinstance(entries, str):
         return _pattern(entries).fullmatch(name)
     return any(name == entry or name.endswith("." + entry) for entry in entries or ())
 
 
 def _own_config(name: str, config: Mapping[str, Any]) -> LoraConfig:
-    """Rank and alpha of one module after its patterns. rsLoRA divides by the root of the rank: the same as an
-    alpha that much larger."""
+    """Rank and alpha of one module after its patterns."""
     r = _by_pattern(name, config.get("rank_pattern") or {}, config.get("r", 8))
     alpha = _by_pattern(name, config.get("alpha_pattern") or {}, config.get("lora_alpha", 8))
-    scale = math.sqrt(r) if config.get("use_rslora") else 1
     kind, _ = _METHODS[bool(config.get("use_dora"))]
-    return kind(r=r, alpha=alpha * scale, dropout=float(config.get("lora_dropout") or 0.0))
+    dropout, rslora = float(config.get("lora_dropout") or 0.0), bool(config.get("use_rslora"))
+    return kind(r=r, alpha=alpha, rslora=rslora, dropout=dropout)
 
 
 def _by_pattern(name: str, patterns: Mapping[str, Any], default: Any) -> Any:
@@ -525,9 +639,12 @@ def _keys(
     return {f"{name}.{ends[leaf]}": (f"{name}.{leaf}", shape) for leaf, shape in shapes.items()}
 
 
-def _repeats_base(key: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor is only a copy of the base's own, as peft writes one for a tuned embedding."""
-    mine = own.get(key.replace(".base_layer.", "."))
+def repeats(key: str, value: Tensor, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor is only a copy of the base's own, as peft writes one for a tuned embedding and beside
+    every bias, or of another in the file."""
+    mine = own.get(key.replace(".base_layer.", ".").replace(".original_module.", "."))
+    if ".modules_to_save." in key:
+        mine = given.get(key.replace(".modules_to_save.", "."))
     return (
         mine is not None
         and mine.shape == value.shape
@@ -535,9 +652,7 @@ def _repeats_base(key: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _refuse_untied(
-    base: nn.Module, heads: tuple[str, ...], given: Mapping[str, Tensor], folder: Path
-) -> None:
+def refuse_untied(base: nn.Module, heads: tuple[str, ...], given: Mapping[str, Tensor], folder: Path) -> None:
     """peft trains a copy of a tied module; here it would drag the other end along, unless the file holds both
     ends, equal."""
     inside = {

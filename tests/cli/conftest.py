@@ -87,8 +87,8 @@ class FakeRun:
         self.calls.append(("chat", options))
         return self.session
 
-    def merge(self, out: Path | None = None, *, overwrite: bool = False) -> Path:
-        self.calls.append(("merge", out, overwrite))
+    def merge(self, out: Path | None = None, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+        self.calls.append((f"merge {dtype}" if dtype else "merge", out, overwrite))
         self.merge_report = "merged 8 layers"
         return out or self.folder / "merged"
 

@@ -72,6 +72,27 @@ def test_a_run_stopped_after_any_step_ends_bit_by_bit_as_one_that_was_not(method
         assert_same_run(tmp_path / f"stopped-{step}", straight.folder)
 
 
+def test_components_of_the_base_are_taken_again_and_files_hold_twice_the_rank(tmp_path: Path):
+    method = {"name": "lora", "r": 2, "init": "pissa", "init_iterations": 2}
+    straight = run(settings(tmp_path, method=method, max_steps=3, out="straight"))
+    stopped_at(recipe := settings(tmp_path, method=method, max_steps=3, out="stopped"), 2)
+    run(recipe, resume=True)
+    assert_same_run(tmp_path / "stopped", straight.folder)
+    config = json.loads((straight.folder / "tuned" / "adapter_config.json").read_text())
+    assert (config["r"], config["init_lora_weights"]) == (4, True)
+
+
+def test_rates_of_their_own_are_kept_in_the_state_and_go_on(tmp_path: Path):
+    shape = {"family": "llama", "method": {"name": "lora", "r": 2, "lr_ratio": 8}, "max_steps": 3}
+    straight = run(settings(tmp_path, **shape, out="straight"))
+    stopped_at(recipe := settings(tmp_path, **shape, out="stopped"), 2)
+    groups = state_of(newest(tmp_path / "stopped"))[1]["optimizer"]["groups"]
+    lr = {group["options"].get("lr_ratio", 1): group["options"]["lr"] for group in groups}
+    assert lr[8] == 8 * lr[1] > 0
+    run(recipe, resume=True)
+    assert_same_run(tmp_path / "stopped", straight.folder)
+
+
 @pytest.mark.parametrize(
     ("family", "method"), [("bert", "lora"), ("bart", "side"), ("t5", "adapter"), ("llama", "full")]
 )

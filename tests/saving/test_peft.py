@@ -249,9 +249,7 @@ def test_what_was_loaded_trains_on(tmp_path: Path) -> None:
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "bias": {"bias": "lora_only"},
     "lora_bias": {"lora_bias": True},
-    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "init_lora_weights": {"init_lora_weights": "olora"},
 }

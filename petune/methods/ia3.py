@@ -1,0 +1,119 @@
+"""(IA)^3 (Liu et al. 2022, arXiv:2205.05638): learned scales of keys, values and the inside of the MLP.
+
+        y = l * (W x + b)          l [out, 1], of keys and values
+        y = W (l * x) + b          l [1, in], of what enters the MLP's last linear
+
+l = 1 at the start, so a wrapped model computes exactly what the base did. Scales are float32 whatever the
+base's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petune.errors import UsageError
+from petune.methods.configs import Ia3Config
+from petune.methods.targets import select_layers
+from petune.models.spec import CutKind, Family, Split
+from petune.models.tuned_linear import KeptFeatures, TunedLinear
+
+SCALE = "ia3_l"
+
+
+class Ia3Linear(TunedLinear, nn.Linear):
+    """nn.Linear with learned scales. x [..., in] -> [..., out], dtype of the base layer's output. It has no
+    fused form."""
+
+    base = nn.Linear
+    additions: ClassVar[tuple[str, ...]] = (SCALE, "of_inputs")
+    ia3_l: nn.Parameter
+    of_inputs: bool
+
+    @classmethod
+    def around(cls, layer: nn.Linear, of_inputs: bool, saved: Tensor | None = None) -> Self:
+        """The scaled form of `layer`, which shares its parameters and hooks; saved: its scales."""
+        tuned, weight = cls.of(layer), layer.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        scale = torch.ones(cls.shape(layer, of_inputs)) if saved is None else saved
+        tuned.ia3_l, tuned.of_inputs = nn.Parameter(scale.to(weight.device, dtype)), of_inputs
+        return tuned
+
+    @staticmethod
+    def shape(layer: nn.Linear, of_inputs: bool) -> tuple[int, int]:
+        """Of the scales, as they multiply the weight."""
+        return (1, layer.in_features) if of_inputs else (layer.out_features, 1)
+
+    def tuned(self) -> dict[str, nn.Parameter]:
+        """The scales."""
+        return {SCALE: self.ia3_l}
+
+    def splits(self, cut: CutKind) -> dict[str, Split]:
+        """Scales follow the features that they scale where those are cut; whole ones scale each rank's term
+        of the sum."""
+        own: Split = 1 if self.of_inputs else 0
+        if cut == "column":
+            return {"weight": 0, "bias": 0, SCALE: None if self.of_inputs else own}
+        return {"weight": 1, "bias": "owner", SCALE: own if self.of_inputs else None}
+
+    def after_sum(self) -> nn.Module:
+        """The layer itself: a scaled sum is the sum of scaled terms."""
+        return self
+
+    def kept_features(self) -> KeptFeatures:
+        """What is scaled: the input, and then its scaled form as well; or every output."""
+        if self.of_inputs:
+            return KeptFeatures(input=True, inner=self.in_features)
+        return KeptFeatures(inner=self.out_features)
+
+    def delta(self) -> Tensor:
+        """(l - 1) W, what merging adds to the weight."""
+        return (self.ia3_l - 1) * self.weight.to(self.ia3_l.dtype)
+
+    def merged_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The weight, and the bias where it is scaled too."""
+        merged = super().merged_tensors(dtype)
+        if self.bias is not None and not self.of_inputs:
+            merged["bias"] = (self.bias.detach() * self.ia3_l.detach()[:, 0]).to(dtype or self.bias.dtype)
+        return merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base map of a scaled input, or its scaled output."""
+        if self.merged or not self.active:
+            return super().forward(x)
+        if self.of_inputs:
+            return super().forward((x * self.ia3_l[0]).to(x.dtype))
+        y = F.linear(x, self.weight, self.bias)
+        return (y * self.ia3_l[:, 0]).to(y.dtype)
+
+
+def apply(model: nn.Module, family: Family | None, config: Ia3Config, also_train: tuple[str, ...]) -> None:
+    """Scale the targets. Raises UsageError for a target that is not nn.Linear, and for an entry of `inputs`
+    that is none of the targets."""
+    layers = select_layers(model, family, config.targets, (), also_train)
+    inputs = select_layers(model, family, config.inputs, (), also_train)
+    if strange := [name for name in inputs if name not in layers]:
+        raise UsageError("ia3.inputs names what is no target", where=strange[0], remedy="add it to targets")
+    for name, layer in layers.items():
+        if type(layer) is not nn.Linear:
+            raise UsageError(f"ia3 tunes torch.nn.Linear, not {type(layer).__name__}", where=name)
+    put(model, {name: name in inputs for name in layers})
+
+
+def put(model: nn.Module, places: Mapping[str, bool], saved: Mapping[str, Tensor] | None = None) -> None:
+    """Scale the linears of these names: True for their inputs. saved: their scales, by name of the linear."""
+    for name, of_inputs in places.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        model.set_submodule(name, Ia3Linear.around(layer, of_inputs, None if saved is None else saved[name]))
+
+
+def in_full(config: Ia3Config, places: Mapping[str, bool], also_train: tuple[str, ...]) -> Ia3Config:
+    """`config` with every linear named in full."""
+    inputs = tuple(name for name, of_inputs in places.items() if of_inputs)
+    return replace(config, targets=tuple(places), inputs=inputs, also_train=also_train)
