@@ -50,21 +50,27 @@ class LoraLayer(TunedLinear):
         says.
         """
         tuned, weight = cls.of(layer), cast("Tensor", layer.weight)
-        for name, value in (saved or cls._draw(layer, config.r)).items():
-            setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
+        place: Any = {"dtype": factor_dtype(layer), "device": weight.device}
+        for name, shape in cls.shapes(layer, config.r).items():
+            value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
+            setattr(tuned, name, nn.Parameter(value))
+        for name in tuned.tuned() if saved is None else ():
+            tuned.draw(name)
         tuned.scale = (config.alpha if config.alpha is not None else 2 * config.r) / config.r
         tuned.dropout = config.dropout
         return tuned
 
-    @classmethod
-    def _draw(cls, layer: nn.Module, r: int) -> dict[str, Tensor]:
-        """Fresh factors A and B whose product is zero."""
-        place: Any = {"dtype": factor_dtype(layer), "device": cast("Tensor", layer.weight).device}
-        a, b = (torch.zeros(cls.shapes(layer, r)[name], **place) for name in ("lora_A", "lora_B"))
-        if isinstance(layer, nn.Embedding):
-            return {"lora_A": a, "lora_B": b.normal_()}
-        bound = 1 / math.sqrt(a.shape[1])
-        return {"lora_A": a.uniform_(-bound, bound), "lora_B": b}
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Fill a factor anew; their product is zero."""
+        embeds = isinstance(self, nn.Embedding)
+        if name == "lora_A" and not embeds:
+            bound = 1 / math.sqrt(self.lora_A.shape[1])
+            self.lora_A.uniform_(-bound, bound)
+        elif name == "lora_B" and embeds:
+            self.lora_B.normal_()
+        else:
+            self.get_parameter(name).zero_()
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The two factors."""

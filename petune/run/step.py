@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
-from petune.run.audit import Audit, frozen_checksums
+from petune.run.audit import Audit
 from petune.run.build import Prepared, build, run_on
 from petune.run.progress import Progress
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
@@ -118,9 +118,10 @@ class Step:
         self.base = identity_of(model) if self.recipe.cache else None
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
-        whole = mesh.plan.world > 1 and mesh.main
-        with phase("taking checksums of the whole model") if whole else nullcontext():
-            self.frozen = digest(frozen_checksums(model)) if whole else None
+        self.frozen = None
+        if mesh.plan.world > 1:
+            with phase("taking checksums of the whole model"):
+                self.frozen = distributed.frozen_digest(model, mesh)
         if process_group.inside():
             process_group.barrier()  # the main process had more to do
 
