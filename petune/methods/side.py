@@ -90,9 +90,10 @@ class Ladder(TunedModule, PreTrainedModel):
         if module is self.gates or (module is self.up and self.settings.end == "residual"):
             value.zero_()
         elif hasattr(module, "reset_parameters"):
-            made: Any = copy.deepcopy(module)
+            made: Any = copy.deepcopy(module).to("meta")  # so that this tensor alone draws
+            made._parameters[leaf] = nn.Parameter(torch.empty_like(value))
             made.reset_parameters()
-            value.copy_(getattr(made, leaf))
+            value.copy_(made._parameters[leaf])
         else:  # a norm, which begins alike whatever its width
             value.fill_(float(cast("Any", type(module))(1).weight))
 
