@@ -231,7 +231,8 @@ def load_model(
     check_stored(model, headers)
     check_ties(model, contents)
     make_buffers(model, contents)
-    _as_transformers_leaves_it(model, source, plan)
+    with _hub_errors(source):
+        _as_transformers_leaves_it(model, source, plan)
     return Loaded(model.eval(), family, new, note, contents)
 
 
