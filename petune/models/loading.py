@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from petune.errors import FileError, MachineError, UsageError
+from petune.errors import FileError, UsageError
 from petune.files.manifest import check_folder
 from petune.files.ranges import sources
 from petune.files.safetensors import Header, read_header, read_json
@@ -40,10 +40,11 @@ from petune.models.damage import (
     check_ties,
     refuse_not_finite,
 )
+from petune.models.load_errors import first_line, hub_errors, room_for
 from petune.models.read_plan import ReadPlan, plan_reads
 from petune.models.source import Source, check_weights, local_folder, weight_files
 from petune.models.spec import Family, Kind
-from petune.models.trust import code_refused, refuse_adapter, refuse_links_out, refuse_settings, wanted_code
+from petune.models.trust import refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -86,23 +87,6 @@ def read_whole(model: nn.Module, contents: Contents) -> None:
     refuse_not_finite(bad, contents.place)
 
 
-@contextmanager
-def room_for(place: str) -> Iterator[None]:
-    """Turn a want of memory for the model of `place` into MachineError."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except MemoryError:
-        raise MachineError("not enough memory to load the model", where=place) from None
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
-            raise
-        raise MachineError(
-            "not enough memory to load the model", where=place, found=_first_line(error)
-        ) from None
-
-
 def read_config(source: Source) -> Any:
     """The transformers config of `source`. Raises FileError when it is missing or unreadable, and for an
     object, which no file holds."""
@@ -118,12 +102,12 @@ def read_config(source: Source) -> Any:
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(
-                f"not a model config: {_first_line(error)}",
+                f"not a model config: {first_line(error)}",
                 where=source.place,
                 remedy='it needs a "model_type"',
             ) from None
     _check_folder(source)
-    with _hub_errors(source):
+    with hub_errors(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
         refuse_settings(fields, source.place)
         return AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
@@ -158,7 +142,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     Raises FileError when there is none, or when it has neither a padding nor an end token.
     """
     place = str(Path(source.place).parent) if source.kind == "config" else source.place
-    with _hub_errors(source):
+    with hub_errors(source):
         tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision, trust_remote_code=False)
     return with_padding(tokenizer, place)
 
@@ -216,7 +200,7 @@ def load_model(
     check_weights(source)
     if code := wanted_code(local_folder(source.place, source.revision) or Path(source.place)):
         say(f"{code[0]}: not run; {config.model_type} is read with transformers' own classes")
-    with _hub_errors(source):
+    with hub_errors(source):
         files = weight_files(source)
         headers = {path: read_header(path, links=True) for path in files}
         config.name_or_path = source.place
@@ -231,7 +215,7 @@ def load_model(
     check_stored(model, headers)
     check_ties(model, contents)
     make_buffers(model, contents)
-    with _hub_errors(source):
+    with hub_errors(source):
         _as_transformers_leaves_it(model, source, plan)
     return Loaded(model.eval(), family, new, note, contents)
 
@@ -265,7 +249,7 @@ def _load_whole(
 ) -> Loaded:
     """The model as transformers reads it, all of it in memory."""
     torch.manual_seed(seed)
-    with _hub_errors(source), quiet():
+    with hub_errors(source), quiet():
         model, info = AUTO[head].from_pretrained(
             source.place,
             revision=source.revision,
@@ -288,7 +272,7 @@ def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreT
     """The model of a config with the task's head on the meta device: its modules and shapes without a weight.
     Raises as `load_model`."""
     _refuse_headless(config, head)
-    with _hub_errors(source), torch.device("meta"), quiet():
+    with hub_errors(source), torch.device("meta"), quiet():
         return cast("PreTrainedModel", AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False))
 
 
@@ -366,72 +350,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _hub_errors(source: Source) -> Iterator[None]:
-    """The many errors of loading, each as one message with a remedy."""
-    try:
-        with room_for(source.place):
-            yield
-    except FileError:
-        raise
-    except (torch.OutOfMemoryError, MachineError):
-        raise
-    except OSError as error:
-        remedy = None
-        if source.kind == "hub" and _is_unreachable(error):
-            remedy = (
-                "check the network; a local folder needs none, nor what an earlier run has put into the cache"
-            )
-            raise MachineError(
-                f"cannot reach the hub for the model {source.place!r}: {_first_line(error)}", remedy=remedy
-            ) from None
-        if source.kind == "hub":
-            remedy = (
-                "check the name and the network; give a local folder to work offline; a gated model needs its"
-                " licence accepted and a token"
-            )
-        elif "safetensors" in str(error):
-            remedy = "only safetensors are read: convert the weights with save_pretrained"
-        raise FileError(
-            f"cannot be loaded: {_first_line(error)}", where=source.place, remedy=remedy
-        ) from None
-    except RuntimeError as error:
-        raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
-    except (
-        Exception
-    ) as error:  # transformers and safetensors raise bare classes of their own for damaged files
-        folder = local_folder(source.place, source.revision)
-        if "trust_remote_code" in str(error) or (
-            isinstance(error, ValueError) and folder is not None and wanted_code(folder)
-        ):
-            raise code_refused(folder, source.place, _first_line(error)) from None
-        remedy = "a file in it is damaged, missing or not what its name says: use another copy"
-        raise FileError(
-            f"cannot be loaded: {type(error).__name__}: {_first_line(error)}",
-            where=source.place,
-            remedy=remedy,
-        ) from error
-
-
-_UNREACHABLE = (
-    "OfflineModeIsEnabled",
-    "LocalEntryNotFoundError",
-    "ConnectError",
-    "ConnectTimeout",
-    "ConnectionError",
-)
-
-
-def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether an error of loading comes of a hub that cannot be reached, or may not be."""
-    while error is not None:
-        if any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -31,7 +31,7 @@ from petune.log import say
 from petune.models import attention
 from petune.models.contents import Contents, Part, allocate, detach
 from petune.models.damage import refuse_not_finite
-from petune.models.loading import room_for
+from petune.models.load_errors import room_for
 from petune.models.spec import Family
 from petune.models.stack import own_stacks, unownable
 from petune.parallel.fsdp import allocated, first_row, is_sharded, local, settle, shard
