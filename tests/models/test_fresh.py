@@ -115,6 +115,14 @@ def test_tensors_of_the_base_are_drawn_by_the_law_of_transformers(name: str) -> 
             assert torch.equal(found, value), key
 
 
+def test_a_tensor_with_several_names_is_drawn_under_the_first_of_them() -> None:
+    model = on_meta("t5-seq2seq")
+    contents = Contents(model, {}, NO_PLAN, 0, "nowhere")
+    contents.remember(model)
+    found = [contents.whole(name) for name in ("shared.weight", "lm_head.weight")]
+    assert torch.equal(*found) and bool(found[0].any())
+
+
 def test_what_is_drawn_leaves_torchs_generator_as_it_was() -> None:
     model = on_meta("llama-causal", "side")
     torch.manual_seed(7)
