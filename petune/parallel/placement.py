@@ -105,8 +105,7 @@ def parallelize(
     for module in modules if plan.sharding is not None else ():
         shard(module, plan, mesh, tuned(module).values())
     bad += read() if plan.sharding is not None else []
-    if contents is not None:
-        _refuse_together(bad, contents.place)
+    refuse_together(bad, "" if contents is None else contents.place)
     here = _tuned_here(modules, tuned, aliases, tuple(whole))
     return Placement(modules, family, plan, mesh, tuple(whole), shapes, here, owned, placed, vocabulary)
 
@@ -143,8 +142,9 @@ def _start(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> list[int]:
     return start
 
 
-def _refuse_together(bad: list[str], place: str) -> None:
-    """Raise FileError on every rank for parameters that any rank has found not to be finite."""
+def refuse_together(bad: list[str], place: str) -> None:
+    """Raise FileError on every rank for parameters that any rank has found not to be finite, which all ranks
+    call with their own."""
     if process_group.inside():
         told = process_group.gather(json.dumps(bad))
         bad = list(dict.fromkeys(name for text in told for name in json.loads(text)))

@@ -15,15 +15,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from petune.errors import Stopped, UsageError
 from petune.log import say
 from petune.methods import frozen_tensors
-from petune.models.contents import Contents, contents_of
+from petune.models.contents import contents_of
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
+from petune.parallel.placement import refuse_together
 from petune.recipe import Recipe
 from petune.run.audit import checksum, checksums, digest
 from petune.run.build import Base, Prepared, choose_place, plan_of
@@ -114,6 +115,7 @@ def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) ->
     agree(prepared)
     process_group.agree({"model": model})
     process_group.barrier()
+    refuse_together([], prepared.source.place)  # what the rank that is new has read
     runner.rejoin()
 
 
@@ -173,28 +175,15 @@ def agree_on_model(model: nn.Module) -> str:
     return found
 
 
-def frozen_digest(model: nn.Module, mesh: Mesh) -> str | None:
-    """The digest of the frozen tensors of a whole model, on the main rank; None elsewhere. Every rank must
-    call it.
-
-    Of a model that is not read yet each rank reads some of them, whole, one at a time.
-    """
+def frozen_digest(model: nn.Module) -> str:
+    """The digest of the frozen tensors of a whole model; of one that is not read yet they come from its
+    files, one at a time."""
     frozen, contents = frozen_tensors(model), contents_of(model)
-    if contents is None or not process_group.inside():
-        return digest(_sums(frozen, contents)) if mesh.main else None
-    mine = dict(list(frozen.items())[mesh.rank :: mesh.plan.world])
-    told = process_group.gather(json.dumps(_sums(mine, contents)))
-    sums = {name: value for text in told for name, value in json.loads(text).items()}
-    return digest({name: sums[name] for name in frozen}) if mesh.main else None
-
-
-def _sums(tensors: Mapping[str, Tensor], contents: Contents | None) -> dict[str, int]:
-    """The checksum of each of these tensors."""
     if contents is None:
-        return checksums(tensors)
-    return {
-        name: checksum(contents.whole(name) if value.is_meta else value) for name, value in tensors.items()
-    }
+        return digest(checksums(frozen))
+    return digest(
+        {name: checksum(contents.whole(name) if value.is_meta else value) for name, value in frozen.items()}
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -118,10 +118,9 @@ class Step:
         self.base = identity_of(model) if self.recipe.cache else None
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
-        self.frozen = None
-        if mesh.plan.world > 1:
-            with phase("taking checksums of the whole model"):
-                self.frozen = distributed.frozen_digest(model, mesh)
+        whole = mesh.plan.world > 1 and mesh.main
+        with phase("taking checksums of the whole model") if whole else nullcontext():
+            self.frozen = distributed.frozen_digest(model) if whole else None
         if process_group.inside():
             process_group.barrier()  # the main process had more to do
 
