@@ -100,6 +100,8 @@ def assert_equal(mine: Any, other: Any, new: tuple[str, ...]) -> None:
             assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
             assert (new and name.startswith(new)) or torch.equal(found[name], value), name
     assert not mine.training
+    renamed = [[one.source_patterns for one in model._weight_conversions] for model in (mine, other)]
+    assert renamed[0] == renamed[1], "saving undoes other renamings"
     if other.can_generate():
         assert mine.generation_config.to_dict() == other.generation_config.to_dict()
 
