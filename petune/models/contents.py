@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from petune.errors import PetuneError
 from petune.files.ranges import RangeReader, Source, overlap
 from petune.files.safetensors import is_finite
+from petune.models.checksums import checksum, checksums
 from petune.models.fresh import draw, holding, initialiser, tuned_owner
 from petune.models.frozen_weight import POINTS
 from petune.models.read_plan import ReadPlan
@@ -181,6 +182,17 @@ def detach(model: nn.Module) -> Contents | None:
     """The same, which the model forgets."""
     found: Contents | None = model.__dict__.pop(ATTRIBUTE, None)
     return found
+
+
+def checksums_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksum of each of these tensors of `model`; those that are not read yet come from their files,
+    one at a time."""
+    contents = contents_of(model)
+    if contents is None:
+        return checksums(tensors)
+    return {
+        name: checksum(contents.whole(name) if value.is_meta else value) for name, value in tensors.items()
+    }
 
 
 def allocate(

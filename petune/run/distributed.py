@@ -20,13 +20,13 @@ from torch import nn
 from petune.errors import Stopped, UsageError
 from petune.log import say
 from petune.methods import frozen_tensors
-from petune.models.contents import contents_of
+from petune.models.checksums import digest
+from petune.models.contents import checksums_of, contents_of
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
 from petune.parallel.placement import refuse_together
 from petune.recipe import Recipe
-from petune.run.audit import checksum, checksums, digest
 from petune.run.build import Base, Prepared, choose_place, plan_of
 from petune.run.folder import RANK_LOGS, RunFolder
 from petune.run.job import Job
@@ -176,14 +176,8 @@ def agree_on_model(model: nn.Module) -> str:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """The digest of the frozen tensors of a whole model; of one that is not read yet they come from its
-    files, one at a time."""
-    frozen, contents = frozen_tensors(model), contents_of(model)
-    if contents is None:
-        return digest(checksums(frozen))
-    return digest(
-        {name: checksum(contents.whole(name) if value.is_meta else value) for name, value in frozen.items()}
-    )
+    """The digest of the frozen tensors of a whole model, which need not be read yet."""
+    return digest(checksums_of(model, frozen_tensors(model)))
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from petune.errors import TrainingFault, UsageError
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors
 from petune.methods.activation_cache import ActivationCache, identity_of
-from petune.models.checksums import digest
 from petune.parallel import Batch, Mesh, alone, local
 from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
