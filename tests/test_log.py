@@ -43,9 +43,9 @@ def test_every_part_of_a_run_that_may_take_long_is_a_phase(tmp_path: Path, caplo
     assert named == [
         *(
             "reading config, data and tokenizer",
-            "reading the weights",
+            "building the model",
             "adding lora to the model",
-            "moving the model to cpu",
+            "reading the weights",
         ),
         *("fusing the blocks", "taking checksums of the frozen weights", "evaluating on 9 rows"),
         *("first step, which prepares the kernels", *saved),

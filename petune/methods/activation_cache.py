@@ -30,7 +30,8 @@ from petune.files.row_store import RowStore
 from petune.methods.row_keys import Row, sources_of
 from petune.methods.trainable import frozen_tensors, tuned_parameters
 from petune.methods.wrapped import is_wrapped, tuning
-from petune.models.checksums import checksums, digest
+from petune.models.checksums import digest
+from petune.models.contents import checksums_of
 from petune.models.port import names_of
 from petune.models.stack import Stack
 
@@ -323,5 +324,5 @@ def identity_of(model: nn.Module) -> str:
     """16 digits by which a backbone is known: every bit of what does not train, and the version of
     transformers."""
     still = frozen_tensors(model)
-    text = f"transformers {transformers.__version__} {list(still)} {digest(checksums(still))}"
+    text = f"transformers {transformers.__version__} {list(still)} {digest(checksums_of(model, still))}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

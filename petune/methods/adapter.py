@@ -47,6 +47,15 @@ class AdapterLinear(TunedLinear, nn.Linear):
             for name, value in getattr(self, part).named_parameters()
         }
 
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Fill a tensor of the bottleneck anew: noise in front, nothing behind."""
+        value = self.get_parameter(name)
+        if name == "adapter_down.weight":
+            value.normal_(std=0.02)
+        else:
+            value.zero_()
+
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """The base layer is cut; the bottleneck is not linear and acts after the sum."""
         base: dict[str, Split] = (
@@ -116,8 +125,7 @@ def tune(layer: nn.Linear, config: AdapterConfig, name: str) -> AdapterLinear:
     tuned.adapter_up = nn.Linear(width // config.reduction, width, dtype=dtype, device=layer.weight.device)
     tuned.linear_part = nn.Identity()
     tuned.train(layer.training)
-    nn.init.normal_(tuned.adapter_down.weight, std=0.02)
-    for zero in (tuned.adapter_down.bias, tuned.adapter_up.weight, tuned.adapter_up.bias):
-        nn.init.zeros_(zero)
+    for own in tuned.tuned():
+        tuned.draw(own)
     tuned.activation, tuned.dropout = config.activation, config.dropout
     return tuned

@@ -22,6 +22,11 @@ ALSO_TRAIN = "modules trained whole beside the method; auto: the task head of th
 class MethodConfig:
     """The settings of a method."""
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether what trains is made of weights of the base, which have to be there before it is."""
+        return False
+
 
 @dataclass(frozen=True)
 class FullConfig(MethodConfig):
@@ -84,6 +89,11 @@ class LoraConfig(MethodConfig):
         metadata={"gt": 0, "doc": "LoRA+: learning rate of the factors B over that of all else; null: 1"},
     )
     also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+    @property
+    def reads_weights(self) -> bool:
+        """See MethodConfig."""
+        return self.init == "pissa" or bool(self.token_rows) or self.bias != "none"
 
     @property
     def scale(self) -> float:

@@ -12,16 +12,13 @@ so a cut by rows, which leaves no rank a whole row, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.methods import lora
-from petune.methods.configs import DoraConfig, LoraConfig
+from petune.methods.configs import DoraConfig
 from petune.models.spec import CutKind, Family, Split
 from petune.models.tuned_linear import KeptFeatures
 
@@ -32,6 +29,7 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
 
     base = nn.Linear
     additions = (*lora.LoraLayer.additions, "lora_magnitude_vector")
+    of_rows = ("lora_magnitude_vector",)
     lora_magnitude_vector: nn.Parameter
 
     @classmethod
@@ -40,13 +38,14 @@ class DoraLinear(lora.LoraLayer, nn.Linear):
         factors = super().shapes(layer, r)
         return factors | {"lora_magnitude_vector": factors["lora_B"][:1]}
 
-    @classmethod
-    def around(cls, layer: nn.Module, config: LoraConfig, saved: Mapping[str, Tensor] | None = None) -> Self:
-        """As LoRA's, and m: the norms of the rows as they are where nothing was saved."""
-        tuned = super().around(layer, config, saved)
-        if saved is None:
-            tuned.lora_magnitude_vector = nn.Parameter(tuned.row_norms())
-        return tuned
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """As LoRA's, and m: the norms of the rows as they are."""
+        if name in self.of_rows:
+            wide = self.weight.to(self.lora_magnitude_vector.dtype)
+            self.lora_magnitude_vector.copy_(torch.linalg.vector_norm(wide, dim=1))
+        else:
+            super().draw(name)
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The two factors and the vector of lengths."""

@@ -53,6 +53,11 @@ class Ia3Linear(TunedLinear, nn.Linear):
         """The scales."""
         return {SCALE: self.ia3_l}
 
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Scales of one."""
+        self.ia3_l.fill_(1)
+
     def splits(self, cut: CutKind) -> dict[str, Split]:
         """Scales follow the features that they scale where those are cut; whole ones scale each rank's term
         of the sum."""

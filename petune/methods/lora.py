@@ -59,8 +59,12 @@ class LoraLayer(TunedLinear):
         says.
         """
         tuned, weight = cls.of(layer), cast("Tensor", layer.weight)
-        for name, value in (saved or cls._draw(layer, config.r)).items():
-            setattr(tuned, name, nn.Parameter(value.to(weight.device, factor_dtype(layer))))
+        place: Any = {"dtype": factor_dtype(layer), "device": weight.device}
+        for name, shape in cls.shapes(layer, config.r).items():
+            value = torch.empty(shape, **place) if saved is None else saved[name].to(**place)
+            setattr(tuned, name, nn.Parameter(value))
+        for name in tuned.tuned() if saved is None else ():
+            tuned.draw(name)
         tuned.scale = config.scale
         tuned.dropout, tuned.lr_ratio = config.dropout, config.lr_ratio
         if config.init == "pissa" and saved is None:
@@ -80,15 +84,19 @@ class LoraLayer(TunedLinear):
             setattr(self, start, nn.Parameter(factor.clone(), requires_grad=False))
         self.weight = nn.Parameter((weight - self.delta()).to(self.weight.dtype), requires_grad=False)
 
-    @classmethod
-    def _draw(cls, layer: nn.Module, r: int) -> dict[str, Tensor]:
-        """Fresh factors A and B whose product is zero."""
-        place: Any = {"dtype": factor_dtype(layer), "device": cast("Tensor", layer.weight).device}
-        a, b = (torch.zeros(cls.shapes(layer, r)[name], **place) for name in ("lora_A", "lora_B"))
-        if isinstance(layer, nn.Embedding):
-            return {"lora_A": a, "lora_B": b.normal_()}
-        bound = 1 / math.sqrt(a.shape[1])
-        return {"lora_A": a.uniform_(-bound, bound), "lora_B": b}
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Fill a factor anew; their product is zero, or the components that were taken out of the weight."""
+        embeds, factor = isinstance(self, nn.Embedding), self.get_parameter(name)
+        if pissa.has_start(self):
+            factor.copy_(self.start_A if name == "lora_A" else self.start_B)
+        elif name == "lora_A" and not embeds:
+            bound = 1 / math.sqrt(factor.shape[1])
+            factor.uniform_(-bound, bound)
+        elif name == "lora_B" and embeds:
+            factor.normal_()
+        else:
+            factor.zero_()
 
     def tuned(self) -> dict[str, nn.Parameter]:
         """The two factors."""

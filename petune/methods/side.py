@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -60,7 +61,8 @@ class Ladder(TunedModule, PreTrainedModel):
         self.blocks = nn.ModuleList(
             _narrow_block(block, config, rule, index, self.levels) for index, block in enumerate(blocks)
         )
-        self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
+        with torch.device("cpu"):  # its angles are no weights: they are never left without memory
+            self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
         self.norm = (
             _narrow_norm(around.get_submodule(rule.tail), narrow)
             if rule.tail and (feeds or settings.end == "paper")
@@ -79,6 +81,21 @@ class Ladder(TunedModule, PreTrainedModel):
     def tuned(self) -> dict[str, nn.Parameter]:
         """Every parameter of the side network."""
         return dict(self.named_parameters())
+
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """Fill a tensor anew as its module does it; gates, and what ends in nothing, are zero."""
+        path, _, leaf = name.rpartition(".")
+        value, module = self.get_parameter(name), self.get_submodule(path)
+        if module is self.gates or (module is self.up and self.settings.end == "residual"):
+            value.zero_()
+        elif hasattr(module, "reset_parameters"):
+            made: Any = copy.deepcopy(module).to("meta")  # so that this tensor alone draws
+            made._parameters[leaf] = nn.Parameter(torch.empty_like(value))
+            made.reset_parameters()
+            value.copy_(made._parameters[leaf])
+        else:  # a norm, which begins alike whatever its width
+            value.fill_(float(cast("Any", type(module))(1).weight))
 
     def keep(self, start: int, end: int) -> None:
         """Drop every level that is not beside one of the blocks [start, end), as a stage of a pipeline does;
@@ -219,16 +236,17 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
             getattr(small, "is_decoder", False)
         )
         feeds = name == "encoder" and "decoder" in paths
+        weight, width = next(blocks.parameters()), family.shape(model.config).width
         try:
-            ladder = Ladder(
-                own, family.stacks[name], blocks, around, config, family.shape(model.config).width, feeds
-            )
+            with torch.device("meta") if weight.is_meta else nullcontext():
+                ladder = Ladder(own, family.stacks[name], blocks, around, config, width, feeds)
         except ValueError as error:
             raise UsageError(
                 f"no side network of reduction {config.reduction} can be built: {error}", where=path
             ) from None
-        weight = next(blocks.parameters())
-        cast("nn.Module", ladder).to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+        cast("nn.Module", ladder).to(torch.promote_types(weight.dtype, torch.float32))
+        if not weight.is_meta:
+            cast("nn.Module", ladder).to(weight.device)
         ladders[name] = ladder.train(around.training)
     for name, stack in own_stacks(model, family).items():
         around = model.get_submodule(paths[name].rpartition(".")[0])

@@ -42,6 +42,11 @@ class RowLayer(TunedLinear):
         """The rows."""
         return {ROWS: self.rows}
 
+    @torch.no_grad()
+    def draw(self, name: str) -> None:
+        """The base's rows."""
+        self.rows.copy_(self.weight[self.at(self.weight)])
+
     def splits(self, cut: CutKind) -> NoReturn:
         """Raises UsageError: a rank without a row could not train it."""
         raise UsageError("token_rows cannot be cut across ranks", remedy="set vocabulary: false")

@@ -10,18 +10,23 @@ from typing import Any
 from torch import nn
 
 from petune.errors import FileError, Problem
-from petune.files.safetensors import WEIGHTS, is_finite, read_header
-from petune.models.source import Source, is_weights
+from petune.files.safetensors import WEIGHTS, Header, is_finite
+from petune.models.contents import Contents
+from petune.models.source import Source
 from petune.models.spec import Family
 
 
 def check_filled(
-    model: nn.Module, family: Family | None, info: Any, source: Source
+    model: nn.Module,
+    family: Family | None,
+    info: Any,
+    source: Source,
+    contents: Contents | None = None,
 ) -> tuple[tuple[str, ...], str]:
     """(modules that are new, a line about them), by transformers' `info` on what a checkpoint filled.
 
-    Raises FileError naming the first ten tensors that are missing or mis-shaped outside a new head, and ten
-    that are surplus in the blocks.
+    contents: of a model on the meta device. Raises FileError naming the first ten tensors that are missing or
+    mis-shaped outside a new head, and ten that are surplus in the blocks.
     """
     mismatched = {str(key if isinstance(key, str) else key[0]) for key in info["mismatched_keys"]}
     missing = {str(key) for key in info["missing_keys"]} | mismatched
@@ -37,7 +42,7 @@ def check_filled(
     )
     lost = sorted(
         key
-        for key in missing - _zero_biases(model, new)
+        for key in missing - _zero_biases(model, new, contents)
         if not key.startswith(tuple(f"{name}." for name in new))
     )
     blocks = tuple(rule.blocks + "." for rule in family.stacks.values()) if family else ()
@@ -66,38 +71,42 @@ def check_filled(
     return new, "; ".join(parts)
 
 
-def _zero_biases(model: nn.Module, new: Sequence[str]) -> set[str]:
+def _zero_biases(model: nn.Module, new: Sequence[str], contents: Contents | None) -> set[str]:
     """Every name of the bias of a vocabulary head that is new: zero until it trains, so that nothing random
     stays."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if new and callable(get) else None
     bias = getattr(head, "bias", None)
-    if bias is None or bool(bias.any()):
+    if bias is None:
         return set()
-    return {name for name, value in model.named_parameters(remove_duplicate=False) if value is bias}
+    names = {name for name, value in model.named_parameters(remove_duplicate=False) if value is bias}
+    value = bias if contents is None else contents.whole(min(names))
+    return set() if bool(value.any()) else names
 
 
 def check_finite(model: nn.Module, source: Source) -> None:
     """Raise FileError naming the first ten parameters that hold a NaN or an infinity."""
     bad = [name for name, value in model.named_parameters() if not is_finite(value.detach())]
-    if bad:
+    refuse_not_finite(bad, source.place)
+
+
+def refuse_not_finite(names: Sequence[str], place: str) -> None:
+    """Raise FileError naming the first ten of these parameters, if any, which hold a NaN or an infinity."""
+    if names:
         raise FileError(
-            [
-                Problem("holds a value that is not finite", where=f"{source.place}: {name}")
-                for name in bad[:10]
-            ]
+            [Problem("holds a value that is not finite", where=f"{place}: {name}") for name in names[:10]]
         )
 
 
-def check_stored(model: nn.Module, files: Mapping[str, Path]) -> None:
-    """Raise FileError naming the first ten parameters stored as integers, truth values or 8-bit floats:
-    transformers casts them unasked."""
+def check_stored(model: nn.Module, headers: Mapping[Path, Header]) -> None:
+    """Raise FileError naming the first ten parameters stored as integers, truth values or 8-bit floats, which
+    would be cast unasked."""
     parameters = [
         name for name, value in model.named_parameters(remove_duplicate=False) if value.is_floating_point()
     ]
     problems = []
-    for path in (path for name, path in files.items() if is_weights(name)):
-        for key, entry in read_header(path, links=True).tensors.items():
+    for path, header in headers.items():
+        for key, entry in header.tensors.items():
             if entry.dtype in WEIGHTS:
                 continue
             # with or without a prefix
@@ -111,21 +120,35 @@ def check_stored(model: nn.Module, files: Mapping[str, Path]) -> None:
         raise FileError(problems[:10])
 
 
-def check_ties(model: Any, source: Source) -> None:
-    """Raise FileError naming the first ten parameters that the config ties and that differ in the checkpoint,
-    where they stay untied."""
-    wanted = model.get_expanded_tied_weights_keys(all_submodels=True)
-    broken = [
-        Problem(
-            f"is tied to {two} by the config, and differs from it in the checkpoint", f"{source.place}: {one}"
-        )
+def check_ties(model: Any, contents: Contents) -> None:
+    """Raise FileError naming the first ten parameters that the config ties and that differ in the files."""
+    wanted, stored = model.get_expanded_tied_weights_keys(all_submodels=True), contents.plan.stored
+    broken = {
+        one: two
         for one, two in wanted.items()
-        if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(two)
-    ]
-    if broken:
+        if one in stored and two in stored and not contents.same(one, two)
+    }
+    _refuse_broken(broken, contents.place)
+
+
+def check_tied(model: Any, source: Source) -> None:
+    """The same for a model in memory, where such parameters have stayed untied."""
+    wanted = model.get_expanded_tied_weights_keys(all_submodels=True)
+    get = model.get_parameter_or_buffer
+    _refuse_broken({one: two for one, two in wanted.items() if get(one) is not get(two)}, source.place)
+
+
+def _refuse_broken(ties: Mapping[str, str], place: str) -> None:
+    if ties:
+        broken = [
+            Problem(
+                f"is tied to {two} by the config, and differs from it in the checkpoint", f"{place}: {one}"
+            )
+            for one, two in ties.items()
+        ]
         remedy = (
             'use another copy; if they are meant to differ, set "tie_word_embeddings": false in config.json'
         )
         raise FileError(
-            [Problem("the checkpoint breaks ties of its config", source.place, remedy=remedy), *broken[:10]]
+            [Problem("the checkpoint breaks ties of its config", place, remedy=remedy), *broken[:10]]
         )

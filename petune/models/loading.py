@@ -7,7 +7,7 @@ mis-shaped is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +15,36 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from petune.errors import FileError, MachineError, UsageError
+from petune.errors import FileError, UsageError
 from petune.files.manifest import check_folder
-from petune.files.safetensors import read_json
+from petune.files.ranges import sources
+from petune.files.safetensors import Header, read_header, read_json
 from petune.log import say
 from petune.models import FAMILIES
-from petune.models.damage import check_filled, check_finite, check_stored, check_ties
-from petune.models.source import Source, check_weights, local_folder, model_files
+from petune.models.contents import NO_PLAN, Contents, fill_whole, make_buffers
+from petune.models.damage import (
+    check_filled,
+    check_finite,
+    check_stored,
+    check_tied,
+    check_ties,
+    refuse_not_finite,
+)
+from petune.models.load_errors import first_line, hub_errors, room_for
+from petune.models.read_plan import ReadPlan, plan_reads
+from petune.models.source import Source, check_weights, local_folder, weight_files
 from petune.models.spec import Family, Kind
-from petune.models.trust import code_refused, refuse_adapter, refuse_links_out, refuse_settings, wanted_code
+from petune.models.trust import refuse_adapter, refuse_links_out, refuse_settings, wanted_code
 
 Head = Literal["classify", "tokens", "mlm", "seq2seq", "causal"]
 
@@ -40,17 +59,32 @@ AUTO: dict[Head, Any] = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory, its family if petune has a table for it, and the modules the checkpoint had no
-    weights for.
+    """A model, its family if petune has a table for it, and the modules the checkpoint had no weights for.
 
     `note` says in one line what the checkpoint lacked for the task and what of it the task does not use;
-    empty if it fits exactly.
+    empty if it fits exactly. contents: of its parameters, which are on the meta device; None for a model that
+    is in memory.
     """
 
     model: PreTrainedModel
     family: Family | None
     new: tuple[str, ...]
     note: str
+    contents: Contents | None = None
+
+    def read(self) -> PreTrainedModel:
+        """The model, with all of it in memory, on the CPU. Raises FileError for values that are not finite,
+        and MachineError when memory runs out."""
+        if self.contents is not None:
+            read_whole(self.model, self.contents)
+        return self.model
+
+
+def read_whole(model: nn.Module, contents: Contents) -> None:
+    """Fill a model on the meta device with what it holds, on the CPU. Raises as `Loaded.read`."""
+    with room_for(contents.place):
+        bad = fill_whole(model, contents)
+    refuse_not_finite(bad, contents.place)
 
 
 def read_config(source: Source) -> Any:
@@ -68,12 +102,12 @@ def read_config(source: Source) -> Any:
             return AutoConfig.for_model(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(
-                f"not a model config: {_first_line(error)}",
+                f"not a model config: {first_line(error)}",
                 where=source.place,
                 remedy='it needs a "model_type"',
             ) from None
     _check_folder(source)
-    with _hub_errors(source):
+    with hub_errors(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
         refuse_settings(fields, source.place)
         return AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
@@ -108,7 +142,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     Raises FileError when there is none, or when it has neither a padding nor an end token.
     """
     place = str(Path(source.place).parent) if source.kind == "config" else source.place
-    with _hub_errors(source):
+    with hub_errors(source):
         tokenizer = AutoTokenizer.from_pretrained(place, revision=source.revision, trust_remote_code=False)
     return with_padding(tokenizer, place)
 
@@ -141,13 +175,15 @@ def load_model(
     labels: Sequence[str] | None,
     dtype: torch.dtype,
     config: Any = None,
+    seed: int = 0,
 ) -> Loaded:
-    """The model of `source` with the task's head, in `dtype`, on the CPU, in eval mode.
+    """The model of `source` with the task's head, in `dtype`, in eval mode, before its weights are read.
 
-    `labels` become id2label. `config`: the model's, which becomes this model's own; None: read here. Raises
-    UsageError for a model that transformers has no such head for, FileError for a checkpoint that does not
-    fill the model it describes (first ten names) or holds non-finite values, and MachineError when memory
-    runs out.
+    `labels` become id2label. `config`: the model's, which becomes this model's own; None: read here. What no
+    file holds is drawn from `seed`. Raises UsageError for a model that transformers has no such head for,
+    FileError for a checkpoint that does not fill the model it describes (first ten names), and MachineError
+    when memory runs out. A model whose tensors transformers computes of several in the files is read at once,
+    whole.
     """
     config = read_config(source) if config is None else config
     _refuse_headless(config, head)
@@ -155,16 +191,65 @@ def load_model(
     family = FAMILIES.get(config.model_type)
     if source.kind == "config":
         say(source.note)
-        with quiet():
-            model = AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False)
+        model = outline(source, config, head, dtype)
+        contents = Contents(model, {}, NO_PLAN, seed, source.place)
+        make_buffers(model, contents)
         heads = family.heads if family else ()
-        return Loaded(
-            model.eval(), family, tuple(name for name, _ in model.named_modules() if name in heads), ""
-        )
+        new = tuple(name for name, _ in model.named_modules() if name in heads)
+        return Loaded(model.eval(), family, new, "", contents)
     check_weights(source)
     if code := wanted_code(local_folder(source.place, source.revision) or Path(source.place)):
         say(f"{code[0]}: not run; {config.model_type} is read with transformers' own classes")
-    with _hub_errors(source), quiet():
+    with hub_errors(source):
+        files = weight_files(source)
+        headers = {path: read_header(path, links=True) for path in files}
+        config.name_or_path = source.place
+        model = outline(source, config, head, dtype)
+        found = sources(headers)
+        # where a class keeps tensors in float32 whatever the dtype, transformers is asked
+        plan = None if model._get_dtype_plan(dtype) else plan_reads(model, found)
+    if plan is None:
+        return _load_whole(source, head, dtype, config, headers, seed)
+    contents = Contents(model, found, plan, seed, source.place)
+    new, note = check_filled(model, family, plan.info, source, contents)
+    check_stored(model, headers)
+    check_ties(model, contents)
+    make_buffers(model, contents)
+    with hub_errors(source):
+        _as_transformers_leaves_it(model, source, plan)
+    return Loaded(model.eval(), family, new, note, contents)
+
+
+def _as_transformers_leaves_it(model: Any, source: Source, plan: ReadPlan) -> None:
+    """What `from_pretrained` does to a model beside filling it: how it generates, and what saving undoes."""
+    model._weight_conversions = plan.renamings
+    if not model.can_generate():
+        return
+    revision = source.revision or "main"
+    with quiet():
+        try:
+            found = GenerationConfig.from_pretrained(source.place, revision=revision)
+        except OSError:  # of an older model it is part of the model's own
+            found = GenerationConfig.from_pretrained(
+                source.place,
+                config_file_name="config.json",
+                _from_model_config=True,
+                revision=revision,
+            )
+    model.generation_config = found
+
+
+def _load_whole(
+    source: Source,
+    head: Head,
+    dtype: torch.dtype,
+    config: Any,
+    headers: Mapping[Path, Header],
+    seed: int,
+) -> Loaded:
+    """The model as transformers reads it, all of it in memory."""
+    torch.manual_seed(seed)
+    with hub_errors(source), quiet():
         model, info = AUTO[head].from_pretrained(
             source.place,
             revision=source.revision,
@@ -175,9 +260,10 @@ def load_model(
             ignore_mismatched_sizes=True,
             trust_remote_code=False,
         )
+    family = FAMILIES.get(config.model_type)
     new, note = check_filled(model, family, info, source)
-    check_stored(model, model_files(source.place, source.revision))
-    check_ties(model, source)
+    check_stored(model, headers)
+    check_tied(model, source)
     check_finite(model, source)
     return Loaded(model.eval(), family, new, note)
 
@@ -186,7 +272,7 @@ def outline(source: Source, config: Any, head: Head, dtype: torch.dtype) -> PreT
     """The model of a config with the task's head on the meta device: its modules and shapes without a weight.
     Raises as `load_model`."""
     _refuse_headless(config, head)
-    with _hub_errors(source), torch.device("meta"), quiet():
+    with hub_errors(source), torch.device("meta"), quiet():
         return cast("PreTrainedModel", AUTO[head].from_config(config, dtype=dtype, trust_remote_code=False))
 
 
@@ -264,77 +350,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _hub_errors(source: Source) -> Iterator[None]:
-    """The many errors of loading, each as one message with a remedy."""
-    try:
-        yield
-    except FileError:
-        raise
-    except torch.OutOfMemoryError:
-        raise
-    except MemoryError:
-        raise MachineError("not enough memory to load the model", where=source.place) from None
-    except OSError as error:
-        remedy = None
-        if source.kind == "hub" and _is_unreachable(error):
-            remedy = (
-                "check the network; a local folder needs none, nor what an earlier run has put into the cache"
-            )
-            raise MachineError(
-                f"cannot reach the hub for the model {source.place!r}: {_first_line(error)}", remedy=remedy
-            ) from None
-        if source.kind == "hub":
-            remedy = (
-                "check the name and the network; give a local folder to work offline; a gated model needs its"
-                " licence accepted and a token"
-            )
-        elif "safetensors" in str(error):
-            remedy = "only safetensors are read: convert the weights with save_pretrained"
-        raise FileError(
-            f"cannot be loaded: {_first_line(error)}", where=source.place, remedy=remedy
-        ) from None
-    except RuntimeError as error:
-        if "allocate memory" in str(error):
-            raise MachineError(
-                "not enough memory to load the model", where=source.place, found=_first_line(error)
-            ) from None
-        raise FileError(f"cannot be loaded: {_first_line(error)}", where=source.place) from error
-    except (
-        Exception
-    ) as error:  # transformers and safetensors raise bare classes of their own for damaged files
-        folder = local_folder(source.place, source.revision)
-        if "trust_remote_code" in str(error) or (
-            isinstance(error, ValueError) and folder is not None and wanted_code(folder)
-        ):
-            raise code_refused(folder, source.place, _first_line(error)) from None
-        remedy = "a file in it is damaged, missing or not what its name says: use another copy"
-        raise FileError(
-            f"cannot be loaded: {type(error).__name__}: {_first_line(error)}",
-            where=source.place,
-            remedy=remedy,
-        ) from error
-
-
-_UNREACHABLE = (
-    "OfflineModeIsEnabled",
-    "LocalEntryNotFoundError",
-    "ConnectError",
-    "ConnectTimeout",
-    "ConnectionError",
-)
-
-
-def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether an error of loading comes of a hub that cannot be reached, or may not be."""
-    while error is not None:
-        if any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

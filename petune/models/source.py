@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from petune import demo
 from petune.errors import FileError
@@ -146,6 +146,25 @@ def model_files(place: str, revision: str | None = None) -> dict[str, Path]:
     if weights != [SAFE_WEIGHTS_NAME]:
         configs.append(SAFE_WEIGHTS_INDEX_NAME)
     return {name: folder / name for name in (*configs, *weights)}
+
+
+def weight_files(source: Source) -> list[Path]:
+    """The safetensors files with the weights of a model, in the order of their names; those of a hub id are
+    fetched where the cache lacks them.
+
+    Raises FileError as `model_files`, and OSError as transformers does for what cannot be fetched.
+    """
+    place, revision = source.place, source.revision
+    if source.kind == "hub":
+        index = None
+        found = cached_file(
+            place, SAFE_WEIGHTS_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if found is None:
+            index = cached_file(place, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+        if index is not None:
+            get_checkpoint_shard_files(place, index, revision=revision)
+    return [path for name, path in model_files(place, revision).items() if is_weights(name)]
 
 
 def is_weights(name: str) -> bool:

@@ -91,6 +91,11 @@ class TunedModule(nn.Module, ABC):
     def tuned(self) -> dict[str, nn.Parameter]:
         """What trains and is saved, by name inside this module."""
 
+    @abstractmethod
+    def draw(self, name: str) -> None:
+        """Fill one tensor of `tuned`, and nothing else, in place with what it begins as; random numbers come
+        from torch's generator of the CPU, or of the tensor's device."""
+
     def rates(self) -> dict[str, float]:
         """Learning rates over the run's, of those tensors of `tuned` that have one of their own."""
         return {}
@@ -112,6 +117,8 @@ class TunedLinear(TunedModule):
     base: ClassVar[type[nn.Module]]  # the class of the layer that is tuned
     # attributes, parameters and children that the base layer has not
     additions: ClassVar[tuple[str, ...]] = ()
+    # tensors of `tuned` with a number for each row of the weight, which is made of that row
+    of_rows: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
         """A subclass may compute something else, so it has a fused form only if it says so itself."""

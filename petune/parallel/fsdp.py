@@ -54,7 +54,8 @@ def shard(model: nn.Module, plan: ParallelPlan, mesh: Mesh, tuned: Iterable[nn.P
     they are.
 
     `tuned`: the parameters that train. `model` may still be on the CPU: it moves to the mesh's device unit by
-    unit, so that the device never holds it whole, and comes to rest where the plan says. Every parameter
+    unit, so that the device never holds it whole, and comes to rest where the plan says. What is on the meta
+    device stays there, to be `allocated`. Every parameter
     object that is sharded is replaced by a DTensor, so parameters must be collected again afterwards. The
     model must be entered by calling it; it can no longer be copied. Raises UsageError for a plan that leaves
     nothing to shard over or splits backward passes, PetuneError if what trains is not what was announced.
@@ -183,7 +184,8 @@ def _left_whole(
 def _move(model: nn.Module, left: set[nn.Parameter], device: torch.device) -> None:
     """Bring to the device what FSDP does not: it moves its own parameters, a unit at a time."""
     for tensor in (*left, *model.buffers()):
-        tensor.data = tensor.data.to(device)
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 def _offload(sharding: Sharding, mesh: Mesh) -> OffloadPolicy:
@@ -259,6 +261,51 @@ def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter on `device` like one on the meta device, a shard like a shard; its memory holds
+    nothing."""
+    made = torch.empty_like(local(parameter), device=device)
+    if isinstance(parameter, DTensor):
+        made = _sharded_as(parameter, made)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def settle(model: nn.Module) -> None:
+    """Let the units of `model` know the parameters that were put in the place of theirs. Shards of unequal
+    size change their memory here, so nobody may hold it yet."""
+    model._apply(lambda tensor: tensor)
+
+
+def first_row(parameter: Tensor) -> int:
+    """The number of the first of the rows that this rank holds of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    return _own_rows(parameter, parameter.shape[0])[0]
+
+
+def _own_rows(parameter: DTensor, length: int) -> tuple[int, int]:
+    """(first, count) of this rank's rows of `length`."""
+    first = 0
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            sizes = chunks(length, parameter.device_mesh.size(axis))
+            index = parameter.device_mesh.get_local_rank(axis)
+            first, length = first + sum(sizes[:index]), sizes[index]
+    return first, length
+
+
+def _sharded_as(parameter: DTensor, part: Tensor) -> DTensor:
+    """This rank's part of a tensor that is sharded as `parameter` is."""
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def chunks(length: int, count: int) -> tuple[int, ...]:
     """How torch's chunk rule cuts `length` rows in `count`: equal parts, then what is left, then nothing."""
     size = -(-length // count)
@@ -277,20 +324,6 @@ def local_like(parameter: Tensor, whole: Tensor) -> Tensor:
         return whole
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.device)
-    part = whole
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            sizes, index = (
-                chunks(len(part), parameter.device_mesh.size(axis)),
-                parameter.device_mesh.get_local_rank(axis),
-            )
-            part = part.narrow(0, sum(sizes[:index]), sizes[index])
+    part = whole.narrow(0, *_own_rows(parameter, len(whole)))
     part = part.to(local(parameter).device).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return _sharded_as(parameter, part)

@@ -5,30 +5,37 @@ be done.
                 CPU)
     cut         tensors are narrowed to this rank's slices, embedding and head by rows     tp, sp
     stages      what other stages hold is taken out                                        pp
-    move        what is left goes to the device
+    move        what is left goes to the device; what has no memory gets it and is read there
     cross       what crosses ranks is hooked in
-    shard       weights are spread over replicas                                           dp with shard: true
+    shard       weights are spread over replicas, then read where they had no memory       dp with shard: true
 
 Cutting comes before stages, as a slice is named in the whole model; hooks come after moving, as some hold
-tensors.
+tensors. A model on the meta device with its contents (models/contents.py) takes the same way: all that is
+done before is done to shapes, and each rank reads its own part.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from petune.errors import PetuneError
 from petune.log import say
 from petune.models import attention
+from petune.models.contents import Contents, Part, allocate, detach
+from petune.models.damage import refuse_not_finite
+from petune.models.load_errors import room_for
 from petune.models.spec import Family
 from petune.models.stack import own_stacks, unownable
-from petune.parallel.fsdp import shard
+from petune.parallel.fsdp import allocated, first_row, is_sharded, local, settle, shard
+from petune.parallel.launch import process_group
 from petune.parallel.mesh import Mesh
 from petune.parallel.objective import trainable
 from petune.parallel.pipeline.schedule import cut_stages
@@ -73,18 +80,21 @@ def parallelize(
     recompute: bool = False,
     streams: bool = False,
 ) -> Placement:
-    """Cut and place `model`, which is whole and on the CPU, in place.
+    """Cut and place `model`, which is whole, on the CPU or on the meta device with its contents, in place.
 
     tuned: what trains in a model, by name. streams: it is left on the CPU, to be streamed. Raises UsageError
-    for a layer that says nothing of how it is cut, PetuneError if placing changed what trains.
+    for a layer that says nothing of how it is cut, FileError for values that are not finite in what any rank
+    has read, PetuneError if placing changed what trains.
     """
-    whole = tuned(model)
+    whole, contents = tuned(model), detach(model)
     shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
     aliases = _aliases(model, whole)
     vocabulary = _vocabulary(model, plan)
     owned = _stack(model, family, plan, recompute)
     placed = _cut(model, family, plan, mesh, vocabulary)
     modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
+    read = partial(_read, modules, contents, placed, mesh, streams)
+    bad = read() if plan.sharding is None else []
     for module in modules:
         if plan.sharding is None and not streams:  # else it moves unit by unit, or as the stream says
             module.to(mesh.device)
@@ -94,8 +104,51 @@ def parallelize(
             hook_vocabulary(module, vocabulary, mesh.groups["tp"], mesh.at.tp)
     for module in modules if plan.sharding is not None else ():
         shard(module, plan, mesh, tuned(module).values())
+    bad += read() if plan.sharding is not None else []
+    refuse_together(bad, "" if contents is None else contents.place)
     here = _tuned_here(modules, tuned, aliases, tuple(whole))
     return Placement(modules, family, plan, mesh, tuple(whole), shapes, here, owned, placed, vocabulary)
+
+
+def _read(
+    modules: list[nn.Module], contents: Contents | None, placed: Placed, mesh: Mesh, streams: bool
+) -> list[str]:
+    """Give what is on the meta device memory where it rests, and this rank's part of what it holds; names of
+    what is not finite there."""
+    if contents is None:
+        return []
+    offloads = mesh.plan.sharding is not None and mesh.plan.sharding.offload
+
+    def make(value: nn.Parameter) -> nn.Parameter:
+        rests_here = streams or (offloads and is_sharded(value))
+        return allocated(value, torch.device("cpu") if rests_here else mesh.device)
+
+    with room_for(contents.place):
+        made = allocate(modules, make)
+        bad = contents.fill(Part(name, local(one), _start(name, one, placed, mesh)) for name, one in made)
+    for module in modules if mesh.plan.sharding is not None else ():
+        settle(module)
+    return bad
+
+
+def _start(name: str, value: Tensor, placed: Placed, mesh: Mesh) -> list[int]:
+    """Where this rank's part of a tensor begins in the whole: cut over tp, then sharded over dp."""
+    start = [0] * value.dim()
+    cut_by = placed.slices.get(name)
+    if cut_by is not None and cut_by.dim != "owner":
+        start[cut_by.dim] = sum(cut_by.sizes[: mesh.at.tp])
+    if start:
+        start[0] += first_row(value)
+    return start
+
+
+def refuse_together(bad: list[str], place: str) -> None:
+    """Raise FileError on every rank for parameters that any rank has found not to be finite, which all ranks
+    call with their own."""
+    if process_group.inside():
+        told = process_group.gather(json.dumps(bad))
+        bad = list(dict.fromkeys(name for text in told for name in json.loads(text)))
+    refuse_not_finite(bad, place)
 
 
 def _aliases(model: nn.Module, tuned: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -3,9 +3,11 @@ back."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,20 @@ def seed_others(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded(text: str) -> Iterator[None]:
+    """Let torch's generator of the CPU begin from a text, for as long as the block lasts; then it goes on
+    where it was."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    )
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,20 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from petune.errors import Problem, TrainingFault
-from petune.methods import frozen_tensors
 from petune.models.checksums import checksums
 from petune.parallel import local
 
 GRADIENT_WITHIN = 2
 MOVED_WITHIN = 3
-
-
-def frozen_checksums(model: nn.Module) -> dict[str, int]:
-    """The checksum of every tensor of `model` that must not move."""
-    return checksums(frozen_tensors(model))
 
 
 Anyone = Callable[[Sequence[bool]], list[bool]]  # for each flag, whether any process raised it

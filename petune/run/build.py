@@ -2,9 +2,9 @@
 place.
 
 `prepare` reads everything that can be wrong before a weight is loaded, so a bad data file costs seconds and
-writes nothing. `build` makes the whole tuned model on the CPU; new tensors are drawn there from the recipe's
-seed, so every device and every plan starts from the same numbers. `run_on` hands it to a Runner, which cuts
-it and places it.
+writes nothing. `build` makes the whole tuned model without its weights; `run_on` hands it to a Runner, which
+cuts it, and each rank reads its own part. New tensors are drawn from the recipe's seed and their names, so
+every device and every plan starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES, family_of
+from petune.models.contents import attach, contents_of, detach
+from petune.models.fresh import draw_tuned
 from petune.models.loading import (
     Head,
     Loaded,
@@ -35,6 +37,7 @@ from petune.models.loading import (
     load_model,
     load_tokenizer,
     read_config,
+    read_whole,
     with_padding,
 )
 from petune.models.source import Source, resolve_model
@@ -178,17 +181,16 @@ def load_base(
     given: PreTrainedModel | None = None,
     config: Any = None,
 ) -> Loaded:
-    """The untouched model of a recipe, on the CPU, heads drawn from the recipe's seed; or, in place, the one
-    that was `given` in memory.
+    """The untouched model of a recipe, before its weights are read, heads drawn from the recipe's seed; or,
+    in place, the one that was `given` in memory.
 
     config: the model's, where it was read already; it stays as it is.
     """
-    torch.manual_seed(recipe.seed)
     whole = method_of(recipe.method).trains_base and not streams(recipe)
     dtype = torch.float32 if whole else choose_place(recipe).dtype
-    head = cast("Head", task.head)
-    ends = (source, head, labels, dtype)
-    loaded = load_model(*ends, deepcopy(config)) if given is None else adopt_model(given, *ends)
+    ends = (source, cast("Head", task.head), labels, dtype)
+    own = (*ends, deepcopy(config), recipe.seed)
+    loaded = load_model(*own) if given is None else adopt_model(given, *ends)
     loaded.model.config.pad_token_id = tokenizer.pad_token_id
     for name in {*head_modules(loaded.model, loaded.family, "auto"), *loaded.new}:
         loaded.model.get_submodule(name).float()  # they train in float32, and are read back in it
@@ -196,7 +198,8 @@ def load_base(
 
 
 def build(prepared: Prepared) -> nn.Module:
-    """Load and tune the model of a recipe, whole, on the CPU, in eval mode.
+    """The tuned model of a recipe, whole, in eval mode: on the meta device, with its contents, where its
+    files are read by ranges; else in memory, on the CPU.
 
     Modules the checkpoint had no weights for train beside the method, or they would stay random for ever;
     tensors that train are float32, but for those of a streamed model. Raises UsageError for a recipe that
@@ -205,20 +208,42 @@ def build(prepared: Prepared) -> nn.Module:
     recipe, place = prepared.recipe, prepared.place
     refuse_unstreamable(recipe, place.dtype, place.device)
     given = prepared.objects.model
-    with phase("reading the weights"):
+    with phase("building the model"):
         task, labels, tokenizer = prepared.task, prepared.rows.labels, prepared.tokenizer
         loaded = load_base(prepared.source, task, labels, recipe, tokenizer, given, prepared.config)
-    model: nn.Module = loaded.model
+    model, contents = cast("nn.Module", loaded.model), loaded.contents
     if loaded.note:
         say(loaded.note)
-    torch.manual_seed(recipe.seed)
     with phase(f"adding {recipe.method_name} to the model"):
         if recipe.init_adapter is not None:
-            model = _start_from(model, recipe)
+            model, contents = _start_from(loaded.read(), recipe), None
         else:
+            if recipe.method.reads_weights:
+                model, contents = loaded.read(), None
+            torch.manual_seed(recipe.seed)  # components of weights are found from random ones
             tune(model, _with_new(recipe.method, model, loaded))
     if (line := untouched(model)) is not None:
         warn(line)
+    _widen(model, recipe)
+    if contents is not None:
+        attach(model, contents)
+    elif recipe.init_adapter is None:
+        draw_tuned(model, recipe.seed)
+    torch.manual_seed(recipe.seed)  # whatever was drawn on the way
+    return model
+
+
+def build_whole(prepared: Prepared) -> nn.Module:
+    """`build`, and all of the model in memory, on the CPU."""
+    model = build(prepared)
+    if (contents := detach(model)) is not None:
+        with phase("reading the weights"):
+            read_whole(model, contents)
+    return model
+
+
+def _widen(model: nn.Module, recipe: Recipe) -> None:
+    """Let what trains be float32, unless the model is streamed. Raises UsageError for what cannot train."""
     for name, parameter in tuned_parameters(model).items():
         if not parameter.is_floating_point():
             raise UsageError(
@@ -228,7 +253,6 @@ def build(prepared: Prepared) -> nn.Module:
             )
         if not streams(recipe):
             parameter.data = parameter.data.float()
-    return model
 
 
 def plan_of(recipe: Recipe, world: int | None = None, base: Base | None = None) -> ParallelPlan:
@@ -266,7 +290,8 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     mesh's device."""
     recipe, family, again = prepared.recipe, family_of(model), prepared.recipe.gradient_checkpointing
     objective = replace(objective_of(prepared.task, weights), autocast=prepared.place.autocast)
-    with phase(f"moving the model to {mesh.device}"):
+    unread = contents_of(model) is not None
+    with phase("reading the weights" if unread else f"moving the model to {mesh.device}"):
         where = parallelize(
             model, family, mesh.plan, mesh, objective.tuned, recompute=again, streams=streams(recipe)
         )

@@ -19,9 +19,13 @@ from torch import nn
 
 from petune.errors import Stopped, UsageError
 from petune.log import say
+from petune.methods import frozen_tensors
+from petune.models.checksums import digest
+from petune.models.contents import checksums_of, contents_of
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
+from petune.parallel.placement import refuse_together
 from petune.recipe import Recipe
 from petune.run.build import Base, Prepared, choose_place, plan_of
 from petune.run.folder import RANK_LOGS, RunFolder
@@ -111,6 +115,7 @@ def rejoin(runner: Runner, folder: RunFolder, prepared: Prepared, model: str) ->
     agree(prepared)
     process_group.agree({"model": model})
     process_group.barrier()
+    refuse_together([], prepared.source.place)  # what the rank that is new has read
     runner.rejoin()
 
 
@@ -161,11 +166,18 @@ def agree(prepared: Prepared) -> None:
 
 def agree_on_model(model: nn.Module) -> str:
     """The same for the base model, whole; what was compared. Raises as `agree`."""
-    found = hashlib.sha256(json.dumps(fingerprint(model), sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    if (contents := contents_of(model)) is not None:
+        found = contents.fingerprint()
+    else:
+        text = json.dumps(fingerprint(model), sort_keys=True, default=str)
+        found = hashlib.sha256(text.encode()).hexdigest()[:16]
     process_group.agree({"model": found})
     return found
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """The digest of the frozen tensors of a whole model, which need not be read yet."""
+    return digest(checksums_of(model, frozen_tensors(model)))
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Run:
         tuned, record = self.speaker, self._record
         if source.kind != "config":
             record.check_files(model_files(source.place, source.revision), afresh=self.verify_base)
-        model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.tokenizer).model
+        model: nn.Module = load_base(source, tuned.task, record.labels, self.recipe, tuned.tokenizer).read()
         return replace(tuned, model=model.to(tuned.place.device).eval())
 
     @overload
@@ -296,7 +296,7 @@ def rebuild(
     record.check_files(files, weights=False)  # before a config is read that could say anything
     # beside the loading; what is found is remembered
     with FileHashes({} if verify_base else files, afresh=False) as hashes:
-        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).model
+        base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).read()
         hashes.result()
     model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
     return model.to(choose_place(recipe).device).eval(), tokenizer

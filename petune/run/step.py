@@ -21,13 +21,12 @@ from petune.errors import TrainingFault, UsageError
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache, identity_of
-from petune.models.checksums import digest
 from petune.parallel import Batch, Mesh, alone, local
 from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
 from petune.rng.generators import rng_state, seed_others, set_rng_state
 from petune.run import distributed, state
-from petune.run.audit import Audit, frozen_checksums
+from petune.run.audit import Audit
 from petune.run.build import Prepared, build, run_on
 from petune.run.progress import Progress
 from petune.run.schedule import learning_rate, plan_steps, units_of_step
@@ -120,7 +119,7 @@ class Step:
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
         whole = mesh.plan.world > 1 and mesh.main
         with phase("taking checksums of the whole model") if whole else nullcontext():
-            self.frozen = digest(frozen_checksums(model)) if whole else None
+            self.frozen = distributed.frozen_digest(model) if whole else None
         if process_group.inside():
             process_group.barrier()  # the main process had more to do
 

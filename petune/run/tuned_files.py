@@ -16,7 +16,7 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import method_of
 from petune.models.source import model_files
 from petune.run import state
-from petune.run.build import build
+from petune.run.build import build_whole
 from petune.run.objects import base_name
 from petune.run.reporting import Logged
 from petune.run.step import Step
@@ -58,7 +58,7 @@ class TunedFiles:
         trained = self.runner.whole({name: value.detach() for name, value in self.step.tuned.items()})
         if not self.runner.mesh.main:
             return None
-        model = build(self.prepared)
+        model = build_whole(self.prepared)
         state.fill(tuned_parameters(model), trained, "the trained state")
         return model
 

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import petune
 from petune.errors import FileError, UsageError
 from petune.kernels.fuse import unfuse
-from petune.methods import merge, merged_weights, tuned_state
+from petune.methods import frozen_tensors, merge, merged_weights, tuned_state
 from petune.methods.trainable import without_tuning
 from petune.models import family_of
+from petune.models.checksums import checksums
 from petune.models.frozen_weight import QuantisedWeight, dense_of, quantised_in
 from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import Cut, ParallelPlan
 from petune.parallel.tensor.shard_params import cut
-from petune.run.audit import frozen_checksums
 from petune.saving import export
 from petune.saving.fingerprint import compare, fingerprint, full_hash
 
@@ -140,9 +140,9 @@ def test_it_generates_what_it_scores(model: nn.Module, fused: bool) -> None:
 
 @pytest.mark.parametrize("at", [0, 1], ids=["numbers", "scales"])
 def test_the_audit_sees_a_byte_that_moved(model: nn.Module, at: int) -> None:
-    before = frozen_checksums(model)
+    before = checksums(frozen_tensors(model))
     model.get_submodule(Q).weight.form.tensors[at].view(torch.uint8)[3, 0] ^= 1
-    after = frozen_checksums(model)
+    after = checksums(frozen_tensors(model))
     assert [name for name in before if before[name] != after[name]] == [f"{Q}.weight"]
 
 

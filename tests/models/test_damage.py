@@ -224,7 +224,7 @@ def test_a_damaged_base_is_refused_with_the_first_ten_names(name: str, tmp_path:
     damage(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(FileError, match=says) as caught:
-        load_model(resolve_model(str(folder), tmp_path), "causal", None, torch.float32)
+        load_model(resolve_model(str(folder), tmp_path), "causal", None, torch.float32).read()
     assert len(caught.value.problems) == problems
 
 
@@ -299,4 +299,4 @@ def test_a_link_out_of_a_models_folder_is_refused_and_one_of_a_hub_cache_is_foll
     (tmp_path / "elsewhere").rename(tmp_path / "models--a--b" / "blobs" / "1")
     (cached / name).unlink()
     (cached / name).symlink_to("../../blobs/1")
-    load_model(resolve_model(str(cached), tmp_path), "causal", None, torch.float32)
+    load_model(resolve_model(str(cached), tmp_path), "causal", None, torch.float32).read()

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from petune.errors import DataError, FileError, MachineError, UsageError
 from petune.methods import tuned_state
 from petune.recipe import load_recipe
-from petune.run.build import build, choose_place, prepare
+from petune.run.build import build_whole, choose_place, prepare
 from petune.run.finished import rebuild
 from petune.saving.tuning_record import read_record
 from tests.small_runs import METHODS, TASK, Listener, run, settings, write_model, write_rows
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def made(recipe: dict[str, Any]) -> Any:
-    return build(prepare(load_recipe(recipe)))
+    return build_whole(prepare(load_recipe(recipe)))
 
 
 @pytest.mark.parametrize(

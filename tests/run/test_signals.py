@@ -36,7 +36,7 @@ PREPARING = {  # what is called in each phase before training
     "loading the tokenizer": "petune.models.loading.AutoTokenizer.from_pretrained",
     "tokenizing": "petune.tasks.examples.Coder._all_ids",
     "rendering a template": "petune.tasks.chat.render",
-    "reading the weights": "petune.models.loading.check_finite",
+    "reading the weights": "petune.models.contents.is_finite",
     "adding the method": "petune.run.build.tune",
     "placing the model": "petune.run.step.run_on",
 }

@@ -39,7 +39,8 @@ class Zeros(nn.Module):
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.width = embedding.embedding_dim
-        self.register_buffer("like", embedding.weight.detach().new_empty(0), persistent=False)
+        like = torch.empty(0, dtype=embedding.weight.dtype)  # moves with the model, wherever the table is
+        self.register_buffer("like", like, persistent=False)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Zeros in the dtype of the table, on the ids' device."""

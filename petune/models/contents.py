@@ -1,0 +1,245 @@
+"""What the tensors of a model hold whose memory is not there yet: ranges of files, or fresh numbers.
+
+A model is built, tuned and cut on the meta device. Its contents are known by name all the while, so that each
+rank allocates its own parts alone and fills them: `allocate`, then `Contents.fill`. Values are rounded to the
+dtype that the base is loaded in, then cast to that of the tensor they go to, a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from petune.errors import PetuneError
+from petune.files.ranges import RangeReader, Source, overlap
+from petune.files.safetensors import is_finite
+from petune.models.checksums import checksum, checksums
+from petune.models.fresh import draw, holding, initialiser, tuned_owner
+from petune.models.frozen_weight import POINTS
+from petune.models.read_plan import ReadPlan
+from petune.models.tuned_linear import TunedLinear
+
+ATTRIBUTE = "petune_contents"  # where `attach` leaves them on a model
+COMPARED = 4 << 20  # elements of two tensors that are compared at once
+NO_PLAN = ReadPlan({}, frozenset(), {}, [])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the tensor `name` that is to be filled: `out`, the box of its shape from `start` on."""
+
+    name: str
+    out: Tensor
+    start: Sequence[int]
+
+
+class Contents:
+    """What the tensors of a model hold, by name: those of `plan` what `files` do; every other is drawn from
+    (seed, name), under the first of its names where it has several.
+
+    place: where the base comes from, for messages.
+    """
+
+    def __init__(
+        self, model: nn.Module, files: Mapping[str, Source], plan: ReadPlan, seed: int, place: str
+    ) -> None:
+        self.files, self.plan, self.seed, self.place = files, plan, seed, place
+        self.dtypes = {name: value.dtype for name, value in model.state_dict(keep_vars=True).items()}
+        self.model, self.names = model, dict[str, str]()
+
+    def remember(self, model: nn.Module) -> None:
+        """Take `model`, whole and on the meta device, for the one whose tensors these are: what it has
+        become."""
+        self.model = copy.deepcopy(model)
+        first: dict[int, str] = {}
+        every = self.model.named_parameters(remove_duplicate=False)
+        self.names = {name: first.setdefault(id(value), name) for name, value in every}
+
+    # ------------------------------------------------------------ filling
+
+    def fill(self, parts: Iterable[Part]) -> list[str]:
+        """Fill parts of tensors, those of files in the order in which they lie there. Returns the names of
+        those that hold a value which is not finite.
+
+        Raises FileError where a file is not what its header said.
+        """
+        wanted = sorted(parts, key=self._order)
+        bad: list[str] = []
+        with RangeReader(self.files) as reader:
+            for part, following in zip(wanted, [*wanted[1:], None], strict=False):
+                if following is not None and (piece := self.plan.pieces.get(following.name)) is not None:
+                    reader.expect(piece.source)
+                if not self._put(part, reader):
+                    self._draw(part, reader)
+                elif not is_finite(part.out.detach()):
+                    bad.append(part.name)
+        return bad
+
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of its own, on the CPU, in the dtype it has in the model or in another."""
+        like = self._like(name)
+        found = torch.empty(like.shape, dtype=dtype or like.dtype)
+        self.fill([Part(name, found, (0,) * like.dim())])
+        return found
+
+    def _like(self, name: str) -> Tensor:
+        """The tensor as it is in the model."""
+        path, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(path), leaf)
+        return found
+
+    def _order(self, part: Part) -> tuple[str, int]:
+        piece = self.plan.pieces.get(part.name)
+        if piece is None:
+            return "", 0
+        return str(self.files[piece.source].path), self.files[piece.source].begin
+
+    def _put(self, part: Part, reader: RangeReader) -> bool:
+        """Fill a part of what a file holds; whether one does."""
+        piece = self.plan.pieces.get(part.name)
+        if piece is None:
+            return False
+        own = overlap(piece, part.start, part.out.shape)
+        if own is not None:
+            reader.read(piece.source, part.out, own.there, self.dtypes[part.name])
+        return True
+
+    @torch.no_grad()
+    def _draw(self, part: Part, reader: RangeReader) -> None:
+        """Draw a part; of what is made of the rows of a weight, after those were read."""
+        found = tuned_owner(self.model, part.name)
+        if found is None or not isinstance(found[0], TunedLinear) or found[1] not in found[0].of_rows:
+            draw(self.model, self.names.get(part.name, part.name), self.seed, part.out, part.start)
+            return
+        layer, own = found
+        like = cast("Tensor", layer.weight)
+        rows = torch.empty((len(part.out), *like.shape[1:]), dtype=like.dtype)
+        weight = Part(part.name.removesuffix(own) + "weight", rows, (part.start[0], *(0,) * (like.dim() - 1)))
+        if not self._put(weight, reader):
+            self._draw(weight, reader)
+        made = torch.empty(part.out.shape, dtype=part.out.dtype)
+        with holding(layer, "weight", rows), holding(layer, own, made):
+            layer.draw(own)
+        part.out.copy_(made)
+
+    # ------------------------------------------------------------ comparing
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape, which files hold, have the same values in the dtype that they are
+        loaded in."""
+        shape = self._like(one).shape
+        rows = max(1, COMPARED // max(1, shape[1:].numel()))
+        with RangeReader(self.files) as reader:
+            for first in range(0, shape[0], rows):
+                size = (min(rows, shape[0] - first), *shape[1:])
+                found = [torch.empty(size, dtype=self.dtypes[name]) for name in (one, other)]
+                for name, out in zip((one, other), found, strict=True):
+                    reader.read(self.plan.pieces[name].source, out, (first, *(0,) * len(shape[1:])))
+                if not torch.equal(*found):
+                    return False
+        return True
+
+    def fingerprint(self) -> str:
+        """A digest of what the model is made of: names, dtypes and shapes, a few values of each tensor in the
+        files, and the seed of those that are drawn."""
+        digest = hashlib.sha256(json.dumps([self.seed, sorted(self.names)]).encode())
+        with RangeReader(self.files) as reader:
+            for name, piece in sorted(self.plan.pieces.items()):
+                like = self._like(name)
+                digest.update(f"{name} {like.dtype} {list(like.shape)}\n".encode())
+                step = max(1, like.numel() // POINTS)
+                for flat in list(range(step // 2, like.numel(), step))[:POINTS]:
+                    value = torch.empty((1,) * like.dim(), dtype=torch.float64)
+                    place = torch.unravel_index(torch.tensor(flat), like.shape)
+                    reader.read(piece.source, value, [int(at) for at in place])
+                    digest.update(value.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- a model and its contents
+
+
+def attach(model: nn.Module, contents: Contents) -> None:
+    """Leave its contents on a model, as it is now, until it is filled."""
+    contents.remember(model)
+    setattr(model, ATTRIBUTE, contents)
+
+
+def contents_of(model: nn.Module) -> Contents | None:
+    """What `attach` has left on a model; None for one that is in memory."""
+    found: Contents | None = model.__dict__.get(ATTRIBUTE)
+    return found
+
+
+def detach(model: nn.Module) -> Contents | None:
+    """The same, which the model forgets."""
+    found: Contents | None = model.__dict__.pop(ATTRIBUTE, None)
+    return found
+
+
+def checksums_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksum of each of these tensors of `model`; those that are not read yet come from their files,
+    one at a time."""
+    contents = contents_of(model)
+    if contents is None:
+        return checksums(tensors)
+    return {
+        name: checksum(contents.whole(name) if value.is_meta else value) for name, value in tensors.items()
+    }
+
+
+def allocate(
+    modules: Iterable[nn.Module], make: Callable[[nn.Parameter], nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """Put what `make` makes of it in the place of every parameter on the meta device, a shared one once;
+    those, with a name of each."""
+    made: dict[int, tuple[str, nn.Parameter]] = {}
+    before: list[nn.Parameter] = []  # so that no other object gets the id of one
+    for module in modules:
+        for path, owner in module.named_modules(remove_duplicate=False):
+            for leaf, value in owner._parameters.items():
+                if value is None or not value.is_meta:
+                    continue
+                if id(value) not in made:
+                    before.append(value)
+                    made[id(value)] = (f"{path}.{leaf}" if path else leaf), make(value)
+                owner._parameters[leaf] = made[id(value)][1]
+        left = [name for name, value in module.named_buffers() if value.is_meta]
+        if left:
+            raise PetuneError("a buffer has no memory; this is a fault of petune", where=left[0])
+    return list(made.values())
+
+
+def fill_whole(model: nn.Module, contents: Contents) -> list[str]:
+    """Fill all of `model`, in place, on the CPU. Returns what `Contents.fill` does."""
+    contents.remember(model)
+
+    def make(value: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=value.requires_grad)
+
+    made = allocate([model], make)
+    return contents.fill(Part(name, value.data, (0,) * value.dim()) for name, value in made)
+
+
+@torch.no_grad()
+def make_buffers(model: nn.Module, contents: Contents) -> None:
+    """Give the buffers of `model` that are on the meta device memory and their values: what transformers
+    computes, and what the files hold."""
+    read: list[Part] = []
+    for path, module in model.named_modules():
+        names = [name for name, value in module._buffers.items() if value is not None and value.is_meta]
+        for name in names:
+            made = module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+            full = f"{path}.{name}" if path else name
+            if full in contents.plan.pieces:
+                read.append(Part(full, made, (0,) * made.dim()))
+        if names and (law := initialiser(model, path)) is not None:
+            law._init_weights(module)
+    contents.fill(read)
