@@ -165,9 +165,11 @@ class ParallelConfig:
 
     @property
     def cuts_blocks(self) -> bool:
-        """Whether a process holds less than whole blocks of the whole model."""
+        """Whether a process holds parts of blocks. Those of a pipeline's stages are whole."""
         return any(
-            axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1 for axis in self.axes.values()
+            axis.shard if isinstance(axis, DpConfig) else size_of(axis) != 1
+            for axis in self.axes.values()
+            if not isinstance(axis, PpConfig)
         )
 
     def __str__(self) -> str:
@@ -238,14 +240,10 @@ STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their 
 
 def unfused(name: str, axis: AxisConfig) -> str | None:
     """Why blocks under this axis are not fused, or None."""
-    if size_of(axis) == 1:
+    if size_of(axis) == 1 or not isinstance(axis, CutConfig):
         return None
-    if isinstance(axis, CutConfig):
-        by_sequence = layouts(name, axis)["attention"] == "sequence"
-        return f"under {name} {EXCHANGED}" if by_sequence else OVERLAPPED if axis.overlap else None
-    if isinstance(axis, PpConfig):
-        return "the parallel plan cuts the model into stages"
-    return None
+    by_sequence = layouts(name, axis)["attention"] == "sequence"
+    return f"under {name} {EXCHANGED}" if by_sequence else OVERLAPPED if axis.overlap else None
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

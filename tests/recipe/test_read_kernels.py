@@ -156,8 +156,7 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 # ------------------------------------------------------------------------------------------------------ rules
 
 UNFUSED: tuple[Any, ...] = (
-    *("sp", "pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}),
-    {"dp": {"size": 2, "shard": True}, "pp": 2},
+    *("sp", {"sp": 2, "pp": 2}, {"dp": {"size": 2, "shard": True}, "pp": 2}),
     *(
         {"tp": {"size": 2, "overlap": True}},
         {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
@@ -169,6 +168,7 @@ CUTTING = (
     "galaxy2",
     {"tp": 2, "dp": 2},
     {"dp": {"size": 2, "shard": True}},
+    {"tp": 2, "pp": 2},
     {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
 )
 ASKING = (
@@ -213,7 +213,9 @@ def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize(
-    "plan", ["none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"pp": {"size": 1}}], ids=str
+    "plan",
+    ["none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"dp": 2, "pp": {"stages": [3, 1]}}],
+    ids=str,
 )
 def test_fused_blocks_go_with_replicas_and_axes_of_one_process(asking: dict[str, Any], plan: Any) -> None:
     load_recipe({**NEEDED, "parallel": plan, **asking})
@@ -489,9 +491,9 @@ def test_any_settings_are_taken_or_refused_and_never_anything_else(
     assert load_recipe(recipe.resolved()).resolved() == recipe.resolved()
     kernels = recipe.kernels != "off" and not recipe.compile
     assert kernels or recipe.kernels in ("auto", "off")
-    assert (kernels and set(recipe.parallel.axes) <= {"dp"}) or (
-        recipe.memory == AUTO and recipe.base_dtype is None
-    )
+    axes = set(recipe.parallel.axes)
+    assert recipe.memory == AUTO or (kernels and axes <= {"dp", "tp", "pp"})
+    assert recipe.base_dtype is None or (kernels and axes <= {"dp", "pp"})
     assert not (recipe.gradient_checkpointing and recipe.memory.keep in ("all", "projections", "attention"))
     assert (recipe.memory.keep, recipe.memory.offload) != ("input", "attention")
     assert recipe.memory.keep != "all" or recipe.memory.tile is None
