@@ -64,7 +64,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from petune.kernels.configs import KernelsName
-from petune.kernels.fuse import fuse, fuse_modules
+from petune.kernels.fuse import fuse_modules, fuse_stages
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import LoraConfig, make_config
 from petune.models import family_of
@@ -82,6 +82,7 @@ from petune.parallel import (
 )
 from petune.parallel.configs import BACKENDS
 from petune.parallel.launch import process_group
+from petune.parallel.plan import in_flight
 from petune.run.evaluate import outputs_of
 from petune.tasks import count, loss_sum
 from petune.tasks.loss import trained_positions
@@ -571,7 +572,8 @@ def petune_steps(job: Job, here: Here, options: Options) -> dict[str, Any]:
     if plan.unfused is not None:  # as `petune train` does
         fuse_modules(runner.modules, options.kernels, here.device, plan.unfused)
     else:
-        fuse(runner.model, family, options.kernels, device=here.device)
+        passes = in_flight(plan, mesh.at.pp)
+        fuse_stages(runner.modules, family, options.kernels, device=here.device, in_flight=passes)
     del model
     for module in runner.modules:
         module.train()

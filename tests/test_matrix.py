@@ -84,7 +84,6 @@ CUTTING = {
     for name, plan in {
         **BACKENDS,
         **{f"{name}, overlapped": one for name, one in OVERLAPPED.items()},
-        **LOOPED,
     }.items()
     if name != "dp"
 }
@@ -232,6 +231,62 @@ def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
 def test_fused_blocks_exchange_tokens_in_every_replica(sharding: Sharding | None) -> None:
     plan = replace(BACKENDS["sp-ulysses"]("llama-causal", 2), dp=2, shares=(3, 1), sharding=sharding)
     check(case("llama-causal", "lora", plan, steps=1, blocks=KEPT[2]))
+
+
+# The same for the stages of a pipeline, several passes on the way: what is offloaded goes round too.
+STAGED = {**LOOPED, **{name: BACKENDS[name] for name in ("pp-1f1b", "pp-gpipe")}}
+PARKED = [
+    MemoryConfig("all"),
+    MemoryConfig("projections", tile=7, offload="input"),
+    MemoryConfig("attention", offload="attention"),
+    MemoryConfig("input", tile=5, offload="input"),
+]
+FUSED_STAGES = [
+    (METHODS[at], staged, FOUR[(at + turn) % 4], (at + 2 * turn + 1) % 4)
+    for turn, staged in enumerate(STAGED)
+    if staged != "pp-gpipe"
+    for at in range(4)
+]
+
+
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=long), 0.1])
+@pytest.mark.parametrize(
+    ("method", "staged", "name", "kept"),
+    in_part(list(product(METHODS, STAGED, FOUR, range(4))), FUSED_STAGES),
+)
+def test_fused_blocks_in_stages_train_as_in_one_process(
+    method: str, staged: str, name: str, kept: int, dropout: float
+) -> None:
+    check(case(name, method, STAGED[staged](name, 2), dropout=dropout, steps=1, blocks=PARKED[kept]))
+
+
+@pytest.mark.parametrize(("method", "name"), [("full", "t5-seq2seq"), ("lora", "llama-causal")])
+def test_two_steps_of_fused_blocks_in_three_stages_are_those_of_one_process(method: str, name: str) -> None:
+    check(case(name, method, BACKENDS["pp-1f1b"](name, 3), blocks=PARKED[3]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("bert-mlm", "t5-classify", "gemma3-causal") else long)
+        for name in OTHERS
+    ],
+)
+def test_other_models_fused_in_stages(name: str) -> None:
+    check(case(name, "lora", BACKENDS["pp-1f1b"](name, 2), steps=1, blocks=PARKED[2]))
+
+
+@pytest.mark.parametrize(
+    ("composed", "name"),
+    [
+        ("tp x pp", "t5-seq2seq"),
+        ("galaxy x pp", "llama-causal"),
+        pytest.param("dp x pp", "bart-seq2seq", marks=long),
+        pytest.param("galaxy x pp", "t5-seq2seq", marks=long),
+    ],
+)
+def test_fused_blocks_in_stages_of_another_axis(composed: str, name: str) -> None:
+    check(case(name, "lora", COMPOSED[composed](name), steps=1, dropout=0.1, blocks=PARKED[2]))
 
 
 @pytest.mark.parametrize(("method", "composed", "name"), in_part(COMPOSITIONS, HALF))

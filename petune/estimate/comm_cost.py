@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from petune.models.spec import Family, Region, Shape, StackName
-from petune.parallel.configs import LOOPED
 from petune.parallel.plan import Cut, ParallelPlan
 
 # When an exchange happens. Of a region: as it is entered, as it is left, at one end forward and at the other
@@ -225,21 +224,3 @@ def bubble(plan: ParallelPlan, trained: float = 0.0) -> float:
     if plan.schedule == "zero-bubble":
         ramp *= (2 - trained) / (2 + trained)
     return ramp / (plan.microbatches + ramp)
-
-
-def in_flight(plan: ParallelPlan, rank: int) -> float:
-    """Micro-batches whose activations rank `rank` of a pipeline holds at once for each of its stages, at the
-    most.
-
-    gpipe: all. 1f1b: as many as stages are left. Interleaved and zero-bubble: what torch's schedules warm up
-    with, shared by the rank's stages; zero-bubble puts passes for weights off by as many as the rank's
-    number.
-    """
-    pieces = plan.microbatches
-    if plan.schedule not in LOOPED:
-        return float(pieces if plan.schedule == "gpipe" or plan.pp == 1 else min(pieces, plan.pp - rank))
-    per_rank = len(plan.stages) // plan.pp
-    per_round = pieces // max(1, pieces // plan.pp)
-    warm_up = (per_rank - 1) * per_round + (1 if plan.schedule == "zero-bubble" else 2) * (plan.pp - 1 - rank)
-    put_off = rank if plan.schedule == "zero-bubble" else 0
-    return min(pieces * per_rank, warm_up + 1 + put_off) / per_rank

@@ -15,14 +15,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from petune.estimate.activations import Extent, Saved, inputs_of, saved_by
-from petune.estimate.comm_cost import in_flight
 from petune.kernels.memory.buffers import STREAMED_BLOCKS, states_bytes
 from petune.models.spec import Family, StackName
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.fsdp import gathered
 from petune.parallel.mesh import Coordinate
 from petune.parallel.pipeline.schedule import cut_stages
-from petune.parallel.plan import Cut, ParallelPlan, apportion
+from petune.parallel.plan import Cut, ParallelPlan, apportion, in_flight
 from petune.parallel.tensor.shard_params import Placed, cut
 from petune.parallel.tensor.vocabulary import cut_vocabulary, rows_of_ranks
 

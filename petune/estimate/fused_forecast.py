@@ -22,7 +22,7 @@ from petune.kernels.block.call import Spec
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.configs import MemoryConfig
 from petune.kernels.dispatch import refusal
-from petune.kernels.fuse import fuse, fused_blocks
+from petune.kernels.fuse import fuse_stages, fused_blocks
 from petune.kernels.memory.block_cost import rates_of
 from petune.kernels.memory.policy import GIB, Policy, choose, levels_of
 from petune.kernels.memory.policy_hook import (
@@ -37,6 +37,7 @@ from petune.kernels.memory.policy_hook import (
 from petune.methods.configs import method_of
 from petune.parallel import ParallelPlan
 from petune.parallel.mesh import Coordinate
+from petune.parallel.plan import in_flight
 from petune.parallel.tensor.hooks import put_boundaries
 from petune.recipe import Recipe
 from petune.run.streaming import refuse_unfused, streams
@@ -44,6 +45,7 @@ from petune.run.streaming import refuse_unfused, streams
 CARDS = {"H200": 139.8, "H100": 79.2, "A100-80": 79.2, "A100-40": 39.4}  # GiB of memory as CUDA counts it
 # times a device's memory is taken to be free in its host, where neither the machine nor memory.host says
 HOST = 2
+FIRST = Coordinate()
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def outlook(found: Forecast, device: str | None = None) -> Outlook:
         reason = refusal(torch.device("cuda", torch.cuda.current_device()), torch.float32)
         if reason is not None and found.drawn.recipe.kernels != "reference":
             return Outlook(found, (), (f"blocks   unfused: {reason}",))
-    sizes = [(rank.rows, rank.limit, rank.at.tp) for rank in found.ranks]
+    sizes = [(rank.rows, rank.limit, replace(rank.at, dp=0)) for rank in found.ranks]
     chosen = {
         size: policy_for(found.drawn, found.plan, size[0], device, *size[1:]) for size in dict.fromkeys(sizes)
     }
@@ -137,10 +139,11 @@ def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator
             ranks = [rank.rank for rank, own in zip(found.ranks, policies, strict=True) if own == policy]
             yield f"ranks    {', '.join(map(str, ranks))}"
         yield from policy.lines()
-    tokens = sum(rank.rows * rank.tokens for rank in found.ranks)
+    rows = sum(rank.rows for rank in found.ranks if rank.at == replace(rank.at, tp=0, pp=0))
+    tokens, pieces = rows * list(found.drawn.work.tokens.values())[-1], found.plan.microbatches
     seconds, roofline = (
-        max(policy.seconds for policy in policies),
-        max(policy.roofline for policy in policies),
+        pieces * max(policy.seconds for policy in policies) / (1 - found.bubble),
+        pieces * max(policy.roofline for policy in policies),
     )
     predicted = f"{tokens / seconds:,.0f} tokens/s predicted, {tokens / roofline:,.0f} at the roofline"
     yield f"speed    {predicted}; of the devices alone, for the longest rows"
@@ -150,15 +153,20 @@ def _lines(found: Forecast, policies: Sequence[Policy], device: str) -> Iterator
 
 
 def policy_for(
-    drawn: Sketch, plan: ParallelPlan, rows: int, device: str | None, memory: int | None, tp: int = 0
+    drawn: Sketch,
+    plan: ParallelPlan,
+    rows: int,
+    device: str | None,
+    memory: int | None,
+    at: Coordinate = FIRST,
 ) -> Policy | str:
     """What a run of this plan chooses for `rows` rows of the greatest length on a device of `memory` bytes;
     or, in words, why nothing.
 
-    device: a name that tells its rates; None where there is no CUDA device. tp: which part of blocks that are
-    cut the device has. Raises UsageError where a run would.
+    device: a name that tells its rates; None where there is no CUDA device. at: which blocks the device has,
+    and which part of them. Under a pipeline seconds are of one piece. Raises UsageError where a run would.
     """
-    fused = _fused(drawn, plan, tp)
+    fused = _fused(drawn, plan, at)
     if isinstance(fused, str):
         return f"unfused: {fused}"
     if method_of(drawn.recipe.method).ladder:
@@ -171,10 +179,10 @@ def policy_for(
     alike = [spec for spec in specs if len(spec.program.steps) == len(specs[-1].program.steps)]
     config = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
     # of all stacks, with blocks as those of the last one, which are no smaller
-    longest = max(drawn.work.tokens.values())
-    itemsize = drawn.work.itemsize
-    own = held_by(drawn.model, drawn.family, plan, Coordinate(0, 0, tp))
-    fixed = resident_bytes(fused) if streams(recipe) else standing(own, plan).total
+    longest, rows = max(drawn.work.tokens.values()), -(-rows // plan.microbatches)
+    itemsize, passes = drawn.work.itemsize, in_flight(plan, at.pp)
+    own = held_by(drawn.model, drawn.family, plan, at)
+    fixed = resident_bytes(fused[0]) if streams(recipe) else standing(own, plan).total
     try:
         return choose(
             replace(shape_of(typical(alike)), itemsize=itemsize),
@@ -182,12 +190,13 @@ def policy_for(
             tokens=rounded(rows * longest),
             sequence=min(rounded(longest), rounded(rows * longest)),
             fixed=fixed,
-            vocabulary=vocabulary_of(fused) if hasattr(fused, "lm_head") else 0,
+            vocabulary=max(vocabulary_of(one) if hasattr(one, "lm_head") else 0 for one in fused),
             budget=_budget(config, memory, fixed),
             host=_host(config, memory, device),
             rates=rates_of(device),
             config=config,
             streamed=streams(recipe),
+            passes=passes if passes * len(fused) > 1 else 1,
         )
     except UsageError as error:
         raise _placed(error, recipe) from None
@@ -230,16 +239,18 @@ def _placed(error: UsageError, recipe: Recipe) -> UsageError:
 # ---------------------------------------------------------------- what would be fused
 
 
-def _part(drawn: Sketch, plan: ParallelPlan, tp: int) -> nn.Module:
-    """A copy of the model, of which the plan leaves a device the part `tp`."""
-    if plan.cut is None or drawn.family is None:
-        return copy.deepcopy(drawn.model)
-    (own,) = held_by(drawn.model, drawn.family, plan, Coordinate(0, 0, tp)).modules
-    put_boundaries(own, drawn.family, plan.cut, tp)
-    return own
+def _parts(drawn: Sketch, plan: ParallelPlan, at: Coordinate) -> Sequence[nn.Module]:
+    """A copy of the model, or the stages and the part of their blocks that the plan leaves a device."""
+    if drawn.family is None or (plan.cut is None and plan.pp == 1):
+        return [copy.deepcopy(drawn.model)]
+    held = held_by(drawn.model, drawn.family, plan, at).modules
+    if plan.cut is not None:
+        for own in held:
+            put_boundaries(own, drawn.family, plan.cut, at.tp)
+    return held
 
 
-def _fused(drawn: Sketch, plan: ParallelPlan, tp: int = 0) -> nn.Module | str:
+def _fused(drawn: Sketch, plan: ParallelPlan, at: Coordinate = FIRST) -> Sequence[nn.Module] | str:
     """The model as a run would fuse it, or why it would not. Raises UsageError where the recipe asks by name
     for what cannot be."""
     recipe = drawn.recipe
@@ -247,22 +258,22 @@ def _fused(drawn: Sketch, plan: ParallelPlan, tp: int = 0) -> nn.Module | str:
         return "kernels: off" if recipe.kernels == "off" else "compile: true"
     if plan.unfused is not None:
         return plan.unfused
-    model = _part(drawn, plan, tp)
+    models = _parts(drawn, plan, at)
     try:
-        done = fuse(model, drawn.family, "reference", recipe.memory, recipe.base_dtype)
+        done = fuse_stages(models, drawn.family, "reference", recipe.memory, recipe.base_dtype)
     except UsageError as error:
         if recipe.kernels != "auto" or recipe.base_dtype is not None or streams(recipe):
             raise _placed(error, recipe) from None
         return str(error.problems[0].found)
     if not done.blocks:
         return "; ".join(done.reasons)
-    declined = _declined(_specs(model)[0], drawn)
+    declined = _declined(_specs(models)[0], drawn)
     refuse_unfused(recipe, declined or "")
-    return declined or model
+    return declined or models
 
 
-def _specs(model: nn.Module) -> list[Spec]:
-    return [cast("FusedBlock", block).spec for block in fused_blocks(model)]
+def _specs(models: Sequence[nn.Module]) -> list[Spec]:
+    return [cast("FusedBlock", block).spec for model in models for block in fused_blocks(model)]
 
 
 def _declined(spec: Spec, drawn: Sketch) -> str | None:

@@ -1,14 +1,15 @@
 """The fuse pass: blocks of families that have a table of norms become fused blocks, the head makes its loss
 without logits.
 
-It acts last, on whole blocks of one device; of blocks that a parallel plan has cut or shards it fuses single
-modules. What cannot be fused stays as it is and the reason is said; nothing is patched.
+It acts last, on a model or the stages of one; of blocks that a parallel plan shards it fuses single modules.
+What cannot be fused stays as it is and the reason is said; nothing is patched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast, get_args
 
 import torch
@@ -18,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
 from petune.kernels.block.fp8 import refuse_fp8
-from petune.kernels.block.hooks import InDtype, NoCache, Ready, dense
+from petune.kernels.block.hooks import InDtype, NoCache, dense
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.specs import spec_of
-from petune.kernels.block.unpad import FindSegments, Unpadded
+from petune.kernels.block.unpad import Unpadded, leave_padding_out
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
 from petune.kernels.graphs.replay import Graphs, ungraph
@@ -34,8 +35,8 @@ from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised
 from petune.models.sharded import shards_of
-from petune.models.spec import Family, StackName
-from petune.models.stack import Stack, disown_stacks, own_stacks, stacks_in, unownable
+from petune.models.spec import Family
+from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
 
 
@@ -55,12 +56,21 @@ class Fused:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every stack is fused with."""
+    """What every stack is fused with. store: where all of them park what they offload; models: what a process
+    holds of the model; in_flight: passes that each of these has on the way at once."""
 
     ops: Ops
     memory: MemoryConfig
     base_dtype: BaseDtype | None
-    device: torch.device
+    store: Store
+    models: Sequence[nn.Module]
+    in_flight: float
+
+    def governor(self, model: nn.Module, stack: Stack) -> Governor:
+        """What says how much blocks of this stack keep."""
+        blocks = sum(len(one.blocks) for other in self.models for one in stacks_in(other).values())
+        passes = self.in_flight * (blocks / len(stack.blocks)) if self.in_flight * len(self.models) > 1 else 1
+        return Governor(self.memory, passes, [other for other in self.models if other is not model])
 
 
 def fuse(
@@ -79,6 +89,23 @@ def fuse(
     is asked for cannot be: kernels "triton" without a device for it, either by name where nothing can be
     fused, base_dtype without fused blocks, memory.stream without all of them.
     """
+    return fuse_stages([model], family, kernels, memory, base_dtype, device)
+
+
+def fuse_stages(
+    models: Sequence[nn.Module],
+    family: Family | None,
+    kernels: KernelsName = "auto",
+    memory: MemoryConfig | None = None,
+    base_dtype: BaseDtype | None = None,
+    device: torch.device | None = None,
+    in_flight: float = 1.0,
+) -> Fused:
+    """`fuse` for all stages of a pipeline that a process holds, in order.
+
+    in_flight: passes that each of them has on the way at once, on average.
+    """
+    model = models[-1]
     first, memory = next(model.parameters()), memory or MemoryConfig()
     device = device or first.device
     ops = select(kernels, device, _dtype(model, first.dtype))
@@ -87,10 +114,13 @@ def fuse(
             False, 0, ("kernels: off" if kernels == "off" else cast("str", refusal(device, first.dtype)),)
         )
     else:
-        blocks, reasons = _fuse_blocks(model, family, Plan(ops, memory, base_dtype, device))
-        sites = fuse_sites(model, ops) if base_dtype is None or blocks else 0
-        heads = fuse_head(model, ops) if blocks or base_dtype is None else False
-        done = Fused(blocks, sites + heads, reasons)
+        limit = None if memory.host is None else int(memory.host * GIB)
+        plan = Plan(ops, memory, base_dtype, Store(device, limit), models, in_flight)
+        found = [_fuse_blocks(one, family, plan) for one in models]
+        blocks = any(fused for fused, _ in found)
+        sites = sum(fuse_sites(one, ops) for one in models) if base_dtype is None or blocks else 0
+        heads = ends_here(model, family) and (blocks or base_dtype is None) and fuse_head(model, ops)
+        done = Fused(blocks, sites + heads, tuple(dict.fromkeys(chain(*(why for _, why in found)))))
     if memory.stream != "none" and (done.reasons or not done.blocks):
         what, remedy = (
             f"not all blocks of this {type(model).__name__} can be fused, as streamed ones must be",
@@ -131,6 +161,20 @@ def fuse_modules(
     return _complain(models[0], device, kernels, None, Fused(False, sites, (reason,)))
 
 
+def unfusable(
+    models: Sequence[nn.Module], family: Family, kernels: KernelsName, device: torch.device
+) -> tuple[str, ...]:
+    """Why `fuse_stages` would leave blocks of these as they are; nothing where they can be fused, or where
+    there are no kernels for any.
+
+    All stages of a stack are fused or none, as what one hands on the next has to understand.
+    """
+    ops = select(kernels, device, _dtype(models[0], torch.float32))
+    stacks = [(model, stack) for model in models for stack in own_stacks(model, family).values()]
+    found = [] if ops is None else [_specs(model, stack, family, ops) for model, stack in stacks]
+    return tuple(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
+
+
 def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[bool, tuple[str, ...]]:
     """Whether any stack was fused, and why others were not."""
     reasons = _refusals(model, family)
@@ -145,7 +189,7 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
         for stack in stacks.values()
         if (reason := _fuse_stack(model, stack, family, plan)) is not None
     ]
-    _leave_padding_out(model, family, stacks)
+    _hooks_of(model).extend(leave_padding_out(model, _owner(model), family, stacks))
     disown_stacks(model, lambda stack: stack.for_fusing and not isinstance(stack.blocks[0], FusedBlock))
     if len(reasons) < len(stacks) and not before:
         _hooks_of(model).append(NoCache().register(_owner(model)))
@@ -154,8 +198,7 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
 
 def _hooks_of(model: nn.Module) -> list[RemovableHandle]:
     """The hooks that fusing has hung on a model and on its parts."""
-    hooks: list[RemovableHandle] = model.__dict__.setdefault("petune_fused_hooks", [])
-    return hooks
+    return cast("list[RemovableHandle]", model.__dict__.setdefault("petune_fused_hooks", []))
 
 
 def _owner(model: nn.Module) -> nn.Module:
@@ -235,18 +278,12 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         return None
     if plan.memory.stream != "none" and family.kind == "encoder-decoder":
         return "blocks beside which another stack or a table of positions is read do not stream"
-    config = cast("Any", model).config
-    specs: list[Spec] = []
-    for number, block in stack.numbered:
-        spec = spec_of(block, stack, family.shape(config), config, plan.ops)
-        if isinstance(spec, str):
-            return f"block {number}: {spec}"
-        specs.append(spec)
+    specs = _specs(model, stack, family, plan.ops)
+    if isinstance(specs, str):
+        return specs
     _quantise(model, specs, plan)
-    limit = None if plan.memory.host is None else int(plan.memory.host * GIB)
-    store, said = Store(plan.device, limit), specs[0].said
     for (_, block), spec in zip(stack.numbered, specs, strict=True):
-        spec.store, spec.said = store, said
+        spec.store, spec.said = plan.store, specs[0].said
         spec.banks = [  # what attention writes has no room for s beside it
             _bank(layers, plan, room=group.kind != "out", alone=group.kind == "up" and spec.defers)
             for group, layers in zip(spec.program.groups, spec.layers, strict=True)
@@ -264,34 +301,24 @@ def _fuse_stack(model: nn.Module, stack: Stack, family: Family, plan: Plan) -> s
         _hooks_of(model).append(block.register_state_dict_post_hook(dense))
     if stack.ladder is None:  # whose levels are nobody else's to compute again
         stack.recompute = False  # the blocks do it themselves, as their rungs say
-    _hooks_of(model).extend([*Governor(plan.memory).register(model, stack), InDtype().register(stack)])
-    # a graph has fixed addresses, and no peers
-    alone = shards_of(model) is None and specs[0].peers is None
+    _hooks_of(model).extend(plan.governor(model, stack).register(model, stack))
+    stack.edges.append(InDtype())
+    # a graph has fixed addresses, no peers, and one pass on the way
+    alone = stack.wire is None and shards_of(model) is None and specs[0].peers is None
     if plan.ops.name == "triton" and plan.memory.stream == "none" and alone:
         stack.whole = Graphs()
     return None
 
 
-def _leave_padding_out(model: nn.Module, family: Family, stacks: Mapping[StackName, Stack]) -> None:
-    """Compute on real tokens alone in the fused stacks, unless something in one must see where padding
-    was."""
-    found: FindSegments | None = None
-    specs = [cast("FusedBlock", block).spec for block in fused_blocks(model)]
-    if reason := next((reason for spec in specs if (reason := spec.padded)), None):
-        say(f"kernels: padding, where there is any, is computed too: {reason}")
-        return
-    for name, stack in stacks.items():
-        done = any(isinstance(edges, Unpadded) for edges in stack.edges)
-        if done or not isinstance(stack.blocks[0], FusedBlock):
-            continue
-        owner = _owner(model)
-        if family.kind == "encoder-decoder":  # whose stacks each have a module that makes their masks
-            owner = next(module for module in owner.modules() if stack in module.children())
-        path = next(path for path, module in owner.named_modules() if module is stack)
-        feeds = name == "encoder" and "decoder" in stacks
-        found = FindSegments(model, owner, stack.rule.causal, Ready(path), feeds=feeds, encoder=found)
-        _hooks_of(model).extend(found.register(model, owner))
-        stack.edges.insert(0, Unpadded())
+def _specs(model: nn.Module, stack: Stack, family: Family, ops: Ops) -> list[Spec] | str:
+    """What each block of a stack computes, or why one of them cannot be fused."""
+    config, specs = cast("Any", model).config, []
+    for number, block in stack.numbered:
+        spec = spec_of(block, stack, family.shape(config), config, ops)
+        if isinstance(spec, str):
+            return f"block {number}: {spec}"
+        specs.append(spec)
+    return specs
 
 
 def _quantise(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> None:
@@ -352,7 +379,7 @@ def unfuse(model: nn.Module) -> None:
             module.__class__ = type(module).__mro__[2]
             del module.__dict__["spec"]
         elif isinstance(module, Stack):
-            module.edges = [edges for edges in module.edges if not isinstance(edges, Unpadded)]
+            module.edges = [edges for edges in module.edges if not isinstance(edges, (Unpadded, InDtype))]
     disown_stacks(model, lambda stack: stack.for_fusing)
     unfuse_sites(model)
     unfuse_head(model)

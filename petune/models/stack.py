@@ -380,8 +380,9 @@ class Stack(nn.ModuleList):
         now, self.now = cast("Pass", self.now), None
         carry = now.carry | carried_by(self.rule, output)
         if self.wire is not None and not self.wire.ends:
-            self.wire.send(self._carried(carry, now))
-            hidden = carry["hidden_states"]
+            carried = self._carried(carry, now)
+            self.wire.send(carried)
+            hidden = carried.backbone["hidden_states"]
         else:
             hidden = self._end(carry["hidden_states"], now)
         _at(f"after {self.name}")
@@ -540,6 +541,14 @@ def own_stacks(model: nn.Module, family: Family) -> Mapping[StackName, Stack]:
 def stacks_in(model: nn.Module) -> dict[str, Stack]:
     """The stacks that are in a model, by their full names."""
     return {path: module for path, module in model.named_modules() if isinstance(module, Stack)}
+
+
+def ends_here(model: nn.Module, family: Family | None) -> bool:
+    """Whether the model's last block is here, and what works after it: on one stage of a pipeline."""
+    last = next(reversed(stacks_in(model).values()), None)
+    if family is None or last is None or last.wire is None:
+        return True
+    return last.wire.ends and last.name == list(family.stacks)[-1]
 
 
 def disown_stacks(model: nn.Module, which: Callable[[Stack], bool] = lambda stack: True) -> None:

@@ -234,20 +234,17 @@ STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their 
 
 def unfused(name: str, axis: AxisConfig) -> str | None:
     """Why blocks under this axis are not fused, or None."""
-    if size_of(axis) == 1:
+    if size_of(axis) == 1 or not isinstance(axis, CutConfig):
         return None
-    if isinstance(axis, CutConfig):
-        return OVERLAPPED if axis.overlap else None
-    if isinstance(axis, PpConfig):
-        return "the parallel plan cuts the model into stages"
-    return None
+    return OVERLAPPED if axis.overlap else None
 
 
 def _cuts_blocks(name: str, axis: AxisConfig) -> bool:
-    """Whether a process holds less than whole blocks along this axis; by tokens alone they stay whole."""
+    """Whether a process holds less than whole blocks along this axis: by tokens alone, and in stages, they
+    stay whole."""
     if isinstance(axis, DpConfig):
         return axis.shard
-    narrowed = not isinstance(axis, CutConfig) or set(layouts(name, axis).values()) != {"sequence"}
+    narrowed = isinstance(axis, CutConfig) and set(layouts(name, axis).values()) != {"sequence"}
     return narrowed and size_of(axis) != 1
 
 

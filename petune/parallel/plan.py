@@ -107,12 +107,28 @@ class ParallelPlan:
         settings."""
         if self.pp > 1 and self.sharding is not None:
             return STAGES_SHARDED
-        if self.pp > 1:
-            return "the parallel plan cuts the model into stages"
         return OVERLAPPED if self.cut is not None and self.cut.overlap else None
 
 
 ALONE = ParallelPlan()
+
+
+def in_flight(plan: ParallelPlan, rank: int) -> float:
+    """Micro-batches whose activations rank `rank` of a pipeline holds at once for each of its stages, at the
+    most.
+
+    gpipe: all. 1f1b: as many as stages are left. Interleaved and zero-bubble: what torch's schedules warm up
+    with, shared by the rank's stages; zero-bubble puts passes for weights off by as many as the rank's
+    number.
+    """
+    pieces = plan.microbatches
+    if plan.schedule not in LOOPED:
+        return float(pieces if plan.schedule == "gpipe" or plan.pp == 1 else min(pieces, plan.pp - rank))
+    per_rank = len(plan.stages) // plan.pp
+    per_round = pieces // max(1, pieces // plan.pp)
+    warm_up = (per_rank - 1) * per_round + (1 if plan.schedule == "zero-bubble" else 2) * (plan.pp - 1 - rank)
+    put_off = rank if plan.schedule == "zero-bubble" else 0
+    return min(pieces * per_rank, warm_up + 1 + put_off) / per_rank
 
 
 def apportion(total: int, parts: Sequence[int]) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
     "parallel": (
         lambda recipe: recipe.parallel.unfused,
         "it is about fused blocks, and under this plan none are",
-        "use dp, tp, sp or galaxy",
+        "use dp, tp, sp, galaxy or pp",
     ),
 }
 # single modules are fused then; a rule of its own
@@ -328,7 +328,7 @@ RULES = (
         ("base_dtype", "parallel"),
         lambda recipe: recipe.base_dtype is None or not recipe.parallel.cuts_blocks,
         "it quantises whole weights, and the parallel plan cuts them",
-        "remove base_dtype, or use dp without shard, or sp",
+        "remove base_dtype, or use dp without shard, sp or pp",
     ),
     Rule(
         ("base_dtype", "method"),

@@ -30,7 +30,8 @@ class Running:
     token, feature: the place in the whole sequence and in the whole last dim of the first element that is
     held here. segments: which tokens of a padded or packed batch are kept and attend to each other
     (petune.kernels.block.varlen.Segments), inside the model that has them, else None. memory: those of the
-    encoder's tokens, inside a decoder that attends across to them.
+    encoder's tokens, inside a decoder that attends across to them. passing: which of several passes that are
+    on the way at once this is (petune.kernels.memory.offload.Passing), else None.
     """
 
     rows: Tensor | None = None
@@ -42,6 +43,7 @@ class Running:
     feature: int = 0
     segments: Any = None
     memory: Any = None
+    passing: Any = None
 
 
 _now = local()

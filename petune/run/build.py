@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from petune.errors import FileError, MachineError, UsageError
-from petune.kernels.fuse import fuse, fuse_modules
+from petune.kernels.fuse import fuse_modules, fuse_stages, unfusable
 from petune.log import phase, say, warn
 from petune.methods import tune, tuned_parameters, tuning, untouched
 from petune.methods.configs import method_of
@@ -42,6 +42,7 @@ from petune.models.loading import (
 )
 from petune.models.source import Source, resolve_model
 from petune.parallel import ALONE, Mesh, ParallelConfig, ParallelPlan, Runner, make_plan, parallelize
+from petune.parallel.plan import in_flight
 from petune.recipe import Recipe
 from petune.run.objective import objective_of
 from petune.run.objects import NO_OBJECTS, Objects
@@ -319,15 +320,27 @@ def _fuse(runner: Runner, recipe: Recipe) -> None:
     modules."""
     if recipe.kernels == "off" or recipe.compile:
         return
-    plan, device = runner.plan, runner.mesh.device
+    plan, device, family = runner.plan, runner.mesh.device, family_of(runner.model)
     if (reason := plan.unfused) is not None:
         fuse_modules(runner.modules, recipe.kernels, device, reason)
     elif not runner.owned:
         reason = f"{type(runner.model).__name__} is of no known family, or its blocks are not alike"
         fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
+    elif plan.pp > 1 and (reason := _unfused_stage(runner, recipe)) is not None:
+        fuse_modules(runner.modules, recipe.kernels, device, reason, recipe.memory, recipe.base_dtype)
     else:
         memory = replace(recipe.memory, keep="input") if recipe.gradient_checkpointing else recipe.memory
-        fuse(runner.model, family_of(runner.model), recipe.kernels, memory, recipe.base_dtype, device)
+        passes = in_flight(plan, runner.mesh.at.pp)
+        fuse_stages(runner.modules, family, recipe.kernels, memory, recipe.base_dtype, device, passes)
+
+
+def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:
+    """Why no stage of a pipeline has fused blocks, as one cannot have them; or None."""
+    family = family_of(runner.model)
+    assert family is not None, "a model of no known family has no stages"
+    reasons = unfusable(runner.modules, family, recipe.kernels, runner.mesh.device)
+    (anywhere,) = runner.any([bool(reasons)])
+    return ("; ".join(reasons) or "a stage on another rank cannot be fused") if anywhere else None
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from petune.estimate.comm_cost import Load, Transition, bubble, in_flight, summed_over, transitions
+from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
 from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, ParallelConfig, PpConfig
-from petune.parallel.plan import ParallelPlan, make_plan
+from petune.parallel.plan import ParallelPlan, in_flight, make_plan
 from tests.methods.zoo import ZOO
 
 B, S = 4, 64

@@ -16,7 +16,8 @@ from petune.estimate import fused_forecast as room
 from petune.estimate.forecast import PROCESS, Forecast, forecast, sketch
 from petune.estimate.fused_forecast import CARDS, on_device, outlook, policy_for
 from petune.kernels.configs import Rung
-from petune.kernels.memory.policy import GIB, Policy
+from petune.kernels.memory.policy import GIB, LADDER, Policy
+from petune.parallel.mesh import Coordinate
 from petune.parallel.plan import ALONE
 from petune.recipe import Recipe, load_recipe
 from tests.methods.zoo import ZOO
@@ -182,7 +183,6 @@ def test_what_does_not_fit_is_said_at_the_line_of_the_recipe(tmp_path: Path) -> 
             {"parallel": {"tp": {"size": 2, "overlap": True}}},
             "overlap hides communication behind matmuls tile by tile",
         ),
-        ("llama-causal", {"parallel": {"pp": 2}}, "the parallel plan cuts the model into stages"),
         (
             "llama-causal",
             {"parallel": {"pp": 2, "dp": {"size": 2, "shard": True}}},
@@ -213,7 +213,7 @@ def test_ranks_that_share_blocks_keep_the_same_and_hold_their_parts(plan: str, t
     told = outlook(forecast(recipe, memory=[H200 // 5, H200 // 2]), "H200")
     first, second = told.policies
     alone = [
-        policy_for(sketch(recipe), told.forecast.plan, 8, "H200", memory, at)
+        policy_for(sketch(recipe), told.forecast.plan, 8, "H200", memory, Coordinate(tp=at))
         for at, memory in enumerate([H200 // 5, H200 // 2])
     ]
     assert keeps(first) == keeps(second) and first.tile == second.tile
@@ -231,6 +231,27 @@ def test_ranks_that_hold_tokens_keep_the_same_of_their_own(exchange: str, tmp_pa
     (alone,) = outlook(forecast(large(tmp_path, 4, 4096), memory=[H200]), "H200").policies
     assert told.lines[0].startswith("blocks   fused") and keeps(first) == keeps(second)
     assert second.peak < first.peak < alone.peak and second.seconds < alone.seconds / 2
+
+
+def test_a_stage_keeps_as_much_as_its_passes_on_the_way_leave_it(tmp_path: Path) -> None:
+    """Eight pieces of four rows in four stages: four passes on the first rank, one on the last."""
+    axis = {"size": 4, "microbatches": 8}
+    recipe = large(tmp_path, 32, 4096, parallel={"pp": axis}, memory={"offload": "none"})
+    told = outlook(forecast(recipe, memory=[H200 // 3]), "H200")
+    assert [len(policy.rungs) for policy in told.policies] == [8] * 4
+    assert told.policies[-1].rungs == (Rung("all"),) * 8, "one pass on the way"
+    kept = [sum(LADDER.index(rung.keep) for rung in policy.rungs) for policy in told.policies]
+    assert kept[0] < kept[-1] and kept == sorted(kept)
+    assert all(policy.peak <= H200 // 3 for policy in told.policies)
+    assert all(rank.total <= H200 // 3 for rank in told.forecast.ranks)
+
+
+def test_a_pipeline_is_as_fast_as_its_slowest_stage_and_its_bubble_let_it(tmp_path: Path) -> None:
+    axis = {"size": 2, "microbatches": 4}
+    told = outlook(forecast(large(tmp_path, 8, 2048, parallel={"pp": axis}), memory=[H200]), "H200")
+    step = 4 * max(policy.seconds for policy in told.policies) / (1 - told.forecast.bubble)
+    assert told.forecast.bubble == pytest.approx(1 / 5)
+    assert f"{8 * 2048 / step:,.0f} tokens/s predicted" in told.lines[-1]
 
 
 def test_blocks_beside_a_ladder_are_fused_and_keep_nothing(tmp_path: Path) -> None:

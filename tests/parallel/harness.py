@@ -32,16 +32,17 @@ import torch
 from torch import Tensor, nn
 
 from petune.kernels.configs import MemoryConfig
-from petune.kernels.fuse import fuse, fuse_modules, fused_blocks
+from petune.kernels.fuse import fuse_modules, fuse_stages, fused_blocks
 from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
+from petune.models.stack import stacks_in
 from petune.parallel.fsdp import local
 from petune.parallel.mesh import make_mesh
 from petune.parallel.objective import Objective, Outputs
 from petune.parallel.placement import parallelize
-from petune.parallel.plan import ALONE, ParallelPlan
+from petune.parallel.plan import ALONE, ParallelPlan, in_flight
 from petune.parallel.runner import Runner
 from petune.run.evaluate import outputs_of
 from petune.run.objective import objective_of
@@ -284,7 +285,10 @@ def place(case: Case, plan: ParallelPlan) -> Runner:
     if case.fused and plan is case.plan:
         assert fuse_modules(runner.modules, "reference", CPU, "blocks are cut").sites
     if case.blocks is not None and plan is case.plan:
-        done = fuse(runner.model, family_of(model), "reference", case.blocks)
+        passes = in_flight(plan, mesh.at.pp)
+        done = fuse_stages(
+            runner.modules, family_of(model), "reference", case.blocks, device=CPU, in_flight=passes
+        )
         assert done.blocks and not done.reasons, done.reasons
     return runner
 
@@ -326,7 +330,12 @@ def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
         adamw.step()
         adamw.zero_grad()
     trace.tuned = runner.whole(runner.tuned)
-    assert not (said := [block.spec.said for block in fused_blocks(runner.model) if block.spec.said]), said
+    blocks = [block for module in runner.modules for block in fused_blocks(module)]
+    whole = [
+        block for module in runner.modules for stack in stacks_in(module).values() for block in stack.blocks
+    ]
+    assert blocks == (whole if case.blocks is not None and plan is case.plan else []), "not all is fused"
+    assert not (said := [block.spec.said for block in blocks if block.spec.said]), said
     return trace
 
 

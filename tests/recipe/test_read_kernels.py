@@ -156,7 +156,6 @@ def test_the_schema_takes_the_short_form_and_the_settings_with_their_ranges() ->
 # ------------------------------------------------------------------------------------------------------ rules
 
 UNFUSED: tuple[Any, ...] = (
-    *("pp", {"tp": 2, "pp": 2}, {"pp": {"stages": [3, 1]}}),
     {"dp": {"size": 2, "shard": True}, "pp": 2},
     {"tp": {"size": 2, "overlap": True}},
 )
@@ -166,6 +165,7 @@ CUTTING = (
     "galaxy2",
     {"tp": 2, "dp": 2},
     {"dp": {"size": 2, "shard": True}},
+    {"tp": 2, "pp": 2},
     {"cut": {"attention": "heads", "mlp": "heads", "connection": "whole"}},
     {"cut": {"attention": "sequence", "mlp": "heads", "connection": "sequence"}},
 )
@@ -215,6 +215,7 @@ def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(
     [
         *("none", "dp", {"dp": {"shares": [3, 1]}}, {"dp": 2, "tp": 1}, {"pp": {"size": 1}}),
         *("sp", {"sp": {"exchange": "ring"}}, {"dp": 2, "sp": {"size": 2, "exchange": "ulysses"}}),
+        {"dp": 2, "pp": {"stages": [3, 1]}},
     ],
     ids=str,
 )

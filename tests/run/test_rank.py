@@ -108,7 +108,7 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
 
         return seen
 
-    for name in ("fuse", "fuse_modules"):  # in this very process, which ends soon
+    for name in ("fuse_stages", "fuse_modules"):  # in this very process, which ends soon
         setattr(petune.run.build, name, watched(getattr(petune.run.build, name)))
     run(recipe, **options)
 
@@ -116,8 +116,8 @@ def _train_fused(recipe: dict[str, Any], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "family"),
     [
-        *(("tp", "llama"), ("galaxy", "bert"), ("sp", "bert"), ("shard", "llama")),
-        *(pytest.param(plan, "t5", marks=pytest.mark.long) for plan in ("galaxy", "sp", "shard")),
+        *(("tp", "llama"), ("galaxy", "bert"), ("sp", "bert"), ("shard", "llama"), ("pp", "llama")),
+        *(pytest.param(plan, "t5", marks=pytest.mark.long) for plan in ("galaxy", "sp", "shard", "pp")),
     ],
 )
 def test_a_run_with_fused_blocks_under_a_plan_is_that_of_one_process(
@@ -132,11 +132,19 @@ def test_a_run_with_fused_blocks_under_a_plan_is_that_of_one_process(
     ]
 
 
+def test_stages_hold_a_base_in_eight_bits_as_one_process_does(
+    tmp_path: Path, alone: Callable[..., Path]
+) -> None:
+    eight = {"kernels": "reference", "base_dtype": "fp8"}
+    recipe = small(tmp_path, "llama", "lora", parallel=PLANS["pp"], **eight)
+    ranks(2, _train_fused, recipe, {}, timeout=40)
+    assert_same_but_for_rounding(Path(recipe["out"]), alone("llama", "lora", **eight))
+
+
 @pytest.mark.parametrize(
     ("plan", "method", "reason"),
     [
         ("shard", {"name": "dora", "r": 2}, "is a Dora"),
-        pytest.param("pp", "lora", "into stages", marks=pytest.mark.long),
     ],
 )
 def test_single_modules_are_fused_where_no_block_is_under_a_plan(

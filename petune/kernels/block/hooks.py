@@ -1,4 +1,4 @@
-"""Hooks around a fused stack: no cache while training, hidden states in the blocks' dtype, dense tensors in
+"""Around a fused stack: no cache while training, hidden states in the blocks' dtype, dense tensors in
 files."""
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from petune.kernels.block.module import FusedBlock
-from petune.models.stack import Stack
+from petune.models.stack import Call, Stack
+from petune.rng.context import Running
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def dense(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -
     tensors only."""
     for name, value in state.items():
         # else the tensors themselves are asked for
-        shown = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         if shown and name.startswith(prefix) and not value.is_contiguous():
             state[name] = value.contiguous()
 
@@ -66,27 +67,30 @@ class NoCache:
 
 
 class InDtype:
-    """Hook before a stack: under autocast a norm of the embeddings gives float32, and blocks compute in a
-    narrower dtype."""
+    """Edges of a stack (petune.models.stack.Edges): under autocast a norm of the embeddings gives float32, as
+    does an earlier stage that runs unfused, and blocks compute in a narrower dtype."""
 
-    def register(self, stack: Stack) -> RemovableHandle:
-        """Act before every other hook of `stack`."""
-        return stack.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
-
-    def __call__(self, stack: Stack, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The call, its hidden states in the dtype that autocast and the blocks compute in, where that is the
-        same."""
-        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    def begin(self, stack: Stack, carry: Call, here: Running) -> tuple[Call, Running]:
+        """Hidden states in the dtype that autocast and the blocks compute in, where that is the same."""
+        hidden: Tensor = carry["hidden_states"]
         device = hidden.device.type
         dtype = cast("FusedBlock", stack.blocks[0]).spec.computes_in(device)
-        if (
-            hidden.dtype == dtype
-            or not torch.is_autocast_enabled(device)
-            or torch.get_autocast_dtype(device) != dtype
-        ):
-            return args, kwargs
-        return (
-            ((hidden.to(dtype), *args[1:]), kwargs)
-            if args
-            else (args, kwargs | {"hidden_states": hidden.to(dtype)})
-        )
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
+            carry = carry | {"hidden_states": hidden.to(dtype)}
+        return carry, here
+
+    def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
+        """As it is, like all that follows."""
+        return value
+
+    def begin_side(self, stack: Stack, carry: Call, here: Running) -> Call:
+        """See petune.models.stack.Edges."""
+        return carry
+
+    def part(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden
+
+    def leave(self, hidden: Tensor, here: Running) -> Tensor:
+        """See petune.models.stack.Edges."""
+        return hidden

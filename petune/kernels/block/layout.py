@@ -29,6 +29,11 @@ class Layout(NamedTuple):
     keys: int | None = None
     memory: Segments | None = None
 
+    @property
+    def row(self) -> int:
+        """Tokens of a row, with those that are left out of it."""
+        return self.longest if self.segments is None else self.segments.shape[1]
+
     @classmethod
     def of(cls, hidden: Tensor, memory: Tensor | None = None, cut: bool = False) -> Layout:
         """That of hidden states [b, t, w], or [1, total, w] in `running().segments`; of a memory [b, s, w],

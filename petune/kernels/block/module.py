@@ -141,7 +141,7 @@ class FusedBlock(nn.Module):
             Layout.of(hidden, memory, self.spec.by_sequence),
             tuple(given.get(name) for name in MASKS),
         )
-        bias = self.bias(given.get(BIAS), layout.longest)
+        bias = self.bias(given.get(BIAS), layout.row)  # of one shape, wherever padding is
         draws = self.draws(parts, Places(layout, hidden, memory))
         angles = angles_of(given["position_embeddings"]) if self.spec.program.rotary else None
         forms = self.forms(hidden, layout, masks, bias)

@@ -18,16 +18,19 @@ padding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from petune.kernels.block.hooks import Ready
+from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
+from petune.models.spec import Family, StackName
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running, running
 
@@ -87,6 +90,38 @@ def _packed(value: Any, segments: Segments | None) -> Any:
 
 
 # ------------------------------------------------------------------ where they are found
+
+
+def leave_padding_out(
+    model: nn.Module, owner: nn.Module, family: Family, stacks: Mapping[StackName, Stack]
+) -> list[RemovableHandle]:
+    """Compute on real tokens alone in those of `stacks` that are fused, unless something in one must see
+    where padding was; the hooks that this takes.
+
+    owner: the model that makes masks and positions and holds the stacks.
+    """
+    found: FindSegments | None = None
+    hooks: list[RemovableHandle] = []
+    fused = [block for stack in stacks.values() for block in stack.blocks if isinstance(block, FusedBlock)]
+    if reason := next((reason for block in fused if (reason := block.spec.padded)), None):
+        say(f"kernels: padding, where there is any, is computed too: {reason}")
+        return hooks
+    for name, stack in stacks.items():
+        done = any(isinstance(edges, Unpadded) for edges in stack.edges)
+        if done or not isinstance(stack.blocks[0], FusedBlock):
+            continue
+        if family.kind == "encoder-decoder":  # whose stacks each have a module that makes their masks
+            if name == "decoder" and "encoder" not in stacks:  # a stage before this one has it
+                encoder = cast("Any", model).get_encoder()
+                found = FindSegments(model, encoder, False, lambda owner: False, feeds=True)
+                hooks += found.register(model, encoder)
+            owner = next(module for module in model.modules() if stack in module.children())
+        path = next(path for path, module in owner.named_modules() if module is stack)
+        feeds = name == "encoder" and "decoder" in stacks
+        found = FindSegments(model, owner, stack.rule.causal, Ready(path), feeds=feeds, encoder=found)
+        hooks += found.register(model, owner)
+        stack.edges.insert(0, Unpadded())
+    return hooks
 
 
 class FindSegments:

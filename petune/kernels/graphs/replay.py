@@ -33,6 +33,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from petune.kernels.block.call import Draws, Spec
 from petune.kernels.block.drawing import Places
+from petune.kernels.block.hooks import InDtype
 from petune.kernels.block.layout import BIAS, Layout, memory_in_autocast
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.unpad import Unpadded
@@ -101,7 +102,7 @@ class Graphs:
             and call.get("attention_mask") is None
             and call.get("encoder_attention_mask") is None
             and stack.wire is None
-            and all(type(edges) is Unpadded for edges in stack.edges)
+            and all(type(edges) in (Unpadded, InDtype) for edges in stack.edges)
             and all(isinstance(block, FusedBlock) for block in stack.blocks)
             and not torch.compiler.is_compiling()
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # of checkpointing

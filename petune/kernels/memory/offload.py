@@ -2,14 +2,16 @@
 
 Blocks park tensors in the order of the forward pass and fetch them in the reverse order, so fetching one
 block's starts the copy of the next one's: two blocks' tensors are on the device at most, and copies hide
-behind a block's work. Host buffers are pinned at their exact size (torch's own pinned allocator rounds up to
-a power of two) and used again by later steps.
+behind a block's work. Of several passes that are on the way at once each has an order of its own, and the
+last fetch of one starts the first copy of the pass that goes back after it. Host buffers are pinned at their
+exact size (torch's own pinned allocator rounds up to a power of two) and used again by later steps.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +19,26 @@ from torch import Tensor
 
 from petune.errors import MachineError
 from petune.log import human
+from petune.rng.context import running
+
+
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """One of several passes that are on the way at once, as `running().passing` names it.
+
+    follower: the pass that goes back after it, None for the last; standing: bytes on the device before the
+    first of them began.
+    """
+
+    follower: Passing | None = None
+    standing: int = 0
 
 
 class Parked:
     """Tensors of one block on the host, and back on the device once they are needed."""
 
     def __init__(self, store: Store, host: dict[str, Tensor], like: Mapping[str, Tensor]) -> None:
-        self.store, self.host = store, host
+        self.store, self.host, self.passing = store, host, running().passing
         self.shapes = {name: (value.shape, value.dtype) for name, value in like.items()}
         self.copied: torch.cuda.Event | None = None
         self.back: dict[str, Tensor] | None = None
@@ -41,7 +56,7 @@ class Store:
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self.device, self.limit = device, limit
-        self.waiting: list[weakref.ref[Parked]] = []
+        self.waiting: dict[Passing | None, list[weakref.ref[Parked]]] = {}
         self.free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self.pinned = 0  # bytes
         cuda = device.type == "cuda"
@@ -64,23 +79,33 @@ class Store:
                 if self.out is not None:
                     value.record_stream(self.out)
             parked.copied = self._event(self.out)
-        self.waiting = [ref for ref in self.waiting if ref() is not None]
-        self.waiting.append(weakref.ref(parked))
+        alive = {passing: self._waiting(passing) for passing in self.waiting}
+        alive.setdefault(parked.passing, []).append(parked)
+        self.waiting = {passing: list(map(weakref.ref, order)) for passing, order in alive.items() if order}
         return parked
 
     def fetch(self, parked: Parked) -> dict[str, Tensor]:
-        """The tensors on the device again, once; begins to bring back those of the block before."""
-        order = [other for ref in self.waiting if (other := ref()) is not None]
+        """The tensors on the device again, once; begins to bring back those of the block before, in this pass
+        or, at its first block, in the pass that goes back next."""
+        passing = parked.passing
+        order = self._waiting(passing)
         at = order.index(parked)
-        self.waiting = [weakref.ref(other) for other in order if other is not parked]
+        self.waiting[passing] = [weakref.ref(other) for other in order if other is not parked]
+        if not self.waiting[passing]:
+            del self.waiting[passing]
         self._bring(parked)
         found, parked.back = parked.back, None
         assert found is not None
         if self.into is not None:
             torch.cuda.current_stream(self.device).wait_event(parked.copied)  # type: ignore[arg-type]
-        if at:
-            self._bring(order[at - 1])
+        following = self._waiting(passing.follower) if passing is not None and not at else []
+        for ahead in order[:at][-1:] + following[-1:]:
+            self._bring(ahead)
         return found
+
+    def _waiting(self, passing: Passing | None) -> list[Parked]:
+        """What waits of one pass, in the order in which it was parked."""
+        return [parked for ref in self.waiting.get(passing, ()) if (parked := ref()) is not None]
 
     def _bring(self, parked: Parked) -> None:
         """Begin to copy to the device. Its memory may have been in use until now, so the copy waits for the

@@ -3,7 +3,9 @@ time.
 
 A plan is a prefix of blocks on one rung and a suffix that keeps at least as much on the device: what the
 blocks next to the loss keep lives shortest. The last block is never offloaded, for its backward pass follows
-at once. The choice is exact among all plans of that form. Two rules say what is best:
+at once; unless several passes are on the way, as in a stage of a pipeline: then other passes come in between,
+and what blocks keep is there once for each. The choice is exact among all plans of that form. Two rules say
+what is best:
 
 * device memory has a price: a GiB must save WORTH of a step, or it stays free. Without it the last GiB of a
   card would be spent on a ten-thousandth of the time at long context, where the prediction of the peak is
@@ -21,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 from petune.errors import UsageError
@@ -104,17 +106,18 @@ def choose(
     rates: Rates,
     config: MemoryConfig,
     streamed: bool = False,
+    passes: float = 1,
 ) -> Policy:
     """The best policy for `depth` blocks over `tokens` in sequences of `sequence` within `budget` bytes of
     device memory.
 
-    fixed: bytes of weights, gradients, optimizer state and embeddings on the device; vocabulary: columns of
-    the loss head, 0 for none; host: bytes of pinned host memory that may be used. Keep, offload and tile that
-    `config` names hold for all blocks, the last one's offload excepted; its own budget and host are the
-    caller's business. streamed: blocks that train rest in pinned host memory with their AdamW states, of
-    which `config` says whether they are float32, and are updated as the backward pass leaves them, so `fixed`
-    is without them. Raises UsageError when nothing fits, saying what would, or when `config` contradicts
-    itself.
+    fixed: bytes of weights, gradients, optimizer state and embeddings on the device; vocabulary: columns
+    of the loss head, 0 for none; host: bytes of pinned host memory that may be used. Keep, offload and
+    tile that `config` names hold for all blocks, the last one's offload excepted; its own budget and host
+    are the caller's business. passes: how many, of `tokens` each, keep what they keep at once. streamed:
+    blocks that train rest in pinned host memory with their AdamW states, of which `config` says whether
+    they are float32, and are updated as the backward pass leaves them, so `fixed` is without them. Raises
+    UsageError when nothing fits, saying what would, or when `config` contradicts itself.
     """
     if depth < 1 or (streamed and not shape.trained):
         raise ValueError(
@@ -122,7 +125,7 @@ def choose(
         )
     refuse_contradiction(config)
     wide = config.stream == "fp32" if streamed else None
-    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide)
+    step = _step(shape, depth, tokens, sequence, fixed, vocabulary, rates, wide, passes)
     plan = _best(step, config, budget, host)
     if plan is None:
         raise _does_not_fit(step, config, budget, host)
@@ -151,9 +154,9 @@ def least_bytes(
 @dataclass(frozen=True)
 class _Step:
     """What all plans of a step have in common. wide: whether states that stream are float32, None where none
-    do. fixed: bytes on the device throughout; pinned: on the host; head: alive in the loss head; flop,
-    roofline: of a step without recomputation, FLOP and seconds, of which `other` outside the blocks; worth:
-    see WORTH."""
+    do. passes: on the way at once; all but flop, roofline and seconds, which are of one. fixed: bytes on the
+    device throughout; pinned: on the host; head: alive in the loss head; flop, roofline: of a step without
+    recomputation, FLOP and seconds, of which `other` outside the blocks; worth: see WORTH."""
 
     shape: BlockShape
     depth: int
@@ -161,6 +164,7 @@ class _Step:
     sequence: int
     rates: Rates
     wide: bool | None
+    passes: float
     fixed: int
     pinned: int
     head: int
@@ -168,6 +172,12 @@ class _Step:
     other: float
     roofline: float
     worth: float = WORTH
+
+    @property
+    def here(self) -> int:
+        """How many blocks have a backward pass that follows at once, so that they are not offloaded: the last
+        of a single pass."""
+        return int(self.passes == 1)
 
     def seconds(self, work: Work) -> float:
         """Of `work` on this step's device."""
@@ -214,6 +224,7 @@ def _step(
     vocabulary: int,
     rates: Rates,
     wide: bool | None,
+    passes: float = 1,
 ) -> _Step:
     head = (
         block_cost.linear_cross_entropy(tokens, shape.width, vocabulary, shape.trained, shape.itemsize)
@@ -221,7 +232,7 @@ def _step(
         else ()
     )
     own = shape.own(tokens)
-    passes = block_cost.forward(shape, own, sequence) + block_cost.backward(shape, own, sequence)
+    both = block_cost.forward(shape, own, sequence) + block_cost.backward(shape, own, sequence)
     other = rates.seconds(head, sequence) + depth * rates.seconds(block_cost.update(shape), sequence)
     streaming = 0 if wide is None else buffers.streamed_device_bytes(shape, wide)
     return _Step(
@@ -231,12 +242,13 @@ def _step(
         sequence=sequence,
         rates=rates,
         wide=wide,
+        passes=passes,
         fixed=fixed + WORKSPACE + depth * buffers.standing_bytes(shape) + streaming,
         pinned=0 if wide is None else depth * buffers.streamed_host_bytes(shape, wide),
         head=buffers.head_bytes(tokens, shape.width, vocabulary, shape.itemsize),
-        flop=total(head).flop + depth * total(passes).flop,
+        flop=total(head).flop + depth * total(both).flop,
         other=other,
-        roofline=other + depth * rates.seconds(passes, sequence),
+        roofline=other + depth * rates.seconds(both, sequence),
     )
 
 
@@ -330,7 +342,10 @@ def _search(
             late, early, pinned = _memory(step, first, last, suffix)
             peak = max(late, early)
             seconds = (
-                step.other + (step.depth - suffix) * first.seconds + (suffix - 1) * last.seconds + last.alone
+                step.other
+                + (step.depth - suffix) * first.seconds
+                + (suffix - step.here) * last.seconds
+                + step.here * last.alone
             )
             if peak <= budget and pinned <= host and (price := step.price(seconds, peak)) < least:
                 least, best = price, _Plan(first, last, suffix, tile, peak, pinned, seconds)
@@ -349,24 +364,29 @@ def _bound(step: _Step, first: _Option, last: _Option) -> float:
     """No plan of this pair has a lower price: the fewest seconds of both rungs in every block, and the fewest
     bytes."""
     seconds = step.other + (step.depth - 1) * min(first.seconds, last.seconds) + last.alone
-    return step.price(
-        seconds,
-        step.fixed + (step.depth - 1) * first.kept + last.kept + last.host + max(last.working, step.head),
-    )
+    kept = int(step.passes * ((step.depth - 1) * first.kept + last.kept)) + step.here * last.host
+    return step.price(seconds, step.fixed + kept + max(last.working, step.head))
 
 
 def _memory(step: _Step, first: _Option, last: _Option, suffix: int) -> tuple[int, int, int]:
     """(bytes on the device in the head or the last block, those in the last block on `first`, bytes on the
     host)."""
-    before = step.depth - suffix
+    before, parked = step.depth - suffix, suffix - step.here
+    others = ceil((step.passes - 1) * (before * first.kept + suffix * last.kept))
     prefix, firsts, lasts = (
-        step.fixed + before * first.kept,
+        step.fixed + others + before * first.kept,
         first.host if before else 0,
-        last.host if suffix > 1 else 0,
+        last.host if parked else 0,
     )
-    late = prefix + suffix * last.kept + last.host + SLOTS * (lasts or firsts) + max(last.working, step.head)
+    late = (
+        prefix
+        + suffix * last.kept
+        + step.here * last.host
+        + SLOTS * (lasts or firsts)
+        + max(last.working, step.head)
+    )
     early = prefix + SLOTS * max(firsts, lasts) + first.working if before else 0
-    return late, early, step.pinned + before * first.host + (suffix - 1) * last.host
+    return late, early, step.pinned + ceil(step.passes * (before * first.host + parked * last.host))
 
 
 def _suffixes(step: _Step, first: _Option, last: _Option, budget: int, host: int) -> Iterable[int]:
@@ -422,8 +442,8 @@ def _policy(step: _Step, plan: _Plan, budget: int) -> Policy:
 
 
 def _rungs(step: _Step, plan: _Plan) -> tuple[Rung, ...]:
-    own = (plan.first.rung,) * (step.depth - plan.suffix) + (plan.last.rung,) * (plan.suffix - 1)
-    return (*own, Rung(plan.last.rung.keep))
+    own = (plan.first.rung,) * (step.depth - plan.suffix) + (plan.last.rung,) * (plan.suffix - step.here)
+    return (*own, Rung(plan.last.rung.keep)) if step.here else own
 
 
 def _tile(plan: _Plan) -> int | None:

@@ -37,10 +37,15 @@ ROUND = 1024
 
 class Governor:
     """Hooks of a stack and its model: set what the blocks keep. A number of tokens seen before gets the
-    policy it got then."""
+    policy it got then.
 
-    def __init__(self, config: MemoryConfig) -> None:
-        self.config = config
+    passes: how many passes' worth of the stack's blocks are on the way at once; beside: what else of the
+    model this process holds, other stages of a pipeline.
+    """
+
+    def __init__(self, config: MemoryConfig, passes: float = 1, beside: Sequence[nn.Module] = ()) -> None:
+        self.config, self.passes = config, passes
+        self.besides = [weakref.ref(model) for model in beside]
         self.policies: dict[tuple[int, int, int, torch.dtype], Policy] = {}
         # a weak reference to the one that is running: a copy of a model copies its hooks
         self.model: Any = None
@@ -92,7 +97,7 @@ class Governor:
         if device.type == "cpu":
             keep = "all" if self.config.keep == "auto" else self.config.keep
             offload = "none" if self.config.offload == "auto" else self.config.offload
-            return [(Rung(keep, offload), self.config.tile)] * len(stack)
+            return [(Rung(keep, offload), self.config.tile)] * len(stack.blocks)
         size = rounded(tokens), rounded(longest, 128)
         key = (*size, self.beside, _specs(stack)[0].computes_in(device.type))
         if key not in self.policies:
@@ -130,13 +135,16 @@ class Governor:
     def _policy(self, stack: Stack, device: torch.device, tokens: int, longest: int) -> Policy:
         specs = _specs(stack)
         model = stack if self.model is None else self.model() or stack
+        here = [model, *(other for ref in self.besides if (other := ref()) is not None)]
         free, total = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         budget = (free + idle) * SPARE + torch.cuda.memory_allocated(device)
         cap = torch.cuda.get_per_process_memory_fraction(device) * total
         if self.config.budget is not None:
             cap = min(cap, self.config.budget * GIB)
-        rates, later = rates_of(torch.cuda.get_device_name(device)), _later(model, stack)
+        rates = rates_of(torch.cuda.get_device_name(device))
+        # of several passes all blocks are counted as this stack's
+        later = _later(model, stack) if self.passes == 1 else []
         reserved = sum(
             _least(other, (tokens, longest), vocabulary_of(model), rates, self.config, device)
             for other in later
@@ -153,17 +161,22 @@ class Governor:
             len(specs),
             tokens,
             min(longest, tokens),
-            resident_bytes(model)
-            if streamed
-            else max(fixed_bytes(model), torch.cuda.memory_allocated(device)),
-            0 if later else vocabulary_of(model),
+            resident_bytes(model) if streamed else max(fixed_bytes(*here), self._standing(device)),
+            0 if later else max(map(vocabulary_of, here)),
             int(min(budget, cap)) - reserved,
             # what streams is pinned already, and the system no longer calls it free
             pinnable(self.config) + pinned,
             rates,
             self.config,
             streamed=streamed,
+            passes=self.passes,
         )
+
+    def _standing(self, device: torch.device) -> int:
+        """Bytes on the device now; without what other passes that are on the way keep."""
+        passing = running().passing
+        several = self.passes > 1 and passing is not None
+        return int(passing.standing) if several else torch.cuda.memory_allocated(device)
 
 
 def _later(model: nn.Module, stack: Stack) -> list[Stack]:
@@ -230,9 +243,18 @@ def rounded(tokens: int, step: int = ROUND) -> int:
 
 def vocabulary_of(model: nn.Module) -> int:
     """The columns of a language model's head whose logits are never whole, 0 for other models."""
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
+    head = _head(model)
     return 0 if head is None else len(head.weight)
+
+
+def _head(model: nn.Module) -> Any:
+    """The head over a vocabulary, or None: not on every stage of a pipeline."""
+    ask = getattr(model, "get_output_embeddings", None)
+    try:
+        head = ask() if callable(ask) else None
+    except AttributeError:  # of a module inside one that is given away
+        return None
+    return None if getattr(head, "weight", None) is None else head
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -250,13 +272,14 @@ def resident_bytes(model: nn.Module) -> int:
     return sum(value.nbytes * (1 + value.requires_grad) for value in values)
 
 
-def fixed_bytes(model: nn.Module) -> int:
-    """Bytes on the device whatever is kept: tensors of the model, gradients and states of what trains; where
-    the model is sharded, of this process' part, and what is gathered while it runs."""
-    if (shards := shards_of(model)) is not None:
+def fixed_bytes(*models: nn.Module) -> int:
+    """Bytes on the device whatever is kept: tensors of the models, gradients and states of what trains; where
+    a model is sharded, of this process' part, and what is gathered while it runs."""
+    if (shards := shards_of(models[0])) is not None:
         return shards.own + STATES * shards.trained + shards.gathered
-    values = {id(value): value for value in (*model.parameters(), *model.buffers())}.values()
-    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    tensors = (value for model in models for value in (*model.parameters(), *model.buffers()))
+    values = {id(value): value for value in tensors}.values()
+    trained = sum(value.numel() for value in values if value.requires_grad)
     return sum(value.nbytes for value in values) + STATES * trained
 
 

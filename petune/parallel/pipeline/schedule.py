@@ -8,7 +8,7 @@ dtype, and which of them have a gradient; from then on the shapes of any batch f
 not answered: under a ladder only the gradient of the side state comes back.
 
 torch before 2.13 answers every tensor: there, what has no gradient is answered with zeros. `zero-bubble`
-splits the backward pass of a stage in two where that is exact (see `Ends.splits`; before torch 2.13 it is not
+splits the backward pass of a stage in two where that is exact (`Chunk.splits`; before torch 2.13 it is not
 where a tensor is used in two places), and makes it in one elsewhere.
 """
 
@@ -33,13 +33,14 @@ from torch.distributed.pipelining import (
 )
 
 from petune.errors import UsageError
+from petune.kernels.memory.offload import Passing
 from petune.log import say
 from petune.models.spec import Family
 from petune.models.stack import Stack, own_stacks
 from petune.parallel.mesh import Coordinate, Mesh
 from petune.parallel.objective import Batch, Objective
 from petune.parallel.pipeline.stage_io import WORDS, Kind, Kinds, Slot, decoded, encoded, lengths_of
-from petune.parallel.pipeline.stage_module import LOSS, PADDING, SELECTIVE, Chunk, Now
+from petune.parallel.pipeline.stage_module import LOSS, PADDING, Chunk, Now
 from petune.parallel.pipeline.stages import cut_stage
 from petune.parallel.plan import ParallelPlan
 
@@ -51,6 +52,7 @@ SCHEDULES: dict[str, Any] = {
 }
 Loss = Callable[[Tensor, Tensor], Tensor]  # output of the last stage, target -> scalar
 SEVERAL = ("interleaved", "zero-bubble")  # schedules with several stages on a rank
+BACKWARD = ("FULL_BACKWARD", "BACKWARD_INPUT")  # torch's names of passes back
 
 
 def stages_of(plan: ParallelPlan, pp: int) -> list[int]:
@@ -148,7 +150,7 @@ class Pipeline:
         objective: Objective,
     ) -> None:
         self.modules, self.plan, self.device = list(modules), plan, mesh.device
-        self.group = mesh.groups["pp"]
+        self.group, self.at, self.main = mesh.groups["pp"], mesh.at.pp, mesh.main
         self.stacks = tuple(family.stacks)
         self.final = len(plan.stages) - 1
         self.now = Now()
@@ -157,19 +159,11 @@ class Pipeline:
             Chunk(module, number, objective, self.now, number == self.final)
             for module, number in zip(self.modules, numbers, strict=True)
         ]
-        if (
-            mesh.main
-            and plan.schedule == "zero-bubble"
-            and not (SELECTIVE and all(chunk.ends.splits for chunk in self.chunks))
-        ):
-            say(
-                "zero-bubble: some stages make their backward pass in one, as torch cannot split it here;"
-                " interleaved does as well"
-            )
         # by training or not, and whether ladders climb
         self.kinds: dict[tuple[bool, bool], list[tuple[Kinds, Kinds]]] = {}
         # training or not: (what it was made for, the schedule)
         self.schedules: dict[bool, tuple[Any, Any]] = {}
+        self.said = False
 
     def forget(self) -> None:
         """Ask the stages again what they send, as a rank that was replaced does not know, and drop what a
@@ -185,6 +179,7 @@ class Pipeline:
         Gradients add to what is there. `key` is what dropout is drawn from.
         """
         self.now.total, self.now.key, self.now.training = total, key, True
+        self.now.trained = _trained(batch, pieces)  # counted where nothing has to wait for it
         batch = self._padded(batch, pieces)
         losses: list[Tensor] = []
         self._step(batch, pieces, target=batch["rows"], losses=losses)
@@ -204,12 +199,38 @@ class Pipeline:
     def _step(self, batch: Batch, pieces: int, **more: Any) -> None:
         """Run the schedule. torch wraps what a stage raises; it comes out as it was raised, as its kind
         decides what follows."""
+        schedule = self._schedule(batch, pieces)
+        for chunk in self.chunks:
+            chunk.piece = 0
+        self.now.passing = self._passing(schedule, pieces) if self.now.training else {}
         try:
-            self._schedule(batch, pieces).step(return_outputs=False, **more, **batch)
+            schedule.step(return_outputs=False, **more, **batch)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
+        finally:
+            self.now.passing = {}
+
+    def _passing(self, schedule: Any, pieces: int) -> dict[tuple[int, int], Passing]:
+        """Each pass of this rank by stage and piece, which knows the pass that goes back after it."""
+        standing = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        found: dict[tuple[int, int], Passing] = {}
+        follower: Passing | None = None
+        for key in reversed(self._back(schedule, pieces)):
+            found[key] = follower = Passing(follower, standing)
+        return found
+
+    def _back(self, schedule: Any, pieces: int) -> list[tuple[int, int]]:
+        """(stage, piece) in the order in which they go back on this rank; those of a stage first in, first
+        out."""
+        if self.plan.schedule not in SEVERAL:
+            return [(self.chunks[0].number, piece) for piece in range(pieces)]
+        return [
+            (action.stage_index, action.microbatch_index)
+            for action in schedule.pipeline_order[self.at]
+            if action is not None and action.computation_type.name in BACKWARD
+        ]
 
     def _pieces(self, rows: int) -> int:
         """Pieces of a forward pass without a backward one: no more than rows, in whole rounds."""
@@ -259,7 +280,10 @@ class Pipeline:
 
     def _make(self, batch: Batch, pieces: int) -> Any:
         stages = [self._stage(chunk, batch, pieces) for chunk in self.chunks]
-        return made(self.plan, stages, pieces, _as_it_is if self.now.training else None)
+        training = self.now.training
+        if training and self.plan.schedule == "zero-bubble":
+            self._say_what_is_not_split()
+        return made(self.plan, stages, pieces, _as_it_is if training else None)
 
     def _stage(self, chunk: Chunk, batch: Batch, pieces: int) -> PipelineStage:
         """torch's stage around a chunk, told what it will receive and send."""
@@ -284,8 +308,17 @@ class Pipeline:
             input_args=inputs,
             output_args=outputs,
             group=self.group,
-            dw_builder=None if SELECTIVE and chunk.ends.splits else _nothing_left,
+            dw_builder=None if chunk.splits else _nothing_left,
         )
+
+    def _say_what_is_not_split(self) -> None:
+        """Say once that passes for weights will fill no bubble."""
+        if self.main and not self.said and not all(chunk.splits for chunk in self.chunks):
+            say(
+                "zero-bubble: some stages make their backward pass in one, as torch cannot split it here;"
+                " interleaved does as well"
+            )
+        self.said = True
 
     def _facts(
         self, slots: tuple[Slot, ...], kinds: Kinds, batch: Batch, pieces: int
@@ -334,6 +367,13 @@ class Pipeline:
         words = torch.empty(len(chunk.ends.incoming), WORDS, dtype=torch.int64, device=self.device)
         dist.recv(words, group_src=(chunk.number - 1) % self.plan.pp, group=self.group)
         return decoded(words)
+
+
+def _trained(batch: Batch, pieces: int) -> list[int]:
+    """How many labels count at most in each piece of a batch; rows that only fill up the last have none."""
+    labels = batch["labels"]
+    rows, each = (labels >= 0).view(len(labels), -1).sum(1).tolist(), -(-len(labels) // pieces)
+    return [sum(rows[at * each : (at + 1) * each]) for at in range(pieces)]
 
 
 def _nothing_left() -> Callable[[], None]:

@@ -44,9 +44,11 @@ class Slot:
 
     def shape(self, sizes: tuple[int, ...], rows: int, lengths: dict[StackName, int]) -> tuple[int, ...]:
         """The shape for `rows` rows and sequences of `lengths`, where `sizes` is the shape it had for
-        others."""
+        others. A position bias of two dims is one by distance (petune.kernels.block.distance)."""
         own = lengths[self.stack]
-        return (*sizes[:2], own, own) if self.name == "position_bias" else (rows, own, sizes[2])
+        if self.name != "position_bias":
+            return (rows, own, sizes[2])
+        return (*sizes[:2], own, own) if len(sizes) == 4 else (sizes[0], 2 * own - 1)
 
 
 STATES = Slot("encoder", "encoder_states")

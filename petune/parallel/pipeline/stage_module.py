@@ -3,7 +3,8 @@ the loss at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, cast
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from petune.errors import DistributedError
+from petune.kernels.fuse import fused_blocks
+from petune.kernels.memory.offload import Passing
 from petune.parallel.objective import Batch, Objective, Outputs, rows_of
 from petune.parallel.pipeline.stage_io import Kind, Kinds, Leave
 from petune.parallel.pipeline.stages import ends_of
@@ -27,13 +30,16 @@ LOSS = torch.float64  # of the scalar that the last stage gives
 
 @dataclass
 class Now:
-    """What holds for the call that is running."""
+    """What holds for the call that is running. trained: labels that count at most, by piece; passing: of each
+    stage and piece that will go back, which pass it is."""
 
     total: float = 1.0
     key: int | None = None
     training: bool = True
     padded: bool = False
     logits: list[Tensor] = field(default_factory=list)
+    trained: Sequence[int] = ()
+    passing: Mapping[tuple[int, int], Passing] = field(default_factory=dict)
 
 
 class Chunk(nn.Module):
@@ -47,6 +53,13 @@ class Chunk(nn.Module):
         self.incoming: Kinds = ()
         self.outgoing: Kinds = ()
         self.shapes: list[tuple[int, ...]] = []
+        self.piece = 0  # the next one of the call that is running
+
+    @property
+    def splits(self) -> bool:
+        """Whether its backward pass can be made in two parts; see `Ends.splits`. A fused block makes both at
+        once."""
+        return SELECTIVE and self.ends.splits and not fused_blocks(self.model)
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
         """What torch sends on, a flat tuple of contiguous tensors, or the scalar loss."""
@@ -59,23 +72,29 @@ class Chunk(nn.Module):
             value.detach() if not kind.differentiable else value
             for value, kind in zip(received, kinds, strict=True)
         ]
+        if self.last and self.now.training:
+            return self._linked(constants, [self._loss(arrived, batch)])[0]
         outputs = self.run(arrived, batch)
         if self.last:
-            return (
-                self._linked(constants, [self._loss(outputs, batch)])[0]
-                if self.now.training
-                else self._keep(outputs.logits, batch)
-            )
+            return self._keep(outputs.logits, batch)
         leaving = [value.contiguous() for value in self._expected(self.ends.collect())]
         return tuple(self._linked(constants, leaving))
 
     def run(self, arrived: Sequence[Tensor], batch: Batch) -> Outputs:
         """The model's forward pass with what came laid out for its stacks."""
+        with self._running(arrived, batch):
+            return self.objective.forward(self.model, _without_rows(batch))
+
+    @contextmanager
+    def _running(self, arrived: Sequence[Tensor], batch: Batch) -> Iterator[None]:
+        """The next piece's pass, with what came laid out for its stacks."""
         values = iter(arrived)
         self.ends.put([None if kind is None else next(values) for kind in self.incoming])
-        asked = {name: value for name, value in batch.items() if name != "rows"}
-        with drawing(Running(rows=batch["rows"], key=self.now.key)), self.objective.autocast():
-            return self.objective.forward(self.model, asked)
+        passing = self.now.passing.get((self.number, self.piece))
+        self.piece += 1
+        here = Running(rows=batch["rows"], key=self.now.key, passing=passing)
+        with drawing(here), self.objective.autocast():
+            yield
 
     def _expected(self, leaving: Sequence[Tensor | None]) -> list[Tensor]:
         """The tensors that leave. Raises DistributedError when they are not what the next stage waits for,
@@ -102,14 +121,27 @@ class Chunk(nn.Module):
             for value in leaving
         ]
 
-    def _loss(self, outputs: Outputs, batch: Batch) -> Tensor:
-        asked = {name: value for name, value in batch.items() if name != "rows"}
-        if self.now.padded:
-            here = batch["rows"] != PADDING
-            outputs, asked = rows_of(outputs, here), {name: value[here] for name, value in asked.items()}
-        lost = self.objective.loss(outputs, asked) if len(outputs.logits) else outputs.logits.sum()
+    def _loss(self, arrived: Sequence[Tensor], batch: Batch) -> Tensor:
+        """This piece's part of the loss, without logits where the model makes it so."""
+        trained = self.now.trained[self.piece]
+        with self._running(arrived, batch):
+            lost = self.objective.fused_loss(self.model, batch, trained)
+            outputs = self.objective.forward(self.model, _without_rows(batch)) if lost is None else None
+        if outputs is not None:
+            lost = self._of_logits(outputs, _without_rows(batch), batch["rows"] != PADDING)
+        assert lost is not None
         return lost.to(LOSS) / self.now.total
+
+    def _of_logits(self, outputs: Outputs, batch: Batch, real: Tensor) -> Tensor:
+        """The loss of the rows that are `real`."""
+        if self.now.padded:
+            outputs, batch = rows_of(outputs, real), {name: value[real] for name, value in batch.items()}
+        return self.objective.loss(outputs, batch) if len(outputs.logits) else outputs.logits.sum()
 
     def _keep(self, logits: Tensor, batch: Batch) -> Tensor:
         self.now.logits.append(logits[batch["rows"] != PADDING] if self.now.padded else logits)
         return torch.zeros((), dtype=LOSS, device=logits.device)
+
+
+def _without_rows(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "rows"}

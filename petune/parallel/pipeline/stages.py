@@ -32,19 +32,20 @@ LOGITS_BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to wh
 
 
 class Zeros(nn.Module):
-    """In the place of an embedding: ids [b, s] -> zeros [b, s, width], which take no memory."""
+    """In the place of an embedding: ids [b, s] -> zeros [b, s, width], which take no memory. weight: without
+    rows, in the dtype of the table."""
 
-    like: Tensor
+    weight: Tensor
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.width = embedding.embedding_dim
         like = torch.empty(0, dtype=embedding.weight.dtype)  # moves with the model, wherever the table is
-        self.register_buffer("like", like, persistent=False)
+        self.register_buffer("weight", like, persistent=False)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Zeros in the dtype of the table, on the ids' device."""
-        return torch.zeros((), dtype=self.like.dtype, device=ids.device).expand(*ids.shape, self.width)
+        return torch.zeros((), dtype=self.weight.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
 class PassBy(nn.Module):

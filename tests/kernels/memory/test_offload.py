@@ -21,7 +21,8 @@ from torch import Tensor
 from petune.errors import UsageError
 from petune.kernels.configs import Rung
 from petune.kernels.memory import offload
-from petune.kernels.memory.offload import Parked, Store
+from petune.kernels.memory.offload import Parked, Passing, Store
+from petune.rng.context import bound
 from tests.kernels.fused_pairs import METHODS, assert_alike, batch, blocks, gradients, pair, stand_on
 
 CPU = torch.device("cpu")
@@ -107,6 +108,27 @@ def test_in_the_order_of_a_pipeline_the_copy_ahead_is_of_the_same_pass(brought: 
     store.fetch(first[2])
     assert brought == [first[2], first[1]]
     assert second[2].back is None
+
+
+def test_at_the_first_block_of_a_pass_the_last_one_of_its_follower_is_brought(brought: list[Parked]) -> None:
+    store, last = Store(CPU), Passing()
+    passes, parked = [Passing(last), last], []
+    for passing in passes:
+        with bound(passing=passing):
+            parked.append([store.park(tensors(number)) for number in range(2)])
+    for own in parked:
+        while own:
+            store.fetch(own.pop())
+    assert [list(map(brought.index, brought)), len(brought)] == [[0, 1, 2, 3], 4]
+    assert not store.waiting
+
+
+def test_a_follower_that_has_not_begun_is_not_waited_for(brought: list[Parked]) -> None:
+    store = Store(CPU)
+    with bound(passing=Passing(Passing())):
+        parked = store.park(tensors(1))
+    store.fetch(parked)
+    assert brought == [parked]
 
 
 def test_buffers_of_one_step_serve_the_next() -> None:

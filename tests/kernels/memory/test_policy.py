@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import accumulate
+from math import ceil
 from typing import Any
 
 import pytest
@@ -160,6 +161,16 @@ def test_a_policy_reads_as_two_lines() -> None:
     assert alone.lines()[1].startswith("memory: peak 1.0 GiB of 2.0; step 500 ms")
 
 
+def test_several_passes_keep_less_each_and_park_the_last_block_too() -> None:
+    sizes = (16384, 2048, int(FIXED * GIB), VOCABULARY, 76 * GIB, 100 * GIB, H200)
+    one, four = (choose(LLAMA, 16, *sizes, MemoryConfig(), passes=passes) for passes in (1, 4))
+    assert one.rungs == (Rung("all"),) * 16
+    assert four.rungs != one.rungs and four.peak <= 76 * GIB
+    parked = choose(LLAMA, 16, *sizes, MemoryConfig("input", offload="input"), passes=4)
+    assert parked.rungs == (Rung("input", "input"),) * 16
+    assert parked.host == 4 * 16 * 16384 * LLAMA.width * LLAMA.itemsize
+
+
 # ------------------------------------------------------------------ every plan
 
 SHAPES = st.sampled_from(
@@ -208,20 +219,23 @@ def test_more_memory_is_never_slower_and_a_budget_never_exceeded(
     st.integers(2 * GIB, 100 * GIB),
     st.integers(0, 40 * GIB),
     st.booleans(),
+    st.sampled_from([1, 1, 2, 2.5, 4]),
 )
 def test_no_plan_of_two_rungs_is_better(
-    shape: BlockShape, depth: int, tokens: int, budget: int, host: int, offload: bool
+    shape: BlockShape, depth: int, tokens: int, budget: int, host: int, offload: bool, passes: float
 ) -> None:
-    """Against every pair of rungs at every length and tile, its peak found block by block."""
+    """Against every pair of rungs at every length and tile, its peak found block by block; other passes on
+    the way keep all that they keep, their last block as the others."""
     config = MemoryConfig() if offload else MemoryConfig(offload="none")
-    step = policy._step(shape, depth, tokens, tokens, GIB, 32000, A100, None)
+    step = policy._step(shape, depth, tokens, tokens, GIB, 32000, A100, None, passes)
     best = float("inf")
     for _, options in policy._tables(step, config):
         for first, last in policy._pairs(options):
             for suffix in range(1, depth) if first is not last else (depth,):
                 blocks = [first] * (depth - suffix) + [last] * suffix
-                kept = [option.kept for option in blocks[:-1]] + [last.kept + last.host]
-                pinned = [option.host for option in blocks[:-1]]
+                alone = passes == 1
+                kept = [option.kept for option in blocks[:-1]] + [last.kept + alone * last.host]
+                pinned = [option.host for option in (blocks[:-1] if alone else blocks)]
                 early, late = (
                     2 * max(pinned, default=0),
                     2 * next((size for size in reversed(pinned) if size), 0),
@@ -231,9 +245,11 @@ def test_no_plan_of_two_rungs_is_better(
                     size + option.working + slot
                     for size, option, slot in zip(accumulate(kept), blocks, slots, strict=True)
                 ]
-                peak = step.fixed + max(*peaks, sum(kept) + step.head + late)
-                if peak <= budget and sum(pinned) <= host:
-                    seconds = step.other + sum(option.seconds for option in blocks[:-1]) + last.alone
+                others = ceil((passes - 1) * sum(option.kept for option in blocks))
+                peak = step.fixed + others + max(*peaks, sum(kept) + step.head + late)
+                if peak <= budget and ceil(passes * sum(pinned)) <= host:
+                    seconds = step.other + sum(option.seconds for option in blocks[:-1])
+                    seconds += last.alone if alone else last.seconds
                     best = min(best, step.price(seconds, peak))
     found = policy._best(step, config, budget, host)
     if found is None:

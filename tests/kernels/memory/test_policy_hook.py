@@ -27,12 +27,15 @@ import petune
 from petune.errors import UsageError
 from petune.kernels.block.module import Spec
 from petune.kernels.configs import MemoryConfig, Rung
+from petune.kernels.fuse import fuse_stages
 from petune.kernels.memory import buffers, policy_hook
 from petune.kernels.memory.block_cost import rates_of
+from petune.kernels.memory.offload import Passing
 from petune.kernels.memory.policy import Policy, choose, least_bytes
 from petune.kernels.memory.policy_hook import STATES, Governor, fixed_bytes, shape_of
+from petune.models import family_of
 from petune.models.sharded import Shards, put_shards
-from petune.models.stack import Stack
+from petune.models.stack import Stack, own_stacks
 from petune.rng.context import bound
 from tests.kernels.fused_pairs import BERT, GROUPED, METHODS, MODELS, batch, blocks, gradients, pair
 
@@ -168,6 +171,46 @@ def test_other_rungs_are_spoken_of(device: Device, said: list[str], monkeypatch:
     for tokens in (1024, 2048, 3072):
         made.kept(CUDA, tokens, 512)
     assert said == [line for policy in policies for line in policy.lines()]
+
+
+def test_stages_count_the_passes_on_the_way_and_what_lies_beside_them(
+    device: Device, asked: list[Any]
+) -> None:
+    """What other passes keep is on the device when a size is new, and is not counted as standing too."""
+    made, other = governor(), governor()
+    made.governor = Governor(MemoryConfig(host=100), 2.5, [other.model])
+    made.governor.meet(made.model, ())
+    standing = fixed_bytes(made.model) + GIB
+    with bound(passing=Passing(standing=standing)):
+        made.kept(CUDA, 4096, 512)
+    made.governor.become(MemoryConfig(host=100))
+    made.kept(CUDA, 4096, 512)
+    assert [one["passes"] for one in asked] == [2.5, 2.5]
+    assert [one["fixed"] for one in asked] == [standing, device.allocated]
+    both = fixed_bytes(made.model, other.model)
+    assert both == 2 * fixed_bytes(made.model), "tensors of their own"
+    device.allocated = 0
+    made.governor.become(MemoryConfig(host=100))
+    made.kept(CUDA, 4096, 512)
+    assert asked[-1]["fixed"] == both
+
+
+def test_a_rank_counts_the_blocks_of_all_its_stages_in_flight() -> None:
+    """Two stages of three blocks, of which two and a half passes each are on the way."""
+    with torch.device("meta"):
+        models = [llama(), llama()]
+    family = family_of(models[0])
+    assert family is not None
+    for model in models:
+        own_stacks(model, family)
+    fuse_stages(models, family, "reference", in_flight=2.5)
+    for model in models:
+        (stack,) = (module for module in model.modules() if isinstance(module, Stack))
+        (found,) = (hook for hook in stack._forward_pre_hooks.values() if isinstance(hook, Governor))
+        assert found.passes == 5 and [ref() for ref in found.besides] == [
+            other for other in models if other is not model
+        ]
+        assert blocks(model)[0].spec.store is blocks(models[0])[0].spec.store, "one host, one limit"
 
 
 def test_short_rows_are_not_priced_as_long_ones(device: Device, asked: list[Any]) -> None:
