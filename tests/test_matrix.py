@@ -281,6 +281,9 @@ def test_other_models_fused_in_stages(name: str) -> None:
     [
         ("tp x pp", "t5-seq2seq"),
         ("galaxy x pp", "llama-causal"),
+        ("sp x pp", "llama-causal"),
+        pytest.param("sp x pp", "t5-seq2seq", marks=long),
+        pytest.param("sp x pp", "bert-classify", marks=long),
         pytest.param("dp x pp", "bart-seq2seq", marks=long),
         pytest.param("galaxy x pp", "t5-seq2seq", marks=long),
     ],

@@ -157,12 +157,13 @@ class ParallelConfig:
         return {entry.name: axis for entry in fields(self) if (axis := getattr(self, entry.name)) is not None}
 
     @property
-    def unfused(self) -> bool:
-        """Whether there is an axis under which blocks are not fused, or two that do not go together so."""
+    def unfused(self) -> str | None:
+        """Why blocks under these axes are not fused, or None."""
         staged = self.pp is not None and size_of(self.pp) != 1
-        return (staged and self.dp is not None and self.dp.shard) or any(
-            unfused(name, axis) is not None for name, axis in self.axes.items()
-        )
+        if staged and self.dp is not None and self.dp.shard:
+            return STAGES_SHARDED
+        cuts = [axis for axis in self.axes.values() if isinstance(axis, CutConfig) and size_of(axis) != 1]
+        return OVERLAPPED if any(axis.overlap for axis in cuts) else None
 
     @property
     def cuts_blocks(self) -> bool:
@@ -230,13 +231,6 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
 
 OVERLAPPED = "overlap hides communication behind matmuls tile by tile"
 STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
-
-
-def unfused(name: str, axis: AxisConfig) -> str | None:
-    """Why blocks under this axis are not fused, or None."""
-    if size_of(axis) == 1 or not isinstance(axis, CutConfig):
-        return None
-    return OVERLAPPED if axis.overlap else None
 
 
 def _cuts_blocks(name: str, axis: AxisConfig) -> bool:

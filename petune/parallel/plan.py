@@ -103,8 +103,7 @@ class ParallelPlan:
 
     @property
     def unfused(self) -> str | None:
-        """Why blocks under this plan are not fused, or None; petune.parallel.configs.unfused says it of
-        settings."""
+        """Why blocks under this plan are not fused, or None; ParallelConfig.unfused says it of settings."""
         if self.pp > 1 and self.sharding is not None:
             return STAGES_SHARDED
         return OVERLAPPED if self.cut is not None and self.cut.overlap else None

@@ -99,7 +99,7 @@ _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
     ),
     "compile": (lambda recipe: recipe.compile, "fused blocks do not go with compile", "set compile: false"),
     "parallel": (
-        lambda recipe: recipe.parallel.unfused,
+        lambda recipe: recipe.parallel.unfused is not None,
         "it is about fused blocks, and under this plan none are",
         "use dp, tp, sp, galaxy or pp",
     ),

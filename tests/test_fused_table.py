@@ -1,0 +1,151 @@
+"""What is fused where, and why not: the tables of docs/fused.md, made by asking the code, held by comparing.
+
+`python -m tests.test_fused_table` writes them anew.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petune.errors import PetuneError, RecipeError
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.methods import tune
+from petune.methods.configs import METHODS, make_config
+from petune.models import family_of
+from petune.recipe import load_recipe
+from tests.methods.zoo import SETTINGS, tiny
+from tests.parallel.plans import BACKENDS
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
+MODELS = {
+    "BERT": "bert-mlm",
+    "BART": "bart-seq2seq",
+    "T5": "t5-seq2seq",
+    "Llama": "llama-causal",
+    "Qwen3": "qwen3-causal",
+    "Gemma 3": "gemma3-causal",
+}
+PLANS: dict[str, Any] = {
+    "one process": "none",
+    "dp": {"dp": 2},
+    "dp, `shard: true`": {"dp": {"size": 2, "shard": True}},
+    "tp": {"tp": 2},
+    "sp, gather": {"sp": {"size": 2}},
+    "sp, ulysses": {"sp": {"size": 2, "exchange": "ulysses"}},
+    "sp, ring": {"sp": {"size": 2, "exchange": "ring"}},
+    "galaxy": {"galaxy": 2},
+    "galaxy2": {"galaxy2": 2},
+    "`overlap: true`": {"galaxy": {"size": 2, "overlap": True}},
+    "pp": {"pp": 2},
+    "tp x pp": {"tp": 2, "pp": 2},
+    "sp x pp": {"sp": 2, "pp": 2},
+    "dp x tp": {"dp": 2, "tp": 2},
+    "sharded x tp": {"dp": {"size": 2, "shard": True}, "tp": 2},
+    "sharded x pp": {"dp": {"size": 2, "shard": True}, "pp": 2},
+}
+HEAD = """# What is fused, and what is not
+
+Written by `python -m tests.test_fused_table`, which asks the code; a test compares. Yes means fused blocks:
+one autograd node a block, with `memory`, and the loss without logits where the task has one. Elsewhere LoRA's
+linears and RMS norms are fused one by one, and the header of the run says why. Numbers are equal everywhere;
+[kernels.md](kernels.md) says how.
+"""
+
+
+class Notes:
+    """Reasons, each told once under a number."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __call__(self, reason: str) -> str:
+        if reason not in self.told:
+            self.told.append(reason)
+        return f"no ({self.told.index(reason) + 1})"
+
+    def lines(self) -> Iterator[str]:
+        """The reasons as a numbered list."""
+        return (f"{number}. {reason}" for number, reason in enumerate(self.told, 1))
+
+
+def of_blocks(model: str, method: str, base: str | None, notes: Notes) -> str:
+    """Whether the blocks of a model are fused under a method, on one device."""
+    made = tiny(model)
+    tune(made, make_config(method, SETTINGS.get(method, {})))
+    try:
+        done = fuse(made, family_of(made), "reference", base_dtype=base)  # type: ignore[arg-type]
+    except PetuneError as error:
+        found = error.problems[0]
+        return notes(shortened(found.found or found.what))
+    assert done.blocks == bool(fused_blocks(made))
+    return "yes" if done.blocks else notes(shortened(done.reasons[0]))
+
+
+def shortened(reason: str) -> str:
+    """A reason without the names of a module and of its stack."""
+    return re.sub(r"^\S+ is a (\w+)$", r"a layer is a \1", reason.partition("; ")[0].rpartition(": ")[2])
+
+
+def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
+    """Whether a recipe may ask for fused blocks, or for a setting, under a plan."""
+    recipe = {"model": "demo:tiny-llama", "data": "demo:docstrings", "method": "lora", "parallel": plan}
+    try:
+        found = load_recipe({**recipe, **asked})
+    except RecipeError as error:
+        return notes("; ".join(problem.what for problem in error.problems))
+    reason = None if found.cache else found.parallel.unfused  # any block can be read
+    return "yes" if reason is None else notes(reason)
+
+
+def rows(names: Iterable[str], columns: Iterable[str], cell: Callable[[str, str], str]) -> Iterator[str]:
+    """A table in Markdown."""
+    heads = list(columns)
+    yield f"| | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    for name in names:
+        yield f"| {name} | {' | '.join(cell(name, column) for column in heads)} |"
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "fused blocks": {},
+    "`memory`": {"memory": "input"},
+    "`base_dtype: fp8`": {"base_dtype": "fp8"},
+    "`cache: true` (side)": {"method": "side", "cache": True},
+}
+
+
+def tables() -> str:
+    """The document."""
+    notes = Notes()
+    lines = [HEAD, "## Families and methods, on one device", ""]
+    lines += rows(MODELS, METHODS, lambda name, method: of_blocks(MODELS[name], method, None, notes))
+    lines += ["", "The same with `base_dtype: fp8`:", ""]
+    lines += rows(MODELS, METHODS, lambda name, method: of_blocks(MODELS[name], method, "fp8", notes))
+    lines += ["", "## Plans", ""]
+    lines += rows(PLANS, ASKED, lambda name, column: of_plan(PLANS[name], ASKED[column], notes))
+    return "\n".join([*lines, "", *notes.lines(), ""])
+
+
+@pytest.fixture(scope="module")
+def made() -> str:
+    return tables()
+
+
+def test_the_tables_are_what_the_code_says(made: str) -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == made, "python -m tests.test_fused_table"
+
+
+def test_every_plan_that_the_matrix_runs_stands_in_the_table(made: str) -> None:
+    backends = {name.partition("-")[0] for name in BACKENDS}
+    assert all(any(name.startswith(backend) for name in PLANS) for backend in backends - {"shard", "cut"})
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(tables(), encoding="utf-8")
+    sys.exit()
