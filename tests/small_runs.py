@@ -313,11 +313,30 @@ def state_of(checkpoint: Path) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the clock decides."""
+    """metrics.jsonl without what the clock decides; each number of confused classes by itself."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key != "tokens_per_s"} for line in lines
-    ]
+    found = [flat(json.loads(line)) for line in lines]
+    return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in found]
+
+
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of metrics with each number of confused classes by itself."""
+    rows = enumerate(record.get("confusion", ()))
+    cells = {f"confusion {at} {other}": count for at, row in rows for other, count in enumerate(row)}
+    return {key: value for key, value in record.items() if key != "confusion"} | cells
+
+
+class Scripted:
+    """Scores that a test has chosen, in the place of a Scorer."""
+
+    def __init__(self, **scores: float) -> None:
+        self.scores = scores
+
+    def result(self) -> dict[str, float]:
+        return self.scores
+
+    def confusion(self) -> None:
+        return None
 
 
 def assert_same_run(found: Path, expected: Path) -> None:

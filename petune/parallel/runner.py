@@ -39,7 +39,8 @@ class Runner:
 
     model: whole or the first of this rank's stages. names, shapes, tuned, owned: see Placement. streamed:
     what updates a model whose blocks rest in host memory, inside `backward`; such a model is left where it is
-    until `stream` is called.
+    until `stream` is called. unfused_stage: whether a stage here cannot be fused, as ranks have told one
+    another when they fused; None where they have not.
     """
 
     def __init__(self, placement: Placement, objective: Objective) -> None:
@@ -48,6 +49,7 @@ class Runner:
         self.tuned, self.placed, self.owned = placement.tuned, placement.placed, placement.owned
         self.vocabulary, self.model = placement.vocabulary, placement.modules[0]
         self.streamed: StreamedAdamW | None = None
+        self.unfused_stage: bool | None = None
         self.holders = self._holders()
         self.objective = self._over_cut_vocabulary(objective)
         family, plan = placement.family, self.plan
@@ -101,6 +103,8 @@ class Runner:
         """Do what a runner that is made now does with the others, in groups that were made anew. Gradients
         are dropped."""
         self.holders = self._holders()
+        if self.unfused_stage is not None:
+            self.any([self.unfused_stage])
         if self.pipeline is not None:
             self.pipeline.forget()
         for value in self.tuned.values():

@@ -97,11 +97,9 @@ def _bars(title: str, bars: Sequence[tuple[str, int]]) -> Markup:
 
 
 def asked(run: RunFiles) -> Markup:
-    """The recipe as it was written, and every setting it meant."""
+    """Every setting, without the comments of the recipe, which may be nobody else's business."""
     rows = list(flat(run.settings).items())
-    written = element("pre", run.written) if run.written.strip() else ""
-    parts = [folded("The recipe as it was written", written)] if written else []
-    parts += (
+    parts = (
         [folded(f"All {len(rows)} settings, defaults included", table(("setting", "value"), rows))]
         if rows
         else []

@@ -112,13 +112,6 @@ class RunFiles:
         text = self._attempt(lambda: _end_of(path, _TAIL)) if os.path.lexists(path) else b""
         return (text or b"").decode("utf-8", "replace").splitlines()[-40:]
 
-    @cached_property
-    def written(self) -> str:
-        """The recipe as it was written."""
-        path = self.path / "recipe.yaml"
-        found = self._attempt(lambda: read_bytes(path)) if os.path.lexists(path) else b""
-        return (found or b"").decode("utf-8", "replace")
-
     # ------------------------------------------------------------ what follows from them
 
     @property

@@ -339,7 +339,8 @@ def _unfused_stage(runner: Runner, recipe: Recipe) -> str | None:
     family = family_of(runner.model)
     assert family is not None, "a model of no known family has no stages"
     reasons = unfusable(runner.modules, family, recipe.kernels, runner.mesh.device)
-    (anywhere,) = runner.any([bool(reasons)])
+    runner.unfused_stage = bool(reasons)
+    (anywhere,) = runner.any([runner.unfused_stage])
     return ("; ".join(reasons) or "a stage on another rank cannot be fused") if anywhere else None
 
 

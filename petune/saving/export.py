@@ -617,10 +617,11 @@ def _rounding(layers: list[TunedLinear], dtype: torch.dtype | None) -> tuple[flo
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    training = model.training
+    training, kind = model.training, next(model.parameters()).device.type
+    narrow = any(value.dtype is torch.bfloat16 for value in model.parameters())  # beside heads in float32
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=narrow):
             return cast("Tensor", model(**batch).logits)
     finally:
         model.train(training)

@@ -267,7 +267,7 @@ def test_merged_weights_restores_every_bit_when_merging_itself_fails(monkeypatch
     before = {key: value.detach().clone() for key, value in model.state_dict().items()}
     last = model.model.layers[1].mlp.down_proj
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(last, "merged_weight", fail)

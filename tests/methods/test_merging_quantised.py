@@ -81,7 +81,7 @@ def test_its_fingerprint_is_that_of_the_weights_it_was_made_of(model: nn.Module)
 
 
 def test_the_hash_of_weights_that_are_gone_is_refused(model: nn.Module) -> None:
-    with pytest.raises(UsageError, match=r"quantised from are gone(.|\n)*hash the base before"):
+    with pytest.raises(UsageError, match=r"weights of this base are gone(.|\n)*hash the base before"):
         full_hash(model)
 
 

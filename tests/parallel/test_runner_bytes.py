@@ -17,7 +17,7 @@ from petune.methods.configs import make_config
 from petune.models import family_of
 from petune.parallel import collectives
 from petune.parallel.mesh import make_mesh
-from petune.parallel.pipeline.schedule import SELECTIVE
+from petune.parallel.pipeline.stage_module import SELECTIVE
 from petune.parallel.placement import parallelize
 from petune.parallel.runner import Runner
 from tests.methods.zoo import stir, tiny

@@ -17,7 +17,7 @@ from petune.preflight.draft import draft
 from petune.preflight.inputs import check_inputs
 from petune.recipe import load_recipe
 from petune.run.build import prepare
-from tests.small_runs import run, settings, write_model
+from tests.small_runs import Scripted, run, settings, write_model
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_of_equal_scores_the_one_of_lower_loss_is_the_best(
 ):
     left = iter(losses)
     monkeypatch.setattr(
-        "petune.run.loop.evaluate", lambda *args, **kwargs: {"accuracy": 0.5, "loss": next(left)}
+        "petune.run.loop.scored", lambda *args, **kwargs: Scripted(accuracy=0.5, loss=next(left))
     )
     recipe = settings(tmp_path, "bert", "adapter", metric="accuracy", eval_every=1, head_only=False)
     assert run(recipe).summary["best_step"] == best

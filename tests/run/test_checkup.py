@@ -19,7 +19,7 @@ from petune.run.checkup import check_up
 from petune.run.finished import load_run
 from petune.run.step import Step
 from petune.saving import checkpoint
-from tests.small_runs import going_wrong, run, settings, snapshot, terminate_at
+from tests.small_runs import Scripted, going_wrong, run, settings, snapshot, terminate_at
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_is_whole(
     """Evaluations at 2 and 4, each better than the one before. Going back to 3, it ends before it saves
     again."""
     left = iter(range(99, 0, -1))
-    monkeypatch.setattr(petune.run.loop, "evaluate", lambda *_: {"loss": float(next(left))})
+    monkeypatch.setattr(petune.run.loop, "scored", lambda *_: Scripted(loss=float(next(left))))
     recipe = settings(tmp_path, eval_every=2, save_every=1, keep=keep)
     with pytest.raises(Stopped):
         run(recipe, terminate_at(4))

@@ -31,6 +31,7 @@ from tests.small_runs import (
     TASK,
     WORDS,
     Listener,
+    Scripted,
     going_wrong,
     newest,
     numbers,
@@ -442,7 +443,7 @@ def test_out_of_memory_in_an_evaluation_is_said_so_with_its_own_remedy(
 ):
     monkeypatch.setattr(
         petune.run.loop,
-        "evaluate",
+        "scored",
         lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
     )
     with pytest.raises(MachineError, match="out of memory in the evaluation") as caught:
@@ -492,10 +493,10 @@ def script_scores(monkeypatch: pytest.MonkeyPatch, name: str, values: list[float
     """The evaluations of a run, the first on the untouched base, give these values; further ones the last."""
     left = iter(values)
 
-    def scored(*args: Any, **kwargs: Any) -> dict[str, float]:
-        return {"loss": 1.0, name: next(left, values[-1])}
+    def scored(*args: Any, **kwargs: Any) -> Scripted:
+        return Scripted(**{"loss": 1.0, name: next(left, values[-1])})
 
-    monkeypatch.setattr(petune.run.loop, "evaluate", scored)
+    monkeypatch.setattr(petune.run.loop, "scored", scored)
 
 
 @pytest.mark.parametrize(

@@ -403,14 +403,14 @@ def test_sigterm_during_an_evaluation_loses_nothing(plan: str, tmp_path: Path, a
     recipe = small(tmp_path, "bert", "lora", **shape, parallel=PLANS[plan])
 
     def in_evaluation(recipe: dict[str, Any], options: dict[str, Any]) -> None:
-        evaluate = Loop.evaluate
+        score = Loop.score
 
-        def told(self: Loop) -> dict[str, float]:
+        def told(self: Loop) -> Any:
             if self.progress.step == 2 and process_group.started()[0] == 1:
                 terminate()
-            return evaluate(self)
+            return score(self)
 
-        Loop.evaluate = told  # type: ignore[method-assign]
+        Loop.score = told  # type: ignore[method-assign]
         run(recipe, **options)
 
     found = ends(2, in_evaluation, recipe, {})

@@ -106,7 +106,7 @@ def test_a_library_that_swallows_everything_does_not_swallow_a_stop(
 # what is called in each phase of training; at which step the run stops
 TRAINING: dict[str, tuple[str, int]] = {
     "the checksums": ("petune.run.step.Step.make_audit", 0),
-    "the score of the base": ("petune.run.loop.Loop.evaluate", 0),
+    "the score of the base": ("petune.run.loop.Loop.score", 0),
     "the first batch": ("petune.run.step.Step.micro_batches", 1),
     "a save": ("petune.run.state.write_packed", 1),
     "an evaluation": ("petune.run.loop.Loop._evaluate_and_compare", 2),

@@ -24,7 +24,17 @@ from petune.run.loop import Loop
 from petune.run.step import Step
 from petune.saving import checkpoint
 from tests.fused_runs import assert_alike, recipe, tuned
-from tests.small_runs import Listener, assert_same_run, loop, newest, run, state_of, terminate_at, training
+from tests.small_runs import (
+    Listener,
+    Scripted,
+    assert_same_run,
+    loop,
+    newest,
+    run,
+    state_of,
+    terminate_at,
+    training,
+)
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 FULL: dict[str, Any] = {"method": "full", "accumulate": 1, "clip": None, "batch_size": 4}
@@ -163,9 +173,11 @@ def test_the_room_for_checkpoints_counts_what_is_in_them(
 
 
 def test_the_best_checkpoint_is_gone_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = Loop.evaluate
+    score = Loop.score
     monkeypatch.setattr(
-        Loop, "evaluate", lambda self: scored(self) | {"loss": 1.0 + abs(self.progress.step - 2)}
+        Loop,
+        "score",
+        lambda self: Scripted(**(score(self).result() | {"loss": 1.0 + abs(self.progress.step - 2)})),
     )
     found = run(recipe(tmp_path, "llama", "run", **BF16, eval_every=1))
     best = found.summary["best_step"]

@@ -289,7 +289,7 @@ def test_every_other_unsupported_field_is_refused_too(tmp_path: Path) -> None:
         "target_modules": None,
         "rank_pattern": {"(": 1},
     }
-    fields |= {"init_lora_weights": "pissa_niter_4", "peft_type": "IA3"}
+    fields |= {"init_lora_weights": "pissa_niter_4", "peft_type": "LOHA"}
     for name, value in fields.items():
         (tmp_path / "a" / "adapter_config.json").write_text(original)
         with pytest.raises(FileError, match=name if name != "rank_pattern" else "regular expression"):

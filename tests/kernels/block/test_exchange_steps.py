@@ -101,7 +101,7 @@ def test_padding_is_left_out_or_it_is_said_why_not(
     name: str, backend: str, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("petune.kernels.fuse.say", said.append)
+    monkeypatch.setattr("petune.kernels.block.unpad.say", said.append)
     model, _ = shared(name, backend)
     edges = [one for module in model.modules() for one in getattr(module, "edges", ())]
     assert any(isinstance(one, unpad.Unpadded) for one in edges) == (words is None)
