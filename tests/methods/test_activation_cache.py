@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petune.errors import FileError, UsageError
+from petune.kernels.block.module import FusedBlock
 from petune.methods import without_tuning, wrap
 from petune.methods.activation_cache import ActivationCache, Counts, sources_of
 from petune.models.stack import Stack
@@ -64,6 +65,19 @@ def test_later_epochs_are_the_uncached_ones_to_the_bit_and_run_no_block(
     assert all(stack.levels is None for stack in stacks(model))
     assert_equal(gradients(model, batches[0]), expected[0])
     assert len(calls) == blocks * (len(batches) + 1)
+
+
+@pytest.mark.parametrize("base_dtype", [None, "fp8"])
+@pytest.mark.parametrize("name", ["bert-mlm", "bart-seq2seq", "t5-seq2seq", "llama-causal"])
+def test_fused_backbones_are_read_as_they_compute(name: str, base_dtype: Any, tmp_path: Path) -> None:
+    model = sided(name, kernels="reference", base_dtype=base_dtype)
+    assert all(isinstance(block, FusedBlock) for stack in stacks(model) for block in stack.blocks)
+    inputs = batch(name)
+    expected = gradients(model, inputs)
+    with ActivationCache(model, tmp_path) as cache:
+        for _ in range(2):
+            assert_equal(gradients(model, inputs), expected)
+        assert cache.counts.read == cache.counts.computed > 0
 
 
 def pick(inputs: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
