@@ -67,6 +67,9 @@ class StackLevels:
         ) is not None:  # what was computed stands in the middle
             self.open(_NAMED.get(kind.split(" ")[1], torch.float32) if " " in kind else torch.float32, None)
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the model has no cache: nobody would tell it of its rows."""
+
     # ------------------------------------------------------------ a pass
 
     def begin(self, rows: Sequence[Row], shape: tuple[int, int], device: torch.device) -> None:
@@ -232,6 +235,8 @@ class ActivationCache:
     # ------------------------------------------------------------ the rows of a pass
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if model not in self.levels:  # a copy, with the hooks of the original
+            return
         call = dict(zip(names_of(type(model)), args, strict=False)) | dict(kwargs)
         sources = sources_of(model, call)
         self.counts.passed_by += sources is None
@@ -247,8 +252,12 @@ class ActivationCache:
             self.counts.computed += len(rows) * (not level.reads)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        for level in self.levels[model].values():
+        for level in self.levels.get(model, {}).values():
             level.end()
+
+    def __deepcopy__(self, memo: object) -> ActivationCache:
+        """Itself: there is one for the original, and a copy computes."""
+        return self
 
     @property
     def _all(self) -> list[StackLevels]:

@@ -3,6 +3,7 @@ once, and nothing read where something else was asked."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,19 @@ def test_the_untouched_base_is_read_too(tmp_path: Path) -> None:
         gradients(model, inputs)
         with without_tuning(model), torch.no_grad():
             assert torch.equal(model(**inputs).logits, expected)
+        assert cache.counts.read == 3
+
+
+def test_a_copy_of_the_model_computes(tmp_path: Path) -> None:
+    name = "llama-causal"
+    model, inputs = sided(name), batch(name)
+    with ActivationCache(model, tmp_path) as cache:
+        expected = gradients(model, inputs)
+        other = copy.deepcopy(model)
+        assert all(stack.levels is None for stack in stacks(other))
+        assert_equal(gradients(other, inputs), expected)
+        assert cache.counts.read == 0
+        assert_equal(gradients(model, inputs), expected)
         assert cache.counts.read == 3
 
 
