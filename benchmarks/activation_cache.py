@@ -38,7 +38,9 @@ def model_of(name: str, device: str, dtype: torch.dtype) -> Any:
     made: nn.Module
     if name == "bert":
         made = BertForSequenceClassification(
-            BertConfig(vocab_size=VOCABULARY, num_labels=3, hidden_dropout_prob=0.0)
+            BertConfig(
+                vocab_size=VOCABULARY, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+            )
         )
     elif name == "t5":
         sizes = {"d_model": 768, "d_ff": 2048, "num_layers": 8, "num_heads": 12, "dropout_rate": 0.0}
