@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import struct
 import zlib
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petune.errors import FileError
-from petune.files.safetensors import writing
+from petune.files.safetensors import header_bytes, writing
 
 SEGMENT = 1 << 30  # bytes of rows in one file, but for a longer row
 _MAGIC = b"petune rows v1  "
@@ -241,15 +240,14 @@ class RowStore:
         self.segment += 1
         path = self._path(self.number, self.segment)
         size = max(SEGMENT, least)
-        text = json.dumps({"rows": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-        text += b" " * (-len(text) % 8)
+        beginning = header_bytes({"rows": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
         with writing(path):
             self._own = os.open(
                 path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
             )
-            os.pwrite(self._own, struct.pack("<Q", len(text)) + text, 0)
-            os.ftruncate(self._own, 8 + len(text) + size)
-        self._open[path], self.end = self._own, 8 + len(text)
+            os.pwrite(self._own, beginning, 0)
+            os.ftruncate(self._own, len(beginning) + size)
+        self._open[path], self.end = self._own, len(beginning)
 
     def close(self) -> None:
         """Give back descriptors and the lock."""

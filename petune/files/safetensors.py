@@ -319,16 +319,14 @@ def write_tensors(
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
+    beginning = header_bytes(header)
+    if (size := len(beginning) - 8) > MAX_HEADER:
         raise ValueError(
-            f"{path}: {len(tensors)} tensors need a header of {len(text)} bytes; split them over several"
-            " files"
+            f"{path}: {len(tensors)} tensors need a header of {size} bytes; split them over several files"
         )
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield struct.pack("<Q", len(text)) + text
+        yield beginning
         for name, tensor in ordered:
             here = tensor.detach().cpu().contiguous()
             if finite and not is_finite(here):
@@ -340,6 +338,13 @@ def write_tensors(
             yield _bytes(here)
 
     write_file(path, chunks(), sync=sync)
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """What a safetensors file begins with: the length of its header, and the header, padded to 8 bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def read_header(path: Path, *, links: bool = False) -> Header:

@@ -28,10 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from petune.errors import UsageError
 from petune.files.row_store import RowStore
 from petune.methods.row_keys import Row, sources_of
-from petune.methods.trainable import frozen_tensors, tuned_parameters
+from petune.methods.trainable import frozen_digest, frozen_tensors, tuned_parameters
 from petune.methods.wrapped import is_wrapped, tuning
-from petune.models.checksums import digest
-from petune.models.contents import checksums_of
+from petune.models.fp8 import quantise
 from petune.models.port import names_of
 from petune.models.stack import Stack
 
@@ -43,7 +42,6 @@ _NAMED = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-_LARGEST = 448.0  # of float8_e4m3fn
 
 
 class StackLevels:
@@ -148,7 +146,7 @@ class StackLevels:
         store = self.store or self.open(levels.dtype, self.phase)
         if not self.writer:
             return
-        values, scales = _packed(levels, self.form) if self.scaled else (levels.to(self.form), None)
+        values, scales = _packed(levels) if self.scaled else (levels.to(self.form), None)
         own, scale = _bytes(values), None if scales is None else _bytes(scales)
         for at, row in enumerate(self.rows):
             here = slice(row.first, row.first + row.tokens)
@@ -158,11 +156,10 @@ class StackLevels:
             store.write(row.key, row.tokens, views)
 
 
-def _packed(levels: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+def _packed(levels: Tensor) -> tuple[Tensor, Tensor]:
     """`levels` in eight bits, with a float32 scale for each token of each level."""
-    wide = levels.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=1e-12)
-    return (wide / scale).clamp(-_LARGEST, _LARGEST).to(form), scale
+    q, scale = quantise(levels.flatten(0, -2))
+    return q.unflatten(0, levels.shape[:-1]), scale.unflatten(0, levels.shape[:-1])
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -329,9 +326,9 @@ def refuse_moving(model: nn.Module) -> None:
             )
 
 
-def identity_of(model: nn.Module) -> str:
+def identity_of(model: nn.Module, frozen: str | None = None) -> str:
     """16 digits by which a backbone is known: every bit of what does not train, and the version of
-    transformers."""
-    still = frozen_tensors(model)
-    text = f"transformers {transformers.__version__} {list(still)} {digest(checksums_of(model, still))}"
+    transformers. frozen: `frozen_digest` of the model, where it was taken already."""
+    frozen = frozen or frozen_digest(model)
+    text = f"transformers {transformers.__version__} {list(frozen_tensors(model))} {frozen}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

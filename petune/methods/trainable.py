@@ -13,6 +13,8 @@ from petune.errors import UsageError
 from petune.methods.configs import method_of
 from petune.methods.targets import left_alone, within
 from petune.methods.wrapped import tuning
+from petune.models.checksums import digest
+from petune.models.contents import checksums_of
 from petune.models.stack import Stack
 from petune.models.tuned_linear import tuned_layers, tuned_modules
 
@@ -94,6 +96,11 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, value in model.state_dict(keep_vars=True).items()
         if id(value) not in trained
     }
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """The digest of the frozen tensors of a whole model, which need not be read yet."""
+    return digest(checksums_of(model, frozen_tensors(model)))
 
 
 def mark_only_trainable(model: nn.Module) -> None:

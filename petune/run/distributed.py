@@ -19,9 +19,7 @@ from torch import nn
 
 from petune.errors import Stopped, UsageError
 from petune.log import say
-from petune.methods import frozen_tensors
-from petune.models.checksums import digest
-from petune.models.contents import checksums_of, contents_of
+from petune.models.contents import contents_of
 from petune.parallel import Mesh, ParallelConfig, ParallelPlan, Runner, alone, make_mesh, renew
 from petune.parallel.launch import process_group
 from petune.parallel.launch.launcher import launch
@@ -173,11 +171,6 @@ def agree_on_model(model: nn.Module) -> str:
         found = hashlib.sha256(text.encode()).hexdigest()[:16]
     process_group.agree({"model": found})
     return found
-
-
-def frozen_digest(model: nn.Module) -> str:
-    """The digest of the frozen tensors of a whole model, which need not be read yet."""
-    return digest(checksums_of(model, frozen_tensors(model)))
 
 
 @contextmanager

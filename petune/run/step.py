@@ -21,6 +21,7 @@ from petune.errors import TrainingFault, UsageError
 from petune.log import phase
 from petune.methods import count_parameters, describe, frozen_tensors, learning_rates
 from petune.methods.activation_cache import ActivationCache, identity_of
+from petune.methods.trainable import frozen_digest
 from petune.parallel import Batch, Mesh, alone, local
 from petune.parallel.launch import process_group
 from petune.rng.dropout import step_key
@@ -114,12 +115,14 @@ class Step:
 
     def _note_whole(self, model: nn.Module, mesh: Mesh) -> None:
         """What can be said of the tuned model only before it is cut."""
-        self.base = identity_of(model) if self.recipe.cache else None
         self.described = describe(model), count_parameters(model)
         self.fingerprint = distributed.agree_on_model(model) if process_group.inside() else None
         whole = mesh.plan.world > 1 and mesh.main
-        with phase("taking checksums of the whole model") if whole else nullcontext():
-            self.frozen = distributed.frozen_digest(model) if whole else None
+        needed = whole or bool(self.recipe.cache)
+        with phase("taking checksums of the whole model") if needed else nullcontext():
+            found = frozen_digest(model) if needed else None
+        self.frozen = found if whole else None
+        self.base = identity_of(model, found) if self.recipe.cache else None
         if process_group.inside():
             process_group.barrier()  # the main process had more to do
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.load_memory import anonymous
 from petune.errors import FileError
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
@@ -196,16 +197,6 @@ def large(folder: Path) -> int:
     model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
     return 4 * sum(value.numel() for value in model.parameters())
-
-
-def anonymous() -> tuple[int, int]:
-    """Bytes of this process' own memory now, and of all of it at the most since it was asked to forget."""
-    found = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("RssAnon", "RssFile", "RssShmem", "VmHWM"):
-            found[name] = int(rest.split()[0]) * 1024
-    return found["RssAnon"], found["VmHWM"] - found["RssFile"] - found["RssShmem"]
 
 
 def taken(make: Callable[[], Any]) -> int:
