@@ -1,6 +1,6 @@
 # setup: .venv from the pins    demo: tune a real checkpoint    wheel: dist/    clean: all of these undone
 # quick: the tests in one process, for the hand    test: lint and the suite, what CI runs    test-long: the full crossings
-# test-anywhere: the suite as other processors round    test-system: what needs a browser (chromium)
+# test-anywhere: the suite as other processors round    test-system: what needs a browser (chromium) or others' programs
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,6 +54,7 @@ test-long: setup
 	OMP_NUM_THREADS=1 $(SUITE) -n 2 -m long
 
 test-system: setup
+	$(PIP) --constraint constraints.txt --requirement requirements/programs.txt
 	OMP_NUM_THREADS=1 $(SUITE) -n 1 -m system
 
 lint: setup

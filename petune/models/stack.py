@@ -286,8 +286,8 @@ class Stack(nn.ModuleList):
             getattr(block, "gradient_checkpointing", False) for block in self.blocks
         ):
             remedy = (
-                "leave it off and let the stacks recompute: gradient_checkpointing: true in a recipe,"
-                " memory='input' in petune.wrap"
+                "leave it off (gradient_checkpointing=False in TrainingArguments or SFTConfig) and let the"
+                " stacks recompute: gradient_checkpointing: true in a recipe, memory='input' in petune.wrap"
             )
             problem = (
                 "the model's own gradient checkpointing is on, which knows nothing of what happens at this"

@@ -40,13 +40,13 @@ class Ready:
 
 
 def dense(block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook on a block's state: a weight whose rows have room behind them is copied, as files hold dense
-    tensors only."""
+    """Hook on a block's state: a weight packed with others is copied, as files hold dense tensors only, and
+    accelerate takes tensors of one storage for one tensor."""
     for name, value in state.items():
         # else the tensors themselves are asked for
         shown = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if shown and name.startswith(prefix) and not value.is_contiguous():
-            state[name] = value.contiguous()
+        if shown and name.startswith(prefix) and value.untyped_storage().nbytes() > value.nbytes:
+            state[name] = value.clone(memory_format=torch.contiguous_format)
 
 
 class NoCache:
