@@ -1,8 +1,10 @@
 """The verb to run when something does not work: of a run, whether its folder is whole; else this machine, and
-LoRA as a self-test."""
+LoRA as a self-test. Both, without names, as text for a bug report."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,11 @@ PACKAGES = (
     "peft",
 )
 HUB_TIMEOUT_S = 2.0
+PASSED = "one step of LoRA: loss falls, frozen weights stay, merged equals unmerged"
+SHOWN_OF_LOG = 40  # lines
+_PATH = re.compile(r"""[^\s'"`,;()<>=]*[/\\][^\s'"`,;()<>]*""")
+_RATE = re.compile(r"[\w.,%]*/(s|step|steps|token|row|[\d.,]+)")  # tokens/s, 25/100
+_FILE = re.compile(r"[\w.-]+\.(csv|tsv|jsonl?|parquet|arrow|txt|ya?ml|py|safetensors|bin|gguf)\b")
 
 
 def doctor(
@@ -29,22 +36,81 @@ def doctor(
         Path | None,
         typer.Argument(metavar="RUN", help="A run folder; without one, this machine.", show_default=False),
     ] = None,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="Text for a bug report: this machine, and the RUN, without paths and names."
+        ),
+    ] = False,
 ) -> None:
     """Test this machine; of a RUN, say whether it is whole."""
     from petune.errors import MachineError
 
+    if report:
+        for line in _for_strangers(run):
+            echo(line)
+        return
     if run is not None:
         return _check_up(run)
 
-    for name, state in (*versions(), *devices(), disk(), *demo_models(), hub()):
+    for name, state in machine():
         echo(f"{name:14}{state}")
     problem = self_test()
-    passed = "one step of LoRA: loss falls, frozen weights stay, merged equals unmerged"
-    echo(f"{'self-test':14}{problem or passed}")
+    echo(f"{'self-test':14}{problem or PASSED}")
     if problem:
         raise MachineError(
             f"the self-test failed: {problem}", remedy="install petune anew in a clean environment"
         )
+
+
+def machine() -> list[tuple[str, str]]:
+    """What this machine has and reaches."""
+    return [*versions(), *devices(), disk(), *demo_models(), hub()]
+
+
+def _for_strangers(run: Path | None) -> Iterator[str]:
+    """What a bug report needs, line by line; a damaged run is shown, not raised."""
+    for name, state in (*machine(), ("self-test", self_test() or PASSED)):
+        yield anonymous(f"{name:14}{state}")
+    if run is None:
+        return
+    from petune.run.checkup import check_up
+
+    folder = run.expanduser()
+    found = check_up(folder)
+    yield ""
+    yield from (anonymous(f"{name:14}{state}") for name, state in found.facts)
+    yield from (anonymous(str(problem)) for problem in found.problems)
+    log = folder / "run.log"
+    if log.is_file():
+        yield f"\nthe last lines of its log, {SHOWN_OF_LOG} at most"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from map(anonymous, lines[-SHOWN_OF_LOG:])
+
+
+def anonymous(text: str) -> str:
+    """The text without paths, names of files that petune does not name itself, of the user, of this machine
+    and of the hub. What holds a slash and is no rate counts as a path, so that too much is left out, not too
+    little."""
+    import getpass
+    import os
+    import socket
+    from urllib.parse import urlsplit
+
+    from petune.run.folder import FILES
+
+    def path(match: re.Match[str]) -> str:
+        return match[0] if _RATE.fullmatch(match[0].rstrip(".:")) else "PATH"
+
+    def file(match: re.Match[str]) -> str:
+        return match[0] if match[0] in FILES else f"FILE.{match[1]}"
+
+    text = _FILE.sub(file, _PATH.sub(path, text))
+    hub_name = urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname
+    for name, word in ((getpass.getuser(), "USER"), (socket.gethostname(), "HOST"), (hub_name, "HUB")):
+        if name:
+            text = re.sub(rf"\b{re.escape(name)}\b", word, text)
+    return text
 
 
 def _check_up(run: Path) -> None:

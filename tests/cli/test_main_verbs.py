@@ -99,6 +99,22 @@ def test_doctor_says_when_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPa
     assert "cannot be reached" in doctor.hub()[1]
 
 
+def test_a_report_holds_machine_run_and_log_but_no_path_and_no_name(
+    type_: Type, run_folder: FakeRun, no_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = run_folder.folder / "run.log"
+    log.write_text(
+        "step 3: 1,200 tokens/s of /srv/ada/secret/rows.csv\nreads ada/patients and notes.jsonl\n"
+    )
+    monkeypatch.setenv("LOGNAME", "ada")
+    shown = type_("doctor", "runs/mine", "--report")
+    assert shown.code == 0
+    for fact in ("torch", "self-test", "verdict", "1,200 tokens/s of PATH", "reads PATH and FILE.jsonl"):
+        assert fact in shown.out
+    for secret in ("ada", "secret", "patients", "notes", "runs/mine", str(run_folder.folder)):
+        assert secret not in shown.out
+
+
 def test_doctor_of_a_run_shows_its_state_and_ends_with_4_when_it_is_damaged(
     type_: Type, run_folder: FakeRun
 ) -> None:
