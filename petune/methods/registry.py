@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from petune.log import say, warn
 from petune.methods.configs import METHODS, MethodConfig, make_config, name_of
 from petune.methods.merging import was_merged
 from petune.methods.saving import remember
+from petune.methods.settings import AdapterSettings, Ia3Settings, LoraSettings, Shared, SideSettings
 from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, tuning
@@ -23,6 +24,28 @@ from petune.models.tuned_linear import tuned_modules
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@overload
+def wrap(
+    model: Model, method: Literal["lora", "dora"] = "lora", **settings: Unpack[LoraSettings]
+) -> Model: ...
+@overload
+def wrap(model: Model, method: Literal["ia3"], **settings: Unpack[Ia3Settings]) -> Model: ...
+@overload
+def wrap(model: Model, method: Literal["adapter"], **settings: Unpack[AdapterSettings]) -> Model: ...
+@overload
+def wrap(model: Model, method: Literal["side"], **settings: Unpack[SideSettings]) -> Model: ...
+@overload
+def wrap(model: Model, method: Literal["full"], **settings: Unpack[Shared]) -> Model: ...
+@overload
+def wrap(
+    model: Model,
+    method: str,
+    *,
+    kernels: KernelsName = "auto",
+    memory: MemoryConfig | Mapping[str, Any] | str = "auto",
+    base_dtype: BaseDtype | None = None,
+    **settings: Any,
+) -> Model: ...
 def wrap(
     model: Model,
     method: str = "lora",

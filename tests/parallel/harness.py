@@ -276,9 +276,9 @@ def oracle(case: Case) -> Trace:
     return trace
 
 
-def place(case: Case, plan: ParallelPlan) -> Runner:
-    """The case's model on this rank."""
-    model = build(case)
+def place(case: Case, plan: ParallelPlan, model: nn.Module | None = None) -> Runner:
+    """The case's model on this rank; `model` where it need not be a copy."""
+    model = build(case) if model is None else model
     mesh = make_mesh(plan, CPU)
     where = parallelize(model, family_of(model), plan, mesh, tuned_parameters, recompute=case.recompute)
     runner = Runner(where, objective(case))
@@ -293,13 +293,13 @@ def place(case: Case, plan: ParallelPlan) -> Runner:
     return runner
 
 
-def steps(case: Case, plan: ParallelPlan, limit: float | None) -> Trace:
+def steps(case: Case, plan: ParallelPlan, limit: float | None, model: nn.Module | None = None) -> Trace:
     """The same steps by a Runner. `limit`: what the gradient is clipped to; None: half the norm of the
     first."""
-    runner = place(case, plan)
+    start = {name: value.detach().clone() for name, value in tuned_parameters(_built(case)).items()}
+    runner = place(case, plan, model)
     trace = Trace(tuple(runner.names))
     assert_only_the_tuned_train(runner)
-    start = {name: value.detach().clone() for name, value in tuned_parameters(_built(case)).items()}
     assert_same(runner.whole(runner.tuned), start if runner.mesh.main else {}, 0.0, "tensors at the start")
     own = {name: local(value) for name, value in runner.local(start).items()}
     assert_same(
@@ -363,7 +363,8 @@ def check(case: Case, timeout: float = 60) -> float:
 
 
 def _steps(case: Case, limit: float) -> dict[str, Any]:
-    return dict(vars(steps(case, case.plan, limit)))
+    # a fork has the model for itself, and copying one takes a fifth of a rank's time
+    return dict(vars(steps(case, case.plan, limit, _built(case))))
 
 
 def compare(found: list[Trace], expected: Trace, case: Case) -> float:

@@ -1,0 +1,66 @@
+"""The settings of `wrap` by method, for type checkers and editors alone. What they mean stands at the fields
+of petune/methods/configs.py; a test compares names and types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
+
+Names = str | Sequence[str]
+
+
+class Shared(TypedDict, total=False):
+    """What `wrap` takes for every method."""
+
+    kernels: KernelsName
+    memory: MemoryConfig | Mapping[str, Any] | str
+    base_dtype: BaseDtype | None
+
+
+class LoraSettings(Shared, total=False):
+    """Of lora and dora."""
+
+    r: int
+    alpha: float | None
+    rslora: bool
+    dropout: float
+    targets: Names
+    exclude: Sequence[str]
+    layers: Sequence[int] | None
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    bias: str
+    token_rows: Sequence[int]
+    init: str
+    init_iterations: int | None
+    lr_ratio: float | None
+    also_train: Names
+
+
+class Ia3Settings(Shared, total=False):
+    """Of ia3."""
+
+    targets: Names
+    inputs: Names
+    also_train: Names
+
+
+class AdapterSettings(Shared, total=False):
+    """Of adapter."""
+
+    reduction: int
+    activation: str
+    dropout: float
+    also_train: Names
+
+
+class SideSettings(Shared, total=False):
+    """Of side."""
+
+    reduction: int
+    end: str
+    temperature: float
+    dropout: float
+    also_train: Names
