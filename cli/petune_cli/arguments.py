@@ -34,6 +34,16 @@ VerifyBase = Annotated[
     bool, typer.Option("--verify-base", help="Read the whole base again, not what was hashed before.")
 ]
 
+Metrics = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        help="With --answers: exact_match, rouge_l, chrf or FILE.py:FUNCTION; several times for several.",
+        show_default=False,
+    ),
+]
+
 Json = Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")]
 
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from petune_cli.arguments import Given, Json, VerifyBase, Words
+from typing import Annotated
+
+import typer
+
+from petune.errors import UsageError
+from petune_cli.arguments import Given, Json, Metrics, VerifyBase, Words
 from petune_cli.echo import echo
 
 
-def evaluate(words: Words = None, verify_base: VerifyBase = False, json: Json = False) -> None:
+def evaluate(
+    words: Words = None,
+    answers: Annotated[
+        int,
+        typer.Option(
+            "--answers",
+            min=0,
+            metavar="N",
+            help="Score what base and tuned model generate for N held-out rows instead.",
+        ),
+    ] = 0,
+    metric: Metrics = None,
+    verify_base: VerifyBase = False,
+    json: Json = False,
+) -> None:
     """Score a run beside its untouched base."""
+    if metric and not answers:
+        raise UsageError("--metric is about generated answers", remedy="add --answers N")
     run = Given.of(words).run(verify_base=verify_base)
     from petune_cli.display import score_table, show_json
 
+    if answers:
+        from petune.files.safetensors import write_json
+        from petune.run.answers import before_and_after
+
+        found = before_and_after(run, answers, metric or ())
+        write_json(run.folder / "answers.json", found)
+        if json:
+            return show_json(found)
+        for line in score_table(found["scores"]):
+            echo(line)
+        return echo(f"{len(found['rows'])} held-out rows; each answer: petune report {run.folder}")
     scores = run.eval()
     if json:
         return show_json(scores)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from petune_cli.arguments import Metrics
 from petune_cli.echo import echo
 
 
@@ -25,6 +27,7 @@ def report(
             "--answers", min=0, max=100, metavar="N", help="Ask base and tuned model N held-out rows too."
         ),
     ] = 0,
+    metric: Metrics = None,
 ) -> None:
     """Write a page about a run, or about several side by side."""
     from petune.errors import FileError
@@ -39,7 +42,7 @@ def report(
         if forecast:
             _predict(folder)
         if answers:
-            _ask(folder, answers)
+            _ask(folder, answers, metric or ())
     place = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     write_report([RunFiles(folder) for folder in folders], place)
     echo(str(place))
@@ -64,10 +67,10 @@ def _predict(folder: Path) -> None:
     write_json(folder / "forecast.json", {"ranks": ranks})
 
 
-def _ask(folder: Path, count: int) -> None:
+def _ask(folder: Path, count: int, metrics: Sequence[str]) -> None:
     """Keep in the run folder what the untouched base and the tuned model answer to held-out rows."""
     from petune.files.safetensors import write_json
     from petune.run.answers import before_and_after
     from petune.run.train import load_run
 
-    write_json(folder / "answers.json", {"rows": before_and_after(load_run(folder), count)})
+    write_json(folder / "answers.json", before_and_after(load_run(folder), count, metrics))

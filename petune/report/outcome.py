@@ -242,4 +242,12 @@ def answers(run: RunFiles) -> Markup:
         )
         for row in rows
     ]
-    return section("Held-out rows, before and after", *cards)
+    return section("Held-out rows, before and after", *_answer_scores(run.answers, len(rows)), *cards)
+
+
+def _answer_scores(found: Mapping[str, Any], rows: int) -> list[Markup]:
+    """Metrics of the answers, one row each."""
+    base, tuned = (found.get("scores", {}).get(name, {}) for name in ("base", "tuned"))
+    lines = [(name, figure(base.get(name)), figure(value)) for name, value in tuned.items()]
+    heads = ("metric", "untouched base", "tuned")
+    return [table(heads, lines, numbers=(1, 2), caption=f"{rows} generated answers")] if lines else []

@@ -9,29 +9,42 @@ from petune.errors import UsageError
 from petune.methods import without_tuning
 from petune.run.build import prepare
 from petune.run.finished import Run
+from petune.tasks.answer_metrics import metric_named, scores
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Row, Tagged
 
 _HALF = 2  # a text is asked to go on from its first half
 
 
-def before_and_after(run: Run, count: int) -> list[dict[str, Any]]:
-    """The first `count` held-out rows of a finished run: `prompt`, `expected`, and what `base` and `tuned`
-    answer, greedily.
+def before_and_after(run: Run, count: int, metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """The first `count` held-out rows of a finished run, asked greedily. `rows`: of each `prompt`,
+    `expected`, and what `base` and `tuned` answer; `scores`: of base and tuned, the metrics of their answers.
 
-    Raises UsageError for a run whose rows cannot be asked as one text: masked words, and pairs of texts.
+    metrics: see petune.tasks.answer_metrics; none: exact_match, and rouge_l where the task generates text.
+    Raises UsageError for a run whose rows cannot be asked as one text (masked words, and pairs of texts), a
+    run without held-out rows, and a metric that does not work.
     """
+    for name in metrics:
+        metric_named(name)  # before the models are asked, which takes longer
     prepared = prepare(run.recipe, run.labels, run.objects)
     asked = [_question(row, prepared.task.name) for row in prepared.rows.eval[:count]]
-    tuned = [run.speaker.ask(prompt) for prompt, _ in asked]
+    if not asked:
+        raise UsageError("the run has no held-out rows", where="--answers", remedy="give data.eval")
+    answers = {"tuned": [run.speaker.ask(prompt) for prompt, _ in asked]}
     if run.base is not None:
-        base = [run.base.ask(prompt) for prompt, _ in asked]
+        answers["base"] = [run.base.ask(prompt) for prompt, _ in asked]
     else:
         with without_tuning(run.speaker.model):
-            base = [run.speaker.ask(prompt) for prompt, _ in asked]
-    return [
-        {"prompt": _text(prompt), "expected": expected, "base": before, "tuned": after}
-        for (prompt, expected), before, after in zip(asked, base, tuned, strict=True)
-    ]
+            answers["base"] = [run.speaker.ask(prompt) for prompt, _ in asked]
+    wanted = [expected for _, expected in asked]
+    usual = ("exact_match", "rouge_l") if prepared.task.over_vocabulary else ("exact_match",)
+    rows = zip(asked, answers["base"], answers["tuned"], strict=True)
+    return {
+        "rows": [
+            {"prompt": _text(prompt), "expected": expected, "base": before, "tuned": after}
+            for (prompt, expected), before, after in rows
+        ],
+        "scores": {name: scores(answers[name], wanted, metrics or usual) for name in ("base", "tuned")},
+    }
 
 
 def _question(row: Row, task: str) -> tuple[str | Sequence[Message], str]:

@@ -103,9 +103,7 @@ def test_a_report_holds_machine_run_and_log_but_no_path_and_no_name(
     type_: Type, run_folder: FakeRun, no_network: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = run_folder.folder / "run.log"
-    log.write_text(
-        "step 3: 1,200 tokens/s of /srv/ada/secret/rows.csv\nreads ada/patients and notes.jsonl\n"
-    )
+    log.write_text("step 3: 1,200 tokens/s of /srv/ada/secret/rows.csv\nreads ada/patients and notes.jsonl\n")
     monkeypatch.setenv("LOGNAME", "ada")
     shown = type_("doctor", "runs/mine", "--report")
     assert shown.code == 0
@@ -232,6 +230,24 @@ def test_eval_sets_the_run_beside_its_base(type_: Type, run_folder: FakeRun) -> 
         ["accuracy", "0.5000", "0.8750"],
     ]
     assert lines[-2:] == ["note     too few", "WARNING  too good"]
+
+
+def test_eval_scores_generated_answers_and_keeps_them(
+    type_: Type, run_folder: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def answer(run: Any, count: int, metrics: Any) -> dict[str, Any]:
+        asked.append((count, metrics))
+        return {"rows": [{}] * count, "scores": {"base": {"chrf": 0.25}, "tuned": {"chrf": 0.5}}}
+
+    monkeypatch.setattr("petune.run.answers.before_and_after", answer)
+    lines = type_("eval", "runs/mine", "--answers", "3", "--metric", "chrf").out.splitlines()
+    assert [line.split() for line in lines[:2]] == [["metric", "base", "tuned"], ["chrf", "0.2500", "0.5000"]]
+    assert asked == [(3, ["chrf"])] and lines[2].startswith("3 held-out rows")
+    assert json.loads((run_folder.folder / "answers.json").read_text())["scores"]["tuned"] == {"chrf": 0.5}
+    shown = type_("eval", "runs/mine", "--metric", "chrf")
+    assert shown.code == 2 and "add --answers N" in shown.err
 
 
 # ------------------------------------------------------------------ Ship

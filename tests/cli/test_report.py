@@ -37,16 +37,22 @@ def test_answers_are_kept_in_the_run_and_shown(
 ) -> None:
     asked: list[Any] = []
 
-    def answer(run: Any, count: int) -> list[dict[str, str]]:
-        asked.append((run, count))
-        return [{"prompt": "red sun", "expected": "red", "base": "blue", "tuned": "red"}]
+    def answer(run: Any, count: int, metrics: Any) -> dict[str, Any]:
+        asked.append((run, count, metrics))
+        scores = {"base": {"exact_match": 0.0}, "tuned": {"exact_match": 1.0}}
+        return {
+            "rows": [{"prompt": "red sun", "expected": "red", "base": "blue", "tuned": "red"}],
+            "scores": scores,
+        }
 
     monkeypatch.setattr("petune.run.train.load_run", lambda folder: folder.name)
     monkeypatch.setattr("petune.run.answers.before_and_after", answer)
     write_run(tmp_path / "one")
-    assert type_("report", "one", "--answers", "3").code == 0 and asked == [("one", 3)]
+    assert type_("report", "one", "--answers", "3", "--metric", "exact_match").code == 0
+    assert asked == [("one", 3, ["exact_match"])]
     assert json.loads((tmp_path / "one" / "answers.json").read_text())["rows"][0]["tuned"] == "red"
-    assert "Held-out rows, before and after" in (tmp_path / "one" / "report.html").read_text()
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "Held-out rows, before and after" in page and "exact_match" in page
 
 
 def test_the_forecast_is_that_of_petune_plan(type_: Type, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence  # noqa: F401 (in annotations that are read)
-from dataclasses import fields
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_overloads, get_type_hints
 
 import pytest
@@ -25,12 +27,14 @@ def overload_of(method: str) -> type:
 @pytest.mark.parametrize("method", METHODS)
 def test_an_overload_of_wrap_names_every_setting_with_its_type(method: str) -> None:
     hints, shared = get_type_hints(overload_of(method)), get_type_hints(Shared)
-    own = {one.name: as_given(str(one.type)) for one in fields(METHODS[method].config)}
+    own = {name: as_given(kind) for name, kind in get_type_hints(METHODS[method].config).items()}
     assert {name: kind for name, kind in hints.items() if name not in shared} == own
     general = inspect.signature(wrap).parameters
     assert list(shared) == [name for name in general if general[name].kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-def as_given(kind: str) -> Any:
+def as_given(kind: Any) -> Any:
     """The type of a setting as `wrap` takes it: any sequence where the frozen config holds a tuple."""
-    return eval(kind.replace("tuple", "Sequence").replace(", ...]", "]"), globals())
+    if isinstance(kind, UnionType):
+        return reduce(or_, map(as_given, get_args(kind)))
+    return Sequence[get_args(kind)[0]] if get_origin(kind) is tuple else kind

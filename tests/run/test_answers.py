@@ -11,6 +11,7 @@ from petune.methods import without_tuning
 from petune.run import answers
 from petune.run.answers import before_and_after
 from petune.run.train import load_run
+from petune.tasks.answer_metrics import rouge_l
 from petune.tasks.rows import Conversation, Labelled, Message, Pair, Tagged, Text
 from tests.small_runs import run, settings
 
@@ -19,16 +20,23 @@ pytestmark = pytest.mark.usefixtures("no_picture")
 
 def test_a_classifier_is_asked_for_its_labels(tmp_path: Path) -> None:
     made = load_run(run(settings(tmp_path, "bert", epochs=8, lr=0.01)).folder)
-    rows = before_and_after(made, 4)
+    found = before_and_after(made, 4)
+    rows = found["rows"]
     assert [row["prompt"].split()[0] for row in rows] == [row["expected"] for row in rows]
     assert [row["tuned"] for row in rows] == [made.generate(row["prompt"]) for row in rows]
     with without_tuning(made.speaker.model):
         assert [row["base"] for row in rows] == [made.generate(row["prompt"]) for row in rows]
+    right = sum(row["tuned"] == row["expected"] for row in rows) / 4
+    assert found["scores"]["tuned"] == {"exact_match": right}
+    assert found["scores"]["base"].keys() == {"exact_match"}
 
 
 def test_a_full_tuning_is_held_against_its_base_loaded_again(tmp_path: Path) -> None:
     made = load_run(run(settings(tmp_path, "llama", "full", epochs=4, lr=0.01)).folder)
-    (row,) = before_and_after(made, 1)
+    found = before_and_after(made, 1, ["rouge_l"])
+    (row,) = found["rows"]
+    expected = {name: {"rouge_l": rouge_l(row[name], row["expected"])} for name in ("base", "tuned")}
+    assert found["scores"] == expected
     assert made.base is not None and row["base"] == made.base.ask(row["prompt"])
     assert row["tuned"] == made.generate(row["prompt"]) != row["base"]
 
