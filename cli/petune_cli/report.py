@@ -19,7 +19,8 @@ def report(
         typer.Option("-o", "--out", metavar="FILE", help="Where to; else report.html in the run, or here."),
     ] = None,
     forecast: Annotated[
-        bool, typer.Option("--forecast", help="Predict the memory of each run too, as petune plan does.")
+        bool,
+        typer.Option("--forecast", help="Predict memory and draw the schedule too, as petune plan does."),
     ] = False,
     answers: Annotated[
         int,
@@ -49,10 +50,12 @@ def report(
 
 
 def _predict(folder: Path) -> None:
-    """Keep in the run folder what `petune plan` says of the memory of its ranks."""
+    """Keep in the run folder what `petune plan` says of the memory of its ranks, and their schedule."""
     from petune.estimate.forecast import forecast
+    from petune.estimate.timeline import charts
     from petune.files.safetensors import write_json
     from petune.recipe import load_recipe
+    from petune_cli.drawing import as_svg
 
     found = forecast(load_recipe(folder / "resolved.yaml"))
     ranks = [
@@ -64,7 +67,9 @@ def _predict(folder: Path) -> None:
         }
         for rank in found.ranks
     ]
-    write_json(folder / "forecast.json", {"ranks": ranks})
+    drawn = charts(found)
+    schedule = {"schedule": as_svg(drawn, found.facts)} if drawn else {}
+    write_json(folder / "forecast.json", {"ranks": ranks} | schedule)
 
 
 def _ask(folder: Path, count: int, metrics: Sequence[str]) -> None:

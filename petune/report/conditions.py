@@ -5,6 +5,7 @@ Each part is a function of the run's files that gives HTML, empty where they say
 
 from __future__ import annotations
 
+import base64
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -177,7 +178,17 @@ def plan(run: RunFiles) -> Markup:
     ]
     heads = ("rank", *keys, *(["peak memory"] if peaks else []))
     words = f"{found.get('words')}: what each process holds."
-    return section("Parallel plan", table(heads, rows, caption=words, numbers=range(2, len(heads))))
+    holds = table(heads, rows, caption=words, numbers=range(2, len(heads)))
+    return section("Parallel plan", holds, _schedule(run))
+
+
+def _schedule(run: RunFiles) -> Markup:
+    """Who computes and sends what when, as `petune plan --svg` draws it; a picture, in which nothing runs."""
+    drawn = run.forecast.get("schedule")
+    if not drawn:
+        return Markup()
+    source = "data:image/svg+xml;base64," + base64.b64encode(str(drawn).encode()).decode()
+    return element("div", element("img", src=source, alt="The schedule of a step"), class_="wide")
 
 
 def environment(run: RunFiles) -> Markup:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from petune.log import printable
 
-_VOID = {"meta", "br"}
+_VOID = {"meta", "br", "img"}
 
 
 class Markup(str):

@@ -41,13 +41,13 @@ def _own(name: str) -> Markup:
 
 
 def policy(*, live: bool = False) -> str:
-    """The content security policy of a page: its own style and script, and, on the live page, its own
-    server."""
+    """The content security policy of a page: its own style, script and pictures, and, on the live page, its
+    own server."""
     script = base64.b64encode(hashlib.sha256(_own("page.js").encode()).digest()).decode()
     asks = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; connect-src {asks};"
-        " base-uri 'none'; form-action 'none'"
+        " img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,15 @@ def test_the_forecast_is_that_of_petune_plan(type_: Type, tmp_path: Path) -> Non
     (rank,) = json.loads((tmp_path / "one" / "forecast.json").read_text())["ranks"]
     (planned,) = json.loads(type_("plan", "one/resolved.yaml", "--json").out)["ranks"]
     assert rank["total"] == planned["total"] > rank["frozen"] == planned["memory"]["frozen"] > 0
+
+
+def test_the_schedule_of_a_plan_is_drawn_as_petune_plan_draws_it(type_: Type, tmp_path: Path) -> None:
+    settings = {"model": "demo:tiny-llama", "data": {"path": "demo:docstrings-domain", "max_length": 32}}
+    settings |= {"task": "causal", "device": "cpu", "parallel": {"pp": {"size": 2, "microbatches": 2}}}
+    write_run(tmp_path / "one", settings=settings)
+    ranks = [{"blocks": [0, 1]}, {"blocks": [1, 2]}]
+    (tmp_path / "one" / "setup.json").write_text(json.dumps({"plan": {"words": "pp 2", "ranks": ranks}}))
+    assert type_("report", "one", "--forecast").code == 0
+    assert type_("plan", "one/resolved.yaml", "--svg", "drawn.svg").code == 0
+    drawn = base64.b64encode((tmp_path / "drawn.svg").read_bytes()).decode()
+    assert f'src="data:image/svg+xml;base64,{drawn}"' in (tmp_path / "one" / "report.html").read_text()
