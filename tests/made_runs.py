@@ -13,7 +13,7 @@ from petune.files.json_fields import sealed
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 LABELS = ("good", "bad")
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "img"}
 
 
 def step_records(count: int, first: int = 1, **changes: Any) -> list[dict[str, Any]]:
