@@ -130,6 +130,8 @@ def preview(recipe: Recipe, number: int) -> Preview:
         f"task {prepared.task.name}",
         *prepared.rows.notes,
         *prepared.encoded.report.lines(),
+        "tokens before cutting, and rows of so many",
+        *prepared.encoded.report.chart(),
     )
     shown = prepared.encoded.drawn(prepared.encoded.train[:number], "shown")
     return Preview(

@@ -100,7 +100,7 @@ class Loop:
             self.folder.note_setup(setup(self.step, self.metric, self.saver.run_id))
         step, out = self.step, self.folder.path
         facts = header_lines(self.prepared, step.described, self.steps, step.place, self.runner.plan, out)
-        self.reporter.header([*facts, *self.saver.came_from], self.steps.total)
+        self.reporter.header([*facts, *self.saver.came_from, *self.trackers.places()], self.steps.total)
 
     def _needs_a_state(self) -> bool:
         """Whether there must always be a saved state to go back to."""

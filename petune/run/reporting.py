@@ -203,6 +203,10 @@ class Trackers:
             tracker.store_init_configuration(flat)
             self.active.append(tracker)
 
+    def places(self) -> list[str]:
+        """Where each tracker shows the run, a line each: its address or folder, as far as it says one."""
+        return [f"tracker {tracker.name}: {_place_of(tracker)}" for tracker in self.active]
+
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a record under its step."""
         for tracker in self.active:
@@ -217,6 +221,17 @@ class Trackers:
         """Flush and close."""
         for tracker in self.active:
             tracker.finish()
+
+
+def _place_of(tracker: Any) -> str:
+    """The address of a run at a tracker, else the folder it writes to."""
+    own = tracker.tracker
+    for name in ("url", "get_url", "get_output_log_web_page", "log_dir"):
+        found = getattr(own, name, None)
+        found = found() if callable(found) else found
+        if isinstance(found, str) and found:
+            return found
+    return str(getattr(tracker, "logging_dir", None) or "started; it says no address")
 
 
 def step_line(record: Mapping[str, Any], total: int) -> str:

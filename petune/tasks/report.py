@@ -75,6 +75,16 @@ class DataReport:
             )
         return [*said, *self.notes]
 
+    def chart(self, width: int = 50) -> list[str]:
+        """Rows by their tokens before cutting, one bar for each stretch of lengths, at most `width` wide."""
+        tallest = max((count for _, _, count in self.lengths), default=0)
+        names = [f"{first}-{last}" if last > first else str(first) for first, last, _ in self.lengths]
+        room = max(map(len, names), default=0)
+        return [
+            f"{name:>{room}}  {'#' * -(-width * count // tallest):{width}} {count:,}"
+            for name, (_, _, count) in zip(names, self.lengths, strict=True)
+        ]
+
 
 def percentile(values: Sequence[int], share: float) -> int:
     """The smallest value that at least `share` of the values do not exceed; 0 of none."""

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,21 @@ def test_tensorboard_gets_every_step_and_every_score(tmp_path: Path):
     assert values["loss"] == pytest.approx(wanted, abs=1e-6)
     assert set(values["eval_loss"]) == {0, 3, 6}
     assert {"lr", "grad_norm"} <= values.keys()
+    assert f"tracker tensorboard: {files[0].parent}" in (finished.folder / "run.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (SimpleNamespace(url="https://w.ai/run"), "https://w.ai/run"),
+        (SimpleNamespace(get_url=lambda: "https://comet/run"), "https://comet/run"),
+        (SimpleNamespace(), "started; it says no address"),
+    ],
+)
+def test_a_tracker_says_where_it_shows_the_run(own: Any, said: str):
+    trackers = Trackers(())
+    trackers.active = [SimpleNamespace(name="mine", tracker=own)]
+    assert trackers.places() == [f"tracker mine: {said}"]
 
 
 def test_a_tracker_that_is_not_installed_is_named_and_nothing_is_written(

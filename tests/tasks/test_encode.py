@@ -244,6 +244,14 @@ def test_the_report_has_the_figures(tokenizer) -> None:
     assert (report.p50, report.p95, report.longest) == (14, 23, 24)  # <s>, n letters, a space, b, </s>
     assert report.trained == 40
     assert report.trained_share == pytest.approx(40 / sum(n + 4 for n in range(1, 21)))
+    lines = [line.split() for line in report.chart(width=4)]
+    assert [first for first, *_ in lines] == [f"{n}-{n + 1}" for n in range(5, 25, 2)]
+    assert all(bar == "####" and count == "2" for _, bar, count in lines)
+    assert replace(report, lengths=((1, 2, 8), (3, 4, 1), (5, 5, 0))).chart(width=4) == [
+        "1-2  #### 8",
+        "3-4  #    1",
+        "  5       0",
+    ]
 
 
 # --- what does not fit ---
