@@ -29,8 +29,8 @@ demo: setup
 	$(RUN) generate $(DEMO) "Return the sum of the given numbers, or zero when there are none."
 	@printf 'the whole run as one page, with these scores: '; $(RUN) report $(DEMO)
 
-# Halves of the list that are stolen from, so that what a file's tests share is made once.
-SUITE := $(BIN)/python -m pytest --dist worksteal
+# Halves of the list that are stolen from, so that what a file's tests share is made once. Tests are compiled once, too.
+SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
 # No process is started, no kernel interpreted, no whole run trained: a minute and a half on 2 cores.
 quick: setup
