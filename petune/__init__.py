@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from petune.methods import mark_only_trainable as mark_only_lora_as_trainable
     from petune.methods import mark_only_trainable as mark_only_side_as_trainable
     from petune.methods.activation_cache import ActivationCache
+    from petune.methods.several import active, alone, per_row
     from petune.recipe import Recipe, load_recipe
     from petune.run.callbacks import Callback
     from petune.run.finished import Run, load_run
     from petune.run.train import train
     from petune.saving.export import load, save
+    from petune.saving.several import add
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,9 @@ __all__ = [
     "Recipe",
     "Run",
     "__version__",
+    "active",
+    "add",
+    "alone",
     "load",
     "load_recipe",
     "load_run",
@@ -39,6 +44,7 @@ __all__ = [
     "mark_only_trainable",
     "merge",
     "merged_weights",
+    "per_row",
     "save",
     "train",
     "tuned_state",
@@ -53,6 +59,8 @@ _ROOMS = {
     **dict.fromkeys(("load", "save"), "saving.export"),
     **dict.fromkeys(("mark_only_trainable", "merge", "merged_weights", "tuned_state", "wrap"), "methods"),
     **dict.fromkeys(("Run", "load_run"), "run.finished"),
+    **dict.fromkeys(("active", "alone", "per_row"), "methods.several"),
+    "add": "saving.several",
     "train": "run.train",
 }
 _SAME_FOR_EVERY_METHOD = {

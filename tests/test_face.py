@@ -24,6 +24,7 @@ from tests.small_runs import write_model, write_rows
 ROOT = Path(__file__).parent.parent
 # in the order in which their examples run
 SHOWN = ("train", "load_run", "wrap", "save", "load", "merge", "merged_weights")
+SHOWN += ("add", "alone", "active", "per_row")
 FUNCTIONS = [name for name in petune.__all__ if inspect.isfunction(getattr(petune, name))]
 
 

@@ -24,6 +24,7 @@ from petune.kernels.block import attention as attending
 from petune.kernels.block import attention_steps, drawing, exchange_steps, part
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
+from petune.methods import several
 from petune.models import attention
 from petune.models.exchange import Rows
 from petune.models.stack import Stack
@@ -45,6 +46,7 @@ from petune.parallel.tensor import hooks, shard_params, vocabulary
 from petune.rng import dropout as dropping
 from petune.rng.context import Running
 from petune.tasks.loss import count
+from tests.methods.named_jobs import assert_rows_meet_their_own, assert_trained_as_alone
 from tests.methods.zoo import stir
 from tests.parallel import harness
 from tests.parallel.cells import case, short_cells
@@ -605,3 +607,37 @@ def test_the_comparison_sees_one_wrong_tensor_among_all() -> None:
             fault(wrong)
         with pytest.raises(AssertionError, match=match):
             harness.compare([wrong], harness.oracle(case), case)
+
+
+# ------------------------------------------------------------------ several adapters on one base
+
+ROWS_MEET = partial(assert_rows_meet_their_own, "llama-causal")
+STACKED, PLACES = several._stacked, several._places
+# Fault: what is put in the place of which function, and the test that sees it.
+OF_ROWS: dict[str, tuple[str, Callable[..., Any], Callable[[], None]]] = {
+    "the adapter of a row": ("_places", lambda *given: PLACES(*given).roll(1), ROWS_MEET),
+    "rows without one": ("_places", lambda *given: PLACES(*given).clamp_max(len(given[1]) - 1), ROWS_MEET),
+    "scales": (
+        "_stacked",
+        lambda updates: (STACKED(updates)[0], STACKED([_unscaled(one) for one in updates])[1]),
+        ROWS_MEET,
+    ),
+    "gradients of A": (
+        "_stacked",
+        lambda updates: (STACKED(updates)[0].detach(), STACKED(updates)[1]),
+        assert_trained_as_alone,
+    ),
+}
+
+
+def _unscaled(update: several.Update) -> several.Update:
+    update.scale = 1.0
+    return update
+
+
+@pytest.mark.parametrize("fault", OF_ROWS)
+def test_rows_of_several_adapters_are_guarded(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong, sees = OF_ROWS[fault]
+    monkeypatch.setattr(several, name, wrong)
+    with pytest.raises(AssertionError):
+        sees()

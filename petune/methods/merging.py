@@ -21,7 +21,8 @@ from petune.kernels.fuse import unfuse
 from petune.log import warn
 from petune.methods.configs import method_of
 from petune.methods.saving import forget
-from petune.methods.wrapped import tuning
+from petune.methods.several import settle
+from petune.methods.wrapped import sole_tuning
 from petune.models import attention
 from petune.models.frozen_weight import quantised_in, restore_dense
 from petune.models.stack import disown_stacks
@@ -30,7 +31,7 @@ from petune.models.tuned_linear import TunedLinear, tuned_layers
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def merge(model: Model) -> Model:
+def merge(model: Model, name: str | None = None) -> Model:
     """A plain model with the tuning in its weights and nothing of petune left in it; `model` itself, changed
     in place.
 
@@ -38,9 +39,12 @@ def merge(model: Model) -> Model:
         >>> plain = petune.merge(petune.load(base, "tuned"))
         >>> plain.save_pretrained("merged")
 
-    Its parameters all require gradients again, as those of a freshly loaded model do. A quantised base
-    becomes dense, with the values that it was trained with. Raises UsageError for adapter and side.
+    name: which of several adapters on one base; the others are dropped. Its parameters all require gradients
+    again, as those of a freshly loaded model do. A quantised base becomes dense, with the values that it was
+    trained with. Raises UsageError for adapter and side, and for several adapters without a name.
     """
+    if name is not None:
+        settle(model, name)
     _refuse_unmergeable(model)
     warn_of_quantised(model)
     unfuse(model)
@@ -152,7 +156,7 @@ def _refuse_training(model: nn.Module, args: Any) -> None:
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
-    record = tuning(model)
+    record = sole_tuning(model)
     method = method_of(record.config)
     if not method.mergeable:
         raise UsageError(

@@ -164,12 +164,13 @@ def describe(model: nn.Module) -> str:
     """One line: method, its settings, trained parameters of all."""
     record = tuning(model)
     trained, total = count_parameters(model)
-    settings = ", ".join(
+    settings = (
         f"{name}={value}"
         for name, value in asdict(record.config).items()
         if value is not False and value not in ("auto", "none", (), {}, None)
     )
-    return f"{record.method}({settings}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"
+    shown = ", ".join(record.adapters or settings)
+    return f"{record.method}({shown}): trainable {trained:,} / {total:,} ({100 * trained / total:.3f} %)"
 
 
 def untouched(model: nn.Module) -> str | None:

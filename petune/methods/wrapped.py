@@ -14,13 +14,17 @@ from petune.methods.configs import MethodConfig
 @dataclass(frozen=True)
 class Tuning:
     """How a model is tuned: the method, its config, the family's name if it has one, the modules trained
-    whole beside it, and by name the values in the base of the single biases that train."""
+    whole beside it, and by name the values in the base of the single biases that train.
+
+    adapters: how each of several is, by name, where there are several; the rest is then the last one's.
+    """
 
     method: str
     config: MethodConfig
     family: str | None
     also_train: tuple[str, ...]
     biases: Mapping[str, Tensor] = field(default_factory=dict)
+    adapters: Mapping[str, Tuning] = field(default_factory=dict)
 
 
 def tuning(model: nn.Module) -> Tuning:
@@ -37,3 +41,13 @@ def tuning(model: nn.Module) -> Tuning:
 def is_wrapped(model: nn.Module) -> bool:
     """Whether `wrap` has been called on this model and not undone by `merge`."""
     return isinstance(getattr(model, "petune_tuning", None), Tuning)
+
+
+def sole_tuning(model: nn.Module) -> Tuning:
+    """`tuning` of a model with one. Raises UsageError too for several adapters on one base."""
+    record = tuning(model)
+    if record.adapters:
+        names = list(record.adapters)
+        remedy = f'inside `with petune.alone(model, "{names[0]}"):` it has one; petune.merge takes a name'
+        raise UsageError("this model has several adapters", found=", ".join(names), remedy=remedy)
+    return record

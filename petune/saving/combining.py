@@ -51,7 +51,7 @@ def combine(
     if len(folders) < 2 or how not in ("cat", "svd", "linear") or (r is not None and how != "svd"):
         what = "combine takes two folders or more, how: cat, svd or linear, and r with svd alone"
         raise UsageError(what, found=f"{len(folders)} folders, how: {how}, r: {r}")
-    adapters = {str(folder): _read(model, Path(folder)) for folder in folders}
+    adapters = {str(folder): read_adapter(model, Path(folder)) for folder in folders}
     parts: dict[str, list[Part]] = {}
     for adapter, weight in zip(adapters.values(), folders.values(), strict=True):
         for name, own in adapter.layers.items():
@@ -80,8 +80,8 @@ def combine(
     return base_model
 
 
-def _read(model: nn.Module, folder: Path) -> Adapter:
-    """The LoRA of a folder of petune's or peft's on `model`. Raises as `combine`."""
+def read_adapter(model: nn.Module, folder: Path) -> Adapter:
+    """The LoRA of a folder of petune's or peft's on `model`, alone. Raises as `combine`."""
     if (folder / RECORD).is_file():
         read_record(folder).check_base(model, origin_files(model, False), False)
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -50,6 +51,7 @@ from petune.methods.pissa import in_difference_form
 from petune.methods.saving import TUNED as TUNED_FOLDER
 from petune.methods.saving import plain_class, remember
 from petune.methods.trainable import base_biases
+from petune.methods.wrapped import sole_tuning
 from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
@@ -64,6 +66,7 @@ from petune.saving.peft import (
     settings_in_files,
     to_peft,
 )
+from petune.saving.several import holds_several, load_each, save_each
 from petune.saving.tuning_record import (
     Record,
     facts_of,
@@ -96,7 +99,7 @@ def save(
     overwrite: bool = False,
 ) -> Path:
     """Write what was tuned, and the tokenizer if given, as `folder`, which appears whole or not at all.
-    Returns its path.
+    Returns its path. Several adapters on one base have a sub-folder each, named as they are.
 
         >>> folder = petune.save(model, "tuned", overwrite=True)
 
@@ -110,15 +113,17 @@ def save(
     record = tuning(model)
     refuse_merged(model)
     name = base_name or origin(model)
-    written = replace(record, config=settings_in_files(model, record.config))
-    facts = facts_of(model, written, name, base_sha256, base_files)
 
     def fill(work: Path) -> None:
-        write_record(work / RECORD, facts, _write_model(model, record.config, name, work))
+        own = tuning(model)
+        written = replace(own, config=settings_in_files(model, own.config))
+        facts = facts_of(model, written, name, base_sha256, base_files)
+        write_record(work / RECORD, facts, _write_model(model, own.config, name, work))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
 
-    return commit_folder(Path(folder), fill, overwrite, _OURS)
+    fill_all = partial(save_each, model, fill=fill) if record.adapters else fill
+    return commit_folder(Path(folder), fill_all, overwrite, _OURS)
 
 
 def write_peft(
@@ -135,7 +140,7 @@ def write_peft(
     Raises as `save`, and UsageError for another method.
     """
     model = bare(model)
-    record = tuning(model)
+    record = sole_tuning(model)
     refuse_merged(model)
     if method_of(record.config).files != "peft":
         known = ", ".join(name for name, method in METHODS.items() if method.files == "peft")
@@ -212,7 +217,7 @@ def load(
     base_files: Mapping[str, Path] | None = None,
 ) -> Model:
     """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA
-    wrote.
+    wrote; one of several adapters gives them all, by their names (`add` takes one of them).
 
         >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
         >>> model = petune.load(base, "tuned")
@@ -229,6 +234,9 @@ def load(
     """
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
     _refuse_wrapped(model)
+    if holds_several(folder):
+        load_each(model, folder)
+        return base_model
     if not (folder / RECORD).is_file():
         _explain(folder)
         check_folder(folder)
@@ -283,7 +291,8 @@ def _load_recorded(
 def _tuned_folder(folder: Path) -> Path:
     """`folder`, or the `tuned/` in it: a run and a checkpoint of the Trainer keep what was tuned there."""
     inside = folder / TUNED_FOLDER
-    return inside if (inside / RECORD).is_file() and not (folder / RECORD).exists() else folder
+    found = (inside / RECORD).is_file() or holds_several(inside)
+    return inside if found and not (folder / RECORD).exists() else folder
 
 
 def _explain(folder: Path) -> None:
@@ -519,7 +528,7 @@ def save_merged(
     for a tied weight the model class would tie again on loading; otherwise as `save`.
     """
     model = bare(model)
-    record = tuning(model)
+    record = sole_tuning(model)
     refuse_merged(model)
     if not isinstance(model, PreTrainedModel):
         raise UsageError(

@@ -1,0 +1,101 @@
+"""Several adapters on one base: one more, drawn or read; and folders of them, a sub-folder each, as peft lays
+them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from petune.errors import UsageError
+from petune.files.manifest import MANIFEST, RECORD, check_folder, seal_folder
+from petune.log import say
+from petune.methods import Tuning, describe, tune, tuning
+from petune.methods.configs import LoraConfig, make_config
+from petune.methods.lora import LAYERS
+from petune.methods.several import alone, bare_base, refuse_unfit, take
+from petune.models import family_of
+from petune.models.tuned_linear import tuned_layers
+from petune.saving.combining import read_adapter
+from petune.saving.fingerprint import bare, plain_name
+from petune.saving.peft import CONFIG
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def add(
+    model: Model, name: str, method: str = "lora", *, folder: str | Path | None = None, **settings: Any
+) -> Model:
+    """Give `model` one more adapter, beside those it has from here: a fresh one, or that of a LoRA folder.
+
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.add(base, "poet", r=8)
+        >>> model = petune.add(model, "clerk", r=4, targets=["q", "v"])
+
+    `settings` and the start of a fresh one are as for `wrap`, with method lora alone. All adapters train; the
+    first acts until `active` or `per_row` say otherwise. Blocks are not fused.
+
+    Raises UsageError for a name that is taken or cannot name a folder, for a model that is wrapped or merged,
+    for other methods, and for what changes more than layers of its own: modules trained whole, biases, token
+    rows, init: pissa; FileError as `load`.
+    """
+    inner = bare(model)
+    if folder is None:
+        config = make_config(method, settings)
+        if not isinstance(config, LoraConfig):
+            raise UsageError("several adapters on one base are LoRA alone", where=name, found=method)
+    else:
+        if settings or method != "lora":
+            raise UsageError("a folder says its settings itself", where=name, remedy="leave them out")
+        config = LoraConfig()
+    refuse_unfit(inner, name, config)
+    with bare_base(inner):
+        if folder is None:
+            tune(inner, config)
+            made, record = dict(tuned_layers(inner)), tuning(inner)
+        else:
+            made, record = _read(inner, Path(folder))
+    take(inner, name, made, record)
+    say(describe(inner))
+    return model
+
+
+def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Any], Tuning]:
+    """The layers of a LoRA folder on `model`, which is not changed, and how they are tuned."""
+    adapter = read_adapter(model, folder)
+    plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    made = {}
+    for name, own in adapter.layers.items():
+        full, layer = plain[name]
+        factors = {leaf: adapter.state[f"{name}.{leaf}"] for leaf in ("lora_A", "lora_B")}
+        made[full] = LAYERS[type(layer)].around(layer, own, factors)
+    family = family_of(model)
+    return made, Tuning("lora", adapter.config, family.name if family else None, ())
+
+
+def save_each(model: nn.Module, work: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write each adapter, as the only one of its model, into a sub-folder of its name."""
+    for name in tuning(model).adapters:
+        (work / name).mkdir()
+        with alone(model, name):
+            fill(work / name)
+        seal_folder(work / name)
+
+
+def holds_several(folder: Path) -> bool:
+    """Whether `save` wrote several adapters here."""
+    beside = any((folder / name).exists() for name in (RECORD, CONFIG, "config.json"))
+    return (folder / MANIFEST).is_file() and not beside and bool(_inside(folder))
+
+
+def load_each(model: nn.Module, folder: Path) -> None:
+    """Add every adapter of a folder that `save` wrote, by name. Raises as `add`."""
+    check_folder(folder)
+    for name in _inside(folder):
+        add(model, name, folder=folder / name)
+
+
+def _inside(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob(f"*/{RECORD}"))
