@@ -34,6 +34,7 @@ from petune_cli import (
     recipes,
     report,
     runs,
+    sweep,
     train,
     watch,
 )
@@ -49,7 +50,7 @@ commands = typer.Typer(
 )
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start": (train.train, init.init, chat.chat, recipes.ls, recipes.cp, doctor.doctor),
+    "Start": (train.train, sweep.sweep, init.init, chat.chat, recipes.ls, recipes.cp, doctor.doctor),
     "Look": (runs.runs, report.report, watch.watch),
     "Check": (check.check, plan.plan, profile.profile, bench.bench, data.data, scoring.evaluate),
     "Ship": (merge.merge, export.export, generate.generate),
@@ -62,6 +63,7 @@ _OTHER_VERBS = {  # what other tools call it
     **dict.fromkeys(("predict", "infer", "inference", "ask"), "generate"),
     **dict.fromkeys(("fit", "tune", "finetune", "sft"), "train"),
     **dict.fromkeys(("evaluate", "test", "score"), "eval"),
+    **dict.fromkeys(("grid", "hpo", "search"), "sweep"),
     **{"validate": "check", "new": "init", "create": "init", "list": "ls", "copy": "cp", "save": "export"},
 }
 _REFUSED_BY_MACHINE = {
