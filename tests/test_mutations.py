@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from petune.kernels.block import attention_steps, drawing, exchange_steps, part
 from petune.kernels.block.varlen import overlapping
 from petune.kernels.configs import MemoryConfig
 from petune.methods import several
+from petune.methods.miss import MissLinear
 from petune.models import attention
 from petune.models.exchange import Rows
 from petune.models.stack import Stack
@@ -47,6 +49,7 @@ from petune.rng import dropout as dropping
 from petune.rng.context import Running
 from petune.tasks.loss import count
 from tests.methods.named_jobs import assert_rows_meet_their_own, assert_trained_as_alone
+from tests.methods.peft_twins import assert_trains_as_peft
 from tests.methods.zoo import stir
 from tests.parallel import harness
 from tests.parallel.cells import case, short_cells
@@ -641,3 +644,22 @@ def test_rows_of_several_adapters_are_guarded(fault: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(several, name, wrong)
     with pytest.raises(AssertionError):
         sees()
+
+
+# ------------------------------------------------------------------ shards
+
+SUMMED: dict[str, Callable[[MissLinear, Tensor], Tensor]] = {
+    "neighbours": lambda self, x: x.unflatten(-1, (len(self.miss_block), -1)).sum(-1),
+    "the first one": lambda self, x: x[..., : len(self.miss_block)],
+    "their mean": lambda self, x: x.unflatten(-1, (-1, len(self.miss_block))).mean(-2),
+}
+
+
+@pytest.mark.parametrize("fault", SUMMED)
+def test_what_miss_sums_is_guarded(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def wrong(self: MissLinear, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) + SUMMED[fault](self, x) @ self.miss_block
+
+    monkeypatch.setattr(MissLinear, "forward", wrong)
+    with pytest.raises(AssertionError):
+        assert_trains_as_peft("llama-causal", tmp_path, "miss", r=8)

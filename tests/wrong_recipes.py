@@ -13,7 +13,11 @@ WRONG: dict[str, tuple[str | bytes, int, tuple[str, ...]]] = {
     "one word": (b"lora\n", 1, ("is a mapping", "found the text 'lora'")),
     "no model": (b"data: d\nmethod: lora\n", 1, ("model is missing", "model: demo:minilm")),
     "no data": (b"model: m\nmethod: lora\n", 1, ("data is missing", "data: demo:docstrings")),
-    "no method": (b"model: m\ndata: d\n", 1, ("method is missing", "full, lora, dora, ia3, adapter, side")),
+    "no method": (
+        b"model: m\ndata: d\n",
+        1,
+        ("method is missing", "full, lora, dora, ia3, miss, adapter, side"),
+    ),
     "rank": (
         b"model: m\ndata: d\nmethod:\n  name: lora\n  rank: 8\n",
         5,

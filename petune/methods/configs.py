@@ -126,6 +126,18 @@ class Ia3Config(MethodConfig):
 
 
 @dataclass(frozen=True)
+class MissConfig(MethodConfig):
+    """MiSS (Kang and Yin 2024, arXiv:2409.15371): y = Wx + b + D^T sum_k x_k, x_k being x's k-th r
+    features."""
+
+    r: int = field(default=64, metadata={"ge": 1, "doc": "rank: rows of D [r, out], the features of a shard"})
+    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1, "doc": "dropout on the input of the sum"})
+    targets: str | tuple[str, ...] = field(default="auto", metadata={"doc": "as for lora"})
+    exclude: tuple[str, ...] = field(default=(), metadata={"doc": "roles or name suffixes to leave out"})
+    also_train: str | tuple[str, ...] = field(default="auto", metadata={"doc": ALSO_TRAIN})
+
+
+@dataclass(frozen=True)
 class AdapterConfig(MethodConfig):
     """Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751): h + up(act(down(h))) after every attention
     and MLP."""
@@ -194,6 +206,7 @@ METHODS: dict[str, Method] = {
     "lora": Method(LoraConfig, "petune.methods.lora", 2e-4, files="peft", mergeable=True, fusable=True),
     "dora": Method(DoraConfig, "petune.methods.dora", 2e-4, files="peft", mergeable=True, row_cut=False),
     "ia3": Method(Ia3Config, "petune.methods.ia3", 3e-3, files="peft", mergeable=True),
+    "miss": Method(MissConfig, "petune.methods.miss", 2e-5, files="peft", mergeable=True, row_cut=False),
     "adapter": Method(AdapterConfig, "petune.methods.adapter", 3e-4, needs_family=True, fusable=True),
     "side": Method(SideConfig, "petune.methods.side", 1e-3, needs_family=True, fusable=True, ladder=True),
 }

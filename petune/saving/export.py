@@ -45,7 +45,7 @@ from petune.methods import (
     tuned_state,
     tuning,
 )
-from petune.methods.configs import METHODS, Ia3Config, LoraConfig, MethodConfig, method_of, name_of
+from petune.methods.configs import METHODS, LoraConfig, MethodConfig, method_of, name_of
 from petune.methods.merging import tuned_together, warn_of_quantised
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import TUNED as TUNED_FOLDER
@@ -56,7 +56,7 @@ from petune.models.frozen_weight import dense_of
 from petune.models.loading import quiet
 from petune.models.tuned_linear import TunedLinear, tuned_layers
 from petune.saving.fingerprint import bare, fingerprint, full_hash, plain_name, refuse_merged
-from petune.saving.ia3 import check_ia3, load_ia3, to_ia3
+from petune.saving.one_tensor import BY_TYPE, LAYOUTS, check_one_tensor, load_one_tensor, to_one_tensor
 from petune.saving.peft import (
     CONFIG,
     TENSORS,
@@ -169,7 +169,7 @@ def _write_model(
     tensors = _whole(model) if method.trains_base else in_difference_form(model, tuned_state(model))
     tensors = {plain_name(name): value for name, value in tensors.items()}
     if method.files == "peft":
-        to_files = to_ia3 if isinstance(config, Ia3Config) else to_peft
+        to_files = to_one_tensor if name_of(config) in LAYOUTS else to_peft
         fields, keyed = to_files(model, tensors, name)
         write_tensors(work / TENSORS, keyed, {"format": "pt"})
         write_json(work / CONFIG, fields)
@@ -355,7 +355,7 @@ def verify(folder: Path) -> str:
 
 def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
     """Raise FileError for a config of peft's that asks for what petune does not compute."""
-    check = check_ia3 if fields.get("peft_type") == "IA3" else check_config
+    check = check_one_tensor if fields.get("peft_type") in BY_TYPE else check_config
     check(fields, file)
 
 
@@ -364,8 +364,8 @@ def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
     fields = read_json(folder / CONFIG, links=True)
     _check_peft(fields, folder / CONFIG)
     tensors = read_tensors(folder / TENSORS, links=True)
-    if fields["peft_type"] == "IA3":
-        load_ia3(model, fields, tensors, folder)
+    if fields["peft_type"] in BY_TYPE:
+        load_one_tensor(model, fields, tensors, folder)
         if record is not None:
             remember(model, replace(tuning(model), config=record.config))
         return

@@ -442,7 +442,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
         raise FileError(
             f"peft_type is {kind!r}",
             where=str(file),
-            expected="LORA or IA3",
+            expected="LORA, IA3 or MISS",
             remedy="load this one with peft",
         )
     required = ("r", "lora_alpha", "target_modules") if config.get("peft_version") is None else _WHOLE_FILE

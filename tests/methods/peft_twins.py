@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import petune
 from petune.methods import tuned_parameters, tuned_state
-from petune.saving.ia3 import to_ia3
+from petune.saving.one_tensor import LAYOUTS, to_one_tensor
 from petune.saving.peft import to_peft
 from tests.methods.zoo import batch, stir, tiny
 
@@ -59,7 +59,7 @@ def assert_trains_as_peft(
     own, twins = tuned_parameters(ours), parameters_of(theirs)
     state = tuned_state(ours)
     names = {id(value): key for key, value in state.items()}
-    to_files = to_ia3 if method == "ia3" else to_peft
+    to_files = to_one_tensor if method in LAYOUTS else to_peft
     keys = {key: names[id(value)] for key, value in to_files(ours, state, None)[1].items()}
     assert twins.keys() == {key for key in keys if keys[key] in own}
     base = tiny(name, **changes)(**inputs).logits

@@ -68,7 +68,7 @@ def test_an_unknown_method_is_named_with_the_valid_ones() -> None:
         wrap(tiny("bert-classify"), "laro")
     text = str(caught.value)
     assert "no method named 'laro'" in text
-    assert "full, lora, dora, ia3, adapter, side" in text
+    assert "full, lora, dora, ia3, miss, adapter, side" in text
     assert "did you mean lora?" in text
 
 

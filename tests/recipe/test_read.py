@@ -325,7 +325,7 @@ def test_the_json_schema_names_every_setting() -> None:
     assert (
         short["enum"]
         == [one["properties"]["name"]["const"] for one in methods]
-        == ["full", "lora", "dora", "ia3", "adapter", "side"]
+        == ["full", "lora", "dora", "ia3", "miss", "adapter", "side"]
     )
     assert schema["properties"]["data"]["anyOf"][1]["required"] == ["path"]
     keeps, memory = schema["properties"]["memory"]["anyOf"]
