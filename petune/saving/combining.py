@@ -80,10 +80,17 @@ def combine(
     return base_model
 
 
-def read_adapter(model: nn.Module, folder: Path) -> Adapter:
-    """The LoRA of a folder of petune's or peft's on `model`, alone. Raises as `combine`."""
+def read_adapter(
+    model: nn.Module,
+    folder: Path,
+    verify_base: bool = False,
+    base_files: Mapping[str, Path] | None = None,
+) -> Adapter:
+    """The LoRA of a folder of petune's or peft's on `model`, alone. Raises as `combine`; the rest as for
+    `load`."""
     if (folder / RECORD).is_file():
-        read_record(folder).check_base(model, origin_files(model, False), False)
+        files = origin_files(model, verify_base) if base_files is None else base_files
+        read_record(folder).check_base(model, files, verify_base)
     else:
         check_folder(folder)
     config = read_json(folder / CONFIG, links=True)

@@ -235,7 +235,7 @@ def load(
     folder, model = _tuned_folder(Path(folder)), bare(base_model)
     _refuse_wrapped(model)
     if holds_several(folder):
-        load_each(model, folder)
+        load_each(model, folder, verify_base=verify_base, base_files=base_files)
         return base_model
     if not (folder / RECORD).is_file():
         _explain(folder)

@@ -20,7 +20,7 @@ from petune.models import family_of
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.combining import read_adapter
 from petune.saving.fingerprint import bare, plain_name
-from petune.saving.peft import CONFIG
+from petune.saving.peft import CONFIG, Adapter
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,29 +42,34 @@ def add(
     rows, init: pissa; FileError as `load`.
     """
     inner = bare(model)
-    if folder is None:
-        config = make_config(method, settings)
-        if not isinstance(config, LoraConfig):
-            raise UsageError("several adapters on one base are LoRA alone", where=name, found=method)
-    else:
+    if folder is not None:
         if settings or method != "lora":
             raise UsageError("a folder says its settings itself", where=name, remedy="leave them out")
-        config = LoraConfig()
+        _add_read(inner, name, Path(folder))
+        return model
+    config = make_config(method, settings)
+    if not isinstance(config, LoraConfig):
+        raise UsageError("several adapters on one base are LoRA alone", where=name, found=method)
     refuse_unfit(inner, name, config)
     with bare_base(inner):
-        if folder is None:
-            tune(inner, config)
-            made, record = dict(tuned_layers(inner)), tuning(inner)
-        else:
-            made, record = _read(inner, Path(folder))
+        tune(inner, config)
+        made, record = dict(tuned_layers(inner)), tuning(inner)
     take(inner, name, made, record)
     say(describe(inner))
     return model
 
 
-def _read(model: nn.Module, folder: Path) -> tuple[dict[str, Any], Tuning]:
-    """The layers of a LoRA folder on `model`, which is not changed, and how they are tuned."""
-    adapter = read_adapter(model, folder)
+def _add_read(model: nn.Module, name: str, folder: Path, **base: Any) -> None:
+    """Add the adapter of a LoRA folder. base: `verify_base` and `base_files`, as for `load`."""
+    refuse_unfit(model, name, LoraConfig())
+    with bare_base(model):
+        made, record = _read(model, read_adapter(model, folder, **base))
+    take(model, name, made, record)
+    say(describe(model))
+
+
+def _read(model: nn.Module, adapter: Adapter) -> tuple[dict[str, Any], Tuning]:
+    """The layers of an adapter on `model`, which is not changed, and how they are tuned."""
     plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
     made = {}
     for name, own in adapter.layers.items():
@@ -90,11 +95,12 @@ def holds_several(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not beside and bool(_inside(folder))
 
 
-def load_each(model: nn.Module, folder: Path) -> None:
-    """Add every adapter of a folder that `save` wrote, by name. Raises as `add`."""
+def load_each(model: nn.Module, folder: Path, **base: Any) -> None:
+    """Add every adapter of a folder that `save` wrote, in the order of their names. base: as for `load`.
+    Raises as `add`."""
     check_folder(folder)
     for name in _inside(folder):
-        add(model, name, folder=folder / name)
+        _add_read(model, name, folder / name, **base)
 
 
 def _inside(folder: Path) -> list[str]:

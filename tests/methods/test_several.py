@@ -108,6 +108,13 @@ def test_a_copy_chooses_for_itself_and_dropout_acts_in_training_alone() -> None:
         assert not torch.equal(logits(model, given), logits(model, given))
 
 
+def test_a_mode_set_while_one_is_alone_holds_for_all() -> None:
+    model = together().train()
+    with petune.alone(model, "b"):
+        model.eval()
+    assert not any(module.training for module in model.modules())
+
+
 def test_one_is_merged_and_the_others_are_gone() -> None:
     model, given = together(), inputs()
     with petune.active(model, "c"):

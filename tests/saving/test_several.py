@@ -49,6 +49,8 @@ def test_a_folder_of_several_is_read_whole_or_one_of_it(tmp_path: Path) -> None:
     assert {name: value.tolist() for name, value in tuned_state(again).items()} == {
         name: value.tolist() for name, value in state.items()
     }
+    with pytest.raises(FileError, match="stores no hash of its base"):
+        petune.load(tiny(NAME), tmp_path / "all", verify_base=True)
     one = petune.load(tiny(NAME), tmp_path / "all" / "b")
     assert torch.equal(logits(one, given), logits(job("b"), given))
     renamed = petune.add(petune.add(tiny(NAME), "fresh"), "old", folder=tmp_path / "all" / "b")
