@@ -14,7 +14,14 @@ from petune.log import say, warn
 from petune.methods.configs import METHODS, MethodConfig, make_config, name_of
 from petune.methods.merging import was_merged
 from petune.methods.saving import remember
-from petune.methods.settings import AdapterSettings, Ia3Settings, LoraSettings, Shared, SideSettings
+from petune.methods.settings import (
+    AdapterSettings,
+    Ia3Settings,
+    LoraSettings,
+    MissSettings,
+    Shared,
+    SideSettings,
+)
 from petune.methods.targets import head_modules
 from petune.methods.trainable import base_biases, describe, untouched
 from petune.methods.wrapped import Tuning, is_wrapped, tuning
@@ -30,6 +37,8 @@ def wrap(
 ) -> Model: ...
 @overload
 def wrap(model: Model, method: Literal["ia3"], **settings: Unpack[Ia3Settings]) -> Model: ...
+@overload
+def wrap(model: Model, method: Literal["miss"], **settings: Unpack[MissSettings]) -> Model: ...
 @overload
 def wrap(model: Model, method: Literal["adapter"], **settings: Unpack[AdapterSettings]) -> Model: ...
 @overload

@@ -47,6 +47,16 @@ class Ia3Settings(Shared, total=False):
     also_train: Names
 
 
+class MissSettings(Shared, total=False):
+    """Of miss."""
+
+    r: int
+    dropout: float
+    targets: Names
+    exclude: Sequence[str]
+    also_train: Names
+
+
 class AdapterSettings(Shared, total=False):
     """Of adapter."""
 
