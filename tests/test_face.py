@@ -108,7 +108,7 @@ SEEN = [
     "dict[str, Any]",
     "float | None",
     'Argument "data" to "train" has incompatible type "int"',
-    'Value of type variable "Model" of "wrap" cannot be "str"',
+    'No overload variant of "wrap" matches argument type "str"',
     'Module has no attribute "no_such_name"',
 ]
 
@@ -189,7 +189,8 @@ def test_a_type_checker_of_another_project_sees_the_types(editable: list[Path], 
     ]
     environment = os.environ | {"MYPYPATH": os.pathsep.join(map(str, (tmp_path, *editable)))}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
+    # what else a call of wrap could have been is noted besides
+    lines = [line for line in done.stdout.splitlines() if "note:" not in line or "Revealed" in line]
     assert len(lines) == len(SEEN), done.stdout + done.stderr
     for line, words in zip(lines, SEEN, strict=True):
         assert words in line
