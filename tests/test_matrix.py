@@ -18,8 +18,8 @@ import torch
 from petune.kernels.configs import MemoryConfig
 from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
-from tests.methods.zoo import FOUR
-from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, METHODS, ROUND, SQUARE, case
+from tests.methods.zoo import FOUR, table
+from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, KIN, METHODS, ROUND, SHORT_KIN, SQUARE, case
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
 
@@ -327,6 +327,13 @@ def test_dropout_and_recomputation_in_every_cell(method: str, backend: str, name
 )
 def test_other_models_and_heads(backend: str, method: str, name: str) -> None:
     check(case(name, method, BACKENDS[backend](name, 2)))
+
+
+@pytest.mark.parametrize(("method", "backend", "name"), in_part(KIN, SHORT_KIN))
+def test_families_that_are_a_few_lines_more(method: str, backend: str, name: str) -> None:
+    fused = all(rule.unfused is None for rule in table(name).stacks.values()) and backend == "tp"
+    one = case(name, method, BACKENDS[backend](name, 2), steps=1, passes=(4,))
+    check(replace(one, blocks=KEPT[2] if fused else None))
 
 
 @long

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from petune.models import bart, bert, gemma3, llama, t5
+from petune.models import bart, bert, distilbert, gemma3, llama, t5
 from petune.models.spec import Family
 
 FAMILIES: dict[str, Family] = {
     "bert": bert.FAMILY,
+    "roberta": bert.ROBERTA,
+    "xlm-roberta": bert.ROBERTA,
+    "camembert": bert.ROBERTA,
+    "distilbert": distilbert.FAMILY,
     "bart": bart.FAMILY,
     "t5": t5.FAMILY,
     "llama": llama.FAMILY,

@@ -3,8 +3,6 @@ crossing attention."""
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 from petune.models.spec import (
     Attention,
     Config,
@@ -16,6 +14,7 @@ from petune.models.spec import (
     StackRule,
     SubLayer,
     linears,
+    narrowed,
 )
 
 
@@ -51,11 +50,7 @@ def shape(config: Config) -> Shape:
 
 def narrow(config: Config, reduction: int) -> Config:
     """`config` with model and MLP widths of both stacks divided by `reduction`."""
-    small = deepcopy(config)
-    small.d_model = config.d_model // reduction
-    small.encoder_ffn_dim = config.encoder_ffn_dim // reduction
-    small.decoder_ffn_dim = config.decoder_ffn_dim // reduction
-    return small
+    return narrowed(config, reduction, "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
 
 
 def depth(config: Config) -> dict[StackName, int]:

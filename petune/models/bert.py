@@ -3,7 +3,7 @@ one and left by the other."""
 
 from __future__ import annotations
 
-from copy import deepcopy
+from dataclasses import replace
 
 from petune.models.spec import (
     Attention,
@@ -16,6 +16,7 @@ from petune.models.spec import (
     StackRule,
     SubLayer,
     linears,
+    narrowed,
 )
 
 
@@ -49,10 +50,7 @@ def shape(config: Config) -> Shape:
 
 def narrow(config: Config, reduction: int) -> Config:
     """`config` with hidden and MLP widths divided by `reduction`."""
-    small = deepcopy(config)
-    small.hidden_size = config.hidden_size // reduction
-    small.intermediate_size = config.intermediate_size // reduction
-    return small
+    return narrowed(config, reduction, "hidden_size", "intermediate_size")
 
 
 def depth(config: Config) -> dict[StackName, int]:
@@ -72,3 +70,5 @@ FAMILY = Family(
     # the second of the head of masked words, whose table of words is the embedding
     fresh=("pooler", "transform"),
 )
+# RoBERTa, XLM-R and CamemBERT are BERT with other positions and heads
+ROBERTA = replace(FAMILY, name="roberta", fresh=("pooler",))

@@ -9,6 +9,7 @@ family costs one table and no code. A rule that matches nothing raises and names
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -171,7 +172,8 @@ class StackRule:
 
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
-    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
+    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells. `unfused`,
+    `uncut`: what blocks do that no sub-layer tells, why they are not fused, or not cut by heads and columns.
     """
 
     blocks: str
@@ -181,6 +183,8 @@ class StackRule:
     rotary: str | None = None
     bias: str | None = None
     clamps: bool = False
+    unfused: str | None = None
+    uncut: str | None = None
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -229,6 +233,14 @@ class Site:
     region: Region
     role: Role
     leaves: bool
+
+
+def narrowed(config: Config, reduction: int, *widths: str) -> Config:
+    """A copy of a config with these widths divided by `reduction`."""
+    small = deepcopy(config)
+    for width in widths:
+        setattr(small, width, getattr(config, width) // reduction)
+    return small
 
 
 def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:

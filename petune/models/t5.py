@@ -3,8 +3,6 @@ block to block."""
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 from petune.models.spec import (
     Attention,
     Config,
@@ -16,6 +14,7 @@ from petune.models.spec import (
     StackRule,
     SubLayer,
     linears,
+    narrowed,
 )
 
 CARRY = ("hidden_states", "position_bias", "encoder_decoder_position_bias")
@@ -65,11 +64,7 @@ def shape(config: Config) -> Shape:
 
 def narrow(config: Config, reduction: int) -> Config:
     """`config` with model, MLP and head widths divided by `reduction`."""
-    small = deepcopy(config)
-    small.d_model = config.d_model // reduction
-    small.d_ff = config.d_ff // reduction
-    small.d_kv = config.d_kv // reduction
-    return small
+    return narrowed(config, reduction, "d_model", "d_ff", "d_kv")
 
 
 def depth(config: Config) -> dict[StackName, int]:

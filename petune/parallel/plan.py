@@ -393,6 +393,7 @@ class _Cutting:
             )
         if by_heads or row.mlp == "heads" or config.exchange == "ulysses":
             self._same_stacks(model_config)
+            self._divisible(family)
         if config.exchange == "ring" and (dropout := attention_dropout(model_config)):
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
             self.fault(
@@ -499,6 +500,11 @@ class _Cutting:
                         remedy="use sp, pp or dp",
                     )
                 )
+
+    def _divisible(self, family: Family) -> None:
+        """Whether a block of the family is one by heads and columns."""
+        for why in {rule.uncut for rule in family.stacks.values() if rule.uncut is not None}:
+            self.faults.append(Problem(why, self.where, remedy="use sp with exchange: gather, pp or dp"))
 
     def _vocabulary(self, row: Row, family: Family, model_config: Config, head: bool) -> tuple[int, ...]:
         """The ratio in which table and output head are cut, that of the ranks' other work; empty where they

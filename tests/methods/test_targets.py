@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
+    MPNetConfig,
+    MPNetForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -22,7 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
 from petune.methods import tuned_state, wrap
-from tests.methods.zoo import ZOO, tiny
+from petune.methods.targets import LINEAR
+from petune.models.spec import stack_paths
+from tests.methods.zoo import ZOO, table, tiny
 
 BART = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2"}
 BART_CROSS = {f"encoder_attn.{part}_proj" for part in ("q", "k", "v", "out")}
@@ -73,13 +75,24 @@ def lora_layers(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name in tuned_state(model) if name.endswith("lora_A")}
 
 
+def in_blocks(name: str) -> set[str]:
+    """Every linear of every block."""
+    model = tiny(name)
+    return {
+        f"{path}.{key}"
+        for path in stack_paths(model, table(name)).values()
+        for key, module in model.get_submodule(path).named_modules()
+        if type(module) in LINEAR
+    }
+
+
 def targets(name: str, **settings: Any) -> set[str]:
     return lora_layers(wrap(tiny(name), "lora", r=2, **settings))
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_auto_is_every_attention_and_mlp_projection_cross_attention_included(name: str) -> None:
-    assert targets(name) == AUTO[name]
+    assert targets(name) == (AUTO[name] if name in AUTO else in_blocks(name))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +119,10 @@ def test_on_an_unknown_family_auto_is_every_linear_but_the_output_head() -> None
 
 
 def test_on_an_unknown_family_the_output_head_of_a_classifier_is_left_out() -> None:
-    config = DistilBertConfig(vocab_size=97, dim=32, hidden_dim=64, n_layers=1, n_heads=4, num_labels=3)
-    found = lora_layers(wrap(DistilBertForSequenceClassification(config), "lora", r=2))
-    assert "distilbert.transformer.layer.0.attention.q_lin" in found
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = MPNetConfig(vocab_size=97, num_labels=3, **sizes)
+    found = lora_layers(wrap(MPNetForSequenceClassification(config), "lora", r=2))
+    assert "mpnet.encoder.layer.0.attention.attn.q" in found
     assert "classifier" not in found
 
 

@@ -39,7 +39,10 @@ from transformers import (
     T5ForSequenceClassification,
 )
 
-VOCAB = 97
+from petune.models import FAMILIES
+from petune.models.spec import Family
+from tests.methods.more_models import MORE, VOCAB
+
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -129,6 +132,7 @@ ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3-classify": (Qwen3ForSequenceClassification, Qwen3Config, {**_DECODER, "head_dim": 16}),
     "gemma3-causal": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
     "gemma3-classify": (Gemma3TextForSequenceClassification, Gemma3TextConfig, _GEMMA),
+    **MORE,
 }
 FOUR = ("bert-classify", "bart-seq2seq", "t5-seq2seq", "llama-causal")  # one model of each family
 # No token twice: a random model with tied embeddings would otherwise repeat one, and hide what the test is
@@ -155,6 +159,16 @@ def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
     return model_type(config_type(**{**settings, **changes})).eval()
 
 
+def table(name: str) -> Family:
+    """The family of the model `name`."""
+    return FAMILIES[ZOO[name][1].model_type]
+
+
+def writes_beside(name: str) -> bool:
+    """Whether the model `name` has an encoder and a decoder."""
+    return table(name).kind == "encoder-decoder"
+
+
 def batch(name: str, *, seed: int = 1, rows: int = 3, length: int = 9) -> dict[str, Tensor]:
     """Inputs and labels for the model `name`: rows of unequal length, padded on the right."""
     torch.manual_seed(seed)
@@ -164,14 +178,14 @@ def batch(name: str, *, seed: int = 1, rows: int = 3, length: int = 9) -> dict[s
         mask[row, length - 2 * row :] = 0
         ids[row, length - 2 * row :] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if name.startswith("bart-classify") or name.startswith("t5-classify"):
+    if name.endswith("classify") and writes_beside(name):
         ends = mask.sum(1) - 1
         ids[torch.arange(rows), ends] = 2  # these heads read the state of the end token, one in each row
     if name.endswith("classify"):
         return inputs | {"labels": torch.randint(0, 3, (rows,))}
     if name.endswith("tokens"):
         return inputs | {"labels": torch.where(mask.bool(), torch.randint(0, 3, ids.shape), -100)}
-    if name.startswith(("bart", "t5")):
+    if writes_beside(name):
         return inputs | {"labels": torch.randint(3, VOCAB, (rows, 6))}
     return inputs | {"labels": torch.where(mask.bool(), ids, -100)}
 
@@ -182,7 +196,7 @@ def prompt(name: str) -> dict[str, Tensor]:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     return (
         {"input_ids": ids, "attention_mask": mask}
-        if name.startswith(("bart", "t5"))
+        if writes_beside(name)
         else {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
     )
 

@@ -20,14 +20,13 @@ from petune.models.source import Source
 from petune.models.spec import Family, find_sites, linears, stack_paths
 from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, frozen, prompt, stir, tiny
 
-# roles and ways out of one block, by family and stack
+# roles and ways out of one block, by stack, of what most families of a kind have
 ROLES = {
-    "bert": {"encoder": ("qkvo", "up down", 2)},
-    "bart": {"encoder": ("qkvo", "up down", 2), "decoder": ("qkvoqkvo", "up down", 3)},
-    "t5": {"encoder": ("qkvo", "up down", 2), "decoder": ("qkvoqkvo", "up down", 3)},
-    "llama": {"decoder": ("qkvo", "gate up down", 2)},
-    "gemma3": {"decoder": ("qkvo", "gate up down", 2)},
+    "encoder": {"encoder": ("q k v o", "up down", 2)},
+    "encoder-decoder": {"encoder": ("q k v o", "up down", 2), "decoder": ("q k v o " * 2, "up down", 3)},
+    "decoder": {"decoder": ("q k v o", "gate up down", 2)},
 }
+OTHERS: dict[str, dict[str, tuple[str, str, int]]] = {}  # by family
 
 
 def family(name: str) -> Family:
@@ -54,13 +53,13 @@ def test_every_linear_of_every_block_is_one_site(name: str) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> None:
     sites = find_sites(tiny(name), family(name))
-    expected = ROLES[family(name).name]
+    expected = OTHERS.get(family(name).name, ROLES[family(name).kind])
     assert {site.stack for site in sites} == set(expected)
     for stack, (attention, mlp, ways_out) in expected.items():
         gated = ["gate"] if name == "t5-gated" else []
         for block in range(2):
             own = [site for site in sites if (site.stack, site.block) == (stack, block)]
-            assert Counter(site.role for site in own) == Counter([*attention, *mlp.split(), *gated])
+            assert Counter(site.role for site in own) == Counter([*attention.split(), *mlp.split(), *gated])
             assert {site.role for site in own if site.leaves} == {"o", "down"}
             assert sum(site.leaves for site in own) == ways_out
 
@@ -118,9 +117,11 @@ def test_narrow_divides_every_width_and_keeps_heads_and_the_original(name: str) 
 @pytest.mark.parametrize("name", [name for name in ZOO if name.endswith(("classify", "tokens"))])
 def test_the_table_names_the_task_head(name: str) -> None:
     model = tiny(name)
-    heads = [key for key, _ in model.named_children() if key in family(name).heads]
-    assert len(heads) == 1
-    assert sum(value.shape[0] == 3 for value in model.get_submodule(heads[0]).parameters()) >= 1
+    beside = {key: list(child.parameters()) for key, child in model.named_children()}
+    del beside[model.base_model_prefix]
+    heads = {key for key, values in beside.items() if values}
+    assert heads and heads <= set(family(name).heads)
+    assert sum(value.shape[0] == 3 for key in heads for value in beside[key]) >= 1
 
 
 @pytest.mark.parametrize("model_type", [BertModel, LlamaModel, T5EncoderModel])

@@ -7,8 +7,11 @@ method, a backend and a family is there.
 
 from __future__ import annotations
 
+from itertools import product
+
 from petune.parallel.plan import ParallelPlan
-from tests.methods.zoo import FOUR, SETTINGS
+from tests.methods.more_models import MORE
+from tests.methods.zoo import FOUR, SETTINGS, table
 from tests.parallel.harness import Case
 from tests.parallel.plans import BACKENDS, COMPOSED, settings_of
 
@@ -31,6 +34,28 @@ COMPOSITIONS = [
     for turn, composed in enumerate(COMPOSED)
 ]
 HALF = COMPOSITIONS[::2]
+
+
+def can_be_cut(name: str, backend: str) -> bool:
+    """Whether the blocks of a model can be cut as the backend wants it, by the family's table."""
+    cut = BACKENDS[backend](name, 2).cut
+    whole = cut is None or not (cut.heads or cut.columns)
+    return whole or all(rule.uncut is None for rule in table(name).stacks.values())
+
+
+# Families that are a few lines more: one cell where blocks are cut by heads if they can be, and one that goes
+# round.
+KIN = [
+    (METHODS[(at + at // len(MORE)) % 4], backend, name)
+    for at, (backend, name) in enumerate(product(BACKENDS, MORE))
+    if can_be_cut(name, backend)
+]
+ROUND_KIN = {
+    (name, backend)
+    for at, name in enumerate(MORE)
+    for backend in ("tp", [other for other in BACKENDS if other != "tp"][at % (len(BACKENDS) - 1)])
+}
+SHORT_KIN = [cell for cell in KIN if (cell[2], cell[1]) in ROUND_KIN]
 
 
 def case(name: str, method: str, plan: ParallelPlan, **changes: object) -> Case:

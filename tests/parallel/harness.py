@@ -48,7 +48,7 @@ from petune.run.evaluate import outputs_of
 from petune.run.objective import objective_of
 from petune.tasks import TASKS, loss_sum
 from petune.tasks.loss import count, trained_positions
-from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny
+from tests.methods.zoo import SETTINGS, VOCAB, stir, tiny, writes_beside
 from tests.pool import run
 
 Batch = dict[str, Tensor]
@@ -151,7 +151,7 @@ def rows(case: Case, step: int) -> list[list[Row]]:
                 row["labels"] = [-100] * masked + [
                     label % 3 if case.task == "tokens" else label for label in ids[masked:]
                 ]
-            if case.task == "classify" and case.family in ("bart", "t5"):
+            if case.task == "classify" and writes_beside(case.name):
                 ids[-1] = EOS
             found[-1].append(row)
     return found

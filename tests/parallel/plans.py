@@ -14,6 +14,7 @@ from typing import Any
 
 from petune.parallel.configs import ROWS, Row
 from petune.parallel.plan import Cut, ParallelPlan, Sharding, Stage
+from tests.methods.zoo import ZOO, table, writes_beside
 
 HEADS = {2: (6, 2), 3: (4, 2, 2)}
 COLUMNS = {2: (72, 24), 3: (48, 32, 16)}
@@ -28,14 +29,15 @@ def cut(name: str, row: Row, ranks: int, exchange: str = "gather", vocabulary: b
     """The row of layouts over `ranks`, unevenly; lists of layouts that do not occur are empty."""
     by_heads = "heads" in (row.attention, exchange) or exchange == "ulysses"
     heads = HEADS[ranks] if by_heads else ()
-    grouped = name.partition("-")[0] not in ("bert", "bart", "t5")
+    shape = table(name).shape(ZOO[name][1](**ZOO[name][2]))
+    group = shape.heads // shape.kv_heads
     return Cut(
         attention=row.attention,
         mlp=row.mlp,
         connection=row.connection,
         exchange=exchange,
         heads=heads,
-        kv_heads=tuple(count // 2 for count in heads) if grouped else heads,
+        kv_heads=tuple(count // group for count in heads),
         columns=COLUMNS[ranks] if row.mlp == "heads" else (),
         sequence=SEQUENCE[ranks] if row.connection == "sequence" else (),
         vocabulary=VOCABULARY[ranks] if vocabulary else (),
@@ -61,11 +63,9 @@ def _shard(name: str, ranks: int) -> ParallelPlan:
 
 def stages(name: str, counts: Sequence[int]) -> tuple[Stage, ...]:
     """`counts` blocks per stage, the encoder's before the decoder's."""
-    family = name.partition("-")[0]
+    stacks = list(table(name).stacks)
     order: list[tuple[Any, int]] = (
-        [("encoder", 2), ("decoder", 2)]
-        if family in ("bart", "t5")
-        else [("encoder" if family == "bert" else "decoder", sum(counts))]
+        [(stack, 2) for stack in stacks] if len(stacks) > 1 else [(stacks[0], sum(counts))]
     )
     places = [(stack, index) for stack, number in order for index in range(number)]
     assert len(places) == sum(counts)
@@ -81,8 +81,8 @@ def stages(name: str, counts: Sequence[int]) -> tuple[Stage, ...]:
 
 def counts_of(name: str, ranks: int, *, reverse: bool = False) -> tuple[int, ...]:
     """Uneven blocks per stage that add up to the model's, see `settings_of`."""
-    encoder_decoder = name.startswith(("bart", "t5"))
-    counts = {2: (3, 1) if encoder_decoder else (2, 1), 3: (1, 2, 1) if encoder_decoder else (1, 1, 1)}[ranks]
+    both = writes_beside(name)
+    counts = {2: (3, 1) if both else (2, 1), 3: (1, 2, 1) if both else (1, 1, 1)}[ranks]
     return counts[::-1] if reverse else counts
 
 
@@ -102,7 +102,7 @@ def looped(schedule: str, microbatches: int = 4) -> Plan:
     """A pipeline with two stages on each rank, stage s on rank s % ranks."""
 
     def plan(name: str, ranks: int) -> ParallelPlan:
-        counts = (1,) * (2 * ranks) if name.startswith(("bart", "t5")) else (2,) + (1,) * (2 * ranks - 1)
+        counts = (1,) * (2 * ranks) if writes_beside(name) else (2,) + (1,) * (2 * ranks - 1)
         return ParallelPlan(
             pp=ranks, stages=stages(name, counts), schedule=schedule, microbatches=microbatches
         )
@@ -118,7 +118,7 @@ def settings_of(name: str, plan: ParallelPlan) -> tuple[tuple[str, Any], ...]:
     """
     found: list[tuple[str, Any]] = []
     family = name.partition("-")[0]
-    if plan.pp > 1 and family not in ("bart", "t5"):
+    if plan.pp > 1 and not writes_beside(name):
         found.append(
             ("num_hidden_layers", max(end for stage in plan.stages for _, end in stage.blocks.values()))
         )

@@ -22,7 +22,13 @@ from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRu
 from petune.models.stack import Stack
 from petune.models.tuned_linear import bottleneck_of, linear_of
 
-_ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")  # of a config
+_ACT_KEYS = (
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "activation",
+    "dense_act_fn",
+)  # of a config
 _ACTS: dict[str, Act] = {
     "silu": "silu",
     "swish": "silu",
@@ -35,6 +41,8 @@ _ACTS: dict[str, Act] = {
 
 def spec_of(block: nn.Module, stack: Stack, shape: Shape, config: Any, ops: Ops) -> Spec | str:
     """The block as a fused one computes it, or why it cannot be."""
+    if stack.rule.unfused is not None:
+        return stack.rule.unfused
     name = str(next((own for key in _ACT_KEYS if (own := getattr(config, key, None))), None))
     sublayers = read_sublayers(block, stack.rule)
     for sublayer in sublayers:

@@ -1,0 +1,55 @@
+"""DistilBERT: BERT's post-norm encoder with half as many blocks, under names of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from petune.models import bert
+from petune.models.spec import (
+    Attention,
+    Config,
+    Mlp,
+    Norm,
+    Shape,
+    StackRule,
+    SubLayer,
+    linears,
+    narrowed,
+)
+
+ATTENTION = Attention(
+    at="attention",
+    groups=(linears(q="attention.q_lin", k="attention.k_lin", v="attention.v_lin"),),
+    out="attention.out_lin",
+    drop="attention.dropout",
+)
+BLOCK = (
+    SubLayer(ATTENTION, norm_after_sum=Norm("sa_layer_norm", "layer")),
+    SubLayer(
+        Mlp(at="ffn", up=linears(up="ffn.lin1"), down="ffn.lin2"),
+        norm_after_sum=Norm("output_layer_norm", "layer"),
+        drop="ffn.dropout",
+    ),
+)
+
+
+def shape(config: Config) -> Shape:
+    """Sizes of a DistilBERT config; every head has its own keys and values."""
+    return Shape(config.n_heads, config.n_heads, config.dim // config.n_heads, config.hidden_dim, config.dim)
+
+
+def narrow(config: Config, reduction: int) -> Config:
+    """`config` with hidden and MLP widths divided by `reduction`."""
+    return narrowed(config, reduction, "dim", "hidden_dim")
+
+
+FAMILY = replace(
+    bert.FAMILY,
+    name="distilbert",
+    stacks={"encoder": StackRule(blocks="transformer.layer", sublayers=BLOCK)},
+    heads=("pre_classifier", "classifier"),
+    shape=shape,
+    narrow=narrow,
+    # of the head of masked words, whose table of words is the embedding
+    fresh=("vocab_transform", "vocab_layer_norm"),
+)

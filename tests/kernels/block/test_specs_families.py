@@ -1,0 +1,107 @@
+"""Families that are a few lines more: fused blocks of each compute what its own do, in float64, every
+gradient; and rows packed in one are those rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petune.kernels.configs import Rung
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.methods import tuned_parameters
+from petune.methods.configs import make_config
+from petune.methods.registry import tune
+from petune.models import family_of
+from petune.models.stack import own_stacks
+from tests.kernels.fused_pairs import stand_on
+from tests.methods.more_models import MORE
+from tests.methods.zoo import SETTINGS, assert_same_gradients, batch, gradients, stir, table, tiny
+
+UNFUSED = {name for name in MORE if any(rule.unfused for rule in table(name).stacks.values())}
+FUSED = [name for name in MORE if name not in UNFUSED]
+CAUSAL = [name for name in MORE if name.endswith("causal")]
+RUNGS: dict[str, Any] = {"full": Rung("all"), "lora": Rung("attention"), "adapter": Rung("input")}
+
+
+def tuned(name: str, method: str = "lora", **changes: Any) -> nn.Module:
+    """A model of the zoo in float64, nothing in it at identity."""
+    model = tiny(name, **changes).double()
+    tune(model, make_config(method, SETTINGS[method]))
+    stir(model, std=0.1)
+    return model.train()
+
+
+def fused(model: nn.Module) -> nn.Module:
+    """A copy of it with fused blocks."""
+    made = copy.deepcopy(model)
+    done = fuse(made, family_of(made), "reference")
+    assert done.blocks and not done.reasons, done.reasons
+    return made
+
+
+def assert_alike(made: nn.Module, plain: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Equal losses and gradients."""
+    loss, found = gradients(made, inputs)
+    expected, wanted = gradients(plain, inputs)
+    assert abs(float(loss - expected)) < 1e-10
+    assert_same_gradients(found, wanted, 1e-10)
+    assert not (said := [block.spec.said for block in fused_blocks(made) if block.spec.said]), said
+
+
+@pytest.mark.parametrize("method", RUNGS)
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_blocks_compute_what_the_family_s_own_do(name: str, method: str) -> None:
+    plain = tuned(name, method)
+    made = fused(plain)
+    stand_on(made, RUNGS[method])
+    assert_alike(made, plain, batch(name))
+    whole = {key: value for key, value in batch(name, length=11).items() if key != "attention_mask"}
+    assert_alike(made, plain, whole)  # no mask at all: who sees whom is the table's word
+
+
+@pytest.mark.parametrize("name", sorted(UNFUSED))
+def test_what_cannot_be_fused_says_why_and_trains_with_its_linears_fused(name: str) -> None:
+    plain = tuned(name)
+    made = copy.deepcopy(plain)
+    done = fuse(made, family_of(made), "reference")
+    assert not done.blocks and done.sites and table(name).name
+    assert any(rule.unfused in reason for rule in table(name).stacks.values() for reason in done.reasons)
+    assert_alike(made, plain, batch(name))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_rows_packed_in_one_have_the_loss_and_the_gradients_of_rows_by_themselves(name: str) -> None:
+    model = tuned(name)
+    lengths, ids = (5, 8), batch(name, rows=1, length=13)["input_ids"]
+    apart, whole = [], dict[str, Tensor]()
+    for row in ids.split(lengths, 1):
+        loss, found = gradients(model, {"input_ids": row, "labels": row})
+        apart.append(loss * (row.shape[1] - 1))
+        whole = {key: whole.get(key, 0) + value * (row.shape[1] - 1) for key, value in found.items()}
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    kinds = [model] if name in UNFUSED else [model, fused(model)]
+    for one in kinds:
+        loss, found = gradients(
+            one, {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
+        )
+        count = sum(lengths) - len(lengths)
+        assert abs(float(loss * count - sum(apart))) < 1e-9
+        assert_same_gradients({key: value * count for key, value in found.items()}, whole, 1e-9)
+
+
+def test_the_tuned_start_as_their_base_does_under_fused_blocks() -> None:
+    for name in FUSED:
+        base, model = tiny(name).double(), tiny(name).double()
+        tune(model, make_config("lora", SETTINGS["lora"]))
+        assert fuse(model, family_of(model), "reference").blocks and tuned_parameters(model)
+        own_stacks(base, table(name))
+        inputs = {key: value for key, value in batch(name).items() if key != "labels"}
+        with torch.no_grad():
+            found, expected = model(**inputs).logits, base(**inputs).logits
+        seen = slice(None) if name.endswith(("classify", "seq2seq")) else inputs["attention_mask"].bool()
+        torch.testing.assert_close(found[seen], expected[seen], rtol=0, atol=1e-10)
