@@ -286,8 +286,9 @@ def _narrow_config(model: nn.Module, family: Family, reduction: int) -> Config:
         )
     if problems:
         raise UsageError(problems)
-    if getattr(small, "layer_types", None):
-        small.layer_types = list(small.layer_types) * 2  # side blocks are numbered past the backbone's
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(small, name, None):
+            setattr(small, name, list(getattr(small, name)) * 2)  # side blocks are numbered past the others
     return small
 
 

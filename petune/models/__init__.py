@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from petune.models import bart, bert, distilbert, gemma3, llama, t5
+from petune.models import bart, bert, distilbert, gemma3, llama, olmo2, t5
 from petune.models.spec import Family
 
 FAMILIES: dict[str, Family] = {
@@ -20,6 +20,13 @@ FAMILIES: dict[str, Family] = {
     "mistral": llama.FAMILY,
     "qwen2": llama.FAMILY,
     "qwen3": llama.FAMILY,
+    "ministral": llama.FAMILY,
+    "ministral3": llama.MINISTRAL3,
+    "smollm3": llama.SMOLLM3,
+    "granite": llama.GRANITE,
+    "olmo2": olmo2.FAMILY,
+    "olmo3": olmo2.FAMILY,
+    "gemma2": gemma3.FAMILY,
     "gemma3_text": gemma3.FAMILY,
 }
 

@@ -23,6 +23,7 @@ from petune.errors import UsageError
 from petune.rng.dropout import drop_attention
 
 NAME = "petune"
+CAPPING = (NAME, "eager")  # what caps scores where a model asks for it
 _BEFORE = "petune_attention_before"  # attribute of a model: the name of the function that it used before
 
 # output [b, q, heads, head_dim], and probabilities, which SDPA never has
@@ -41,13 +42,13 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any
 ) -> Attended:
     """What is registered: `attend`, through `module.exchange` where there is one."""
-    if kw.get("softcap") is not None:
-        raise UsageError(
-            "attention scores with a soft cap are not supported here", found=f"softcap {kw['softcap']}"
-        )
     exchange = getattr(module, "exchange", None)
     if exchange is None:
         return attend(module, query, key, value, attention_mask, **kw)
+    if kw.get("softcap") and exchange.kind == "ring":
+        raise UsageError(
+            "a ring does not cap attention scores", found=f"softcap {kw['softcap']}", remedy="use gather"
+        )
     found: Attended = exchange(attend, module, query, key, value, attention_mask, **kw)
     return found
 
@@ -71,7 +72,7 @@ def attend(
     those of Hugging Face's attention functions.
     """
     # no kernel promises a graph for a rank without tokens, which must take part in the backward pass
-    if dropout or not query.shape[2]:
+    if dropout or not query.shape[2] or kw.get("softcap"):
         head = getattr(module, "first_head", 0) if first_head is None else first_head
         return _explicit(module, query, key, value, mask, dropout, (head, first_query), **kw)
     found: Attended = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=0.0, **kw)
@@ -134,13 +135,16 @@ def _explicit(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> Attended:
-    """softmax(q k^T scaling + mask) v, with the probabilities at hand; `first` as `drop_attention` takes
+    """softmax(cap(q k^T scaling) + mask) v, with the probabilities at hand; `first` as `drop_attention` takes
     it."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if query.shape[2] > 1 and causal(module, mask, is_causal):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()[None, None]
     found = probabilities(scores, mask, position_bias).to(value.dtype)

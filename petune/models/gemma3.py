@@ -1,5 +1,6 @@
-"""Gemma 3 (text): a norm before and one behind each sub-layer, each scaling by 1 + weight; normed heads;
-blocks with full and with sliding attention in turn, whose masks and rotary angles the model hands to each."""
+"""Gemma 2 and 3 (text): a norm before and one behind each sub-layer, each scaling by 1 + weight; normed heads
+or, in Gemma 2, capped scores; blocks with full and with sliding attention in turn, whose masks and rotary
+angles the model hands to each."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from petune.models import llama
-from petune.models.spec import Config, Family, Norm, StackRule, SubLayer
+from petune.models.spec import Config, Family, Norm, SubLayer
 
 NORM = partial(Norm, offset=1.0)
 ATTENTION = replace(
@@ -34,7 +35,7 @@ def narrow(config: Config, reduction: int) -> Config:
 FAMILY = Family(
     name="gemma3",
     kind="decoder",
-    stacks={"decoder": StackRule(blocks="layers", sublayers=BLOCK, tail="norm", rotary="rotary_emb")},
+    stacks={"decoder": replace(llama.RULE, sublayers=BLOCK)},
     heads=("score", "classifier", "qa_outputs"),
     shape=llama.shape,
     narrow=narrow,

@@ -4,6 +4,7 @@ gated MLP."""
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 from petune.models.spec import (
     Attention,
@@ -66,12 +67,24 @@ def depth(config: Config) -> dict[StackName, int]:
     return {"decoder": config.num_hidden_layers}
 
 
+RULE = StackRule(blocks="layers", sublayers=BLOCK, tail="norm", rotary="rotary_emb")
 FAMILY = Family(
     name="llama",
     kind="decoder",
-    stacks={"decoder": StackRule(blocks="layers", sublayers=BLOCK, tail="norm", rotary="rotary_emb")},
+    stacks={"decoder": RULE},
     heads=("score", "classifier", "qa_outputs"),
     shape=shape,
     narrow=narrow,
     depth=depth,
 )
+
+
+def like(name: str, *block: SubLayer, unfused: str | None = None, uncut: str | None = None) -> Family:
+    """A family of Llama's parts with these sub-layers, by default its own; see StackRule."""
+    rule = replace(RULE, sublayers=block or BLOCK, unfused=unfused, uncut=uncut)
+    return replace(FAMILY, name=name, stacks={"decoder": rule})
+
+
+GRANITE = like("granite", *(replace(one, scale="residual_multiplier") for one in BLOCK))
+SMOLLM3 = like("smollm3", replace(BLOCK[0], core=replace(ATTENTION, rotary="use_rope")), BLOCK[1])
+MINISTRAL3 = like("ministral3", unfused="its queries are scaled by their positions (llama_4_scaling_beta)")

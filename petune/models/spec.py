@@ -90,9 +90,10 @@ class Attention:
     of k and v.
 
     memory: the argument of `at` with the states of the encoder; None for self-attention. rotary: queries and
-    keys are turned by their positions. window: the keys up to its own that a query of causal attention sees,
-    None for all; exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table
-    says either, each block does. scale: of the scores; None for the `scaling` of `at`.
+    keys are turned by their positions, or the attribute of `at` that says whether they are. window: the keys
+    up to its own that a query of causal attention sees, None for all; softcap: of the scores, None for none;
+    exchange: how it sees other ranks' tokens of its sequence, None where all are here; no table says any of
+    them, each block does. scale: of the scores; None for the `scaling` of `at`.
     bias: the table of relative positions below `at`, which block 0 has. drop: the dropout of its
     probabilities, a module or a number that is an attribute of one. head_counts: attributes of `at`.
     """
@@ -101,9 +102,10 @@ class Attention:
     groups: tuple[LinearGroup, ...]
     out: str
     memory: str | None = None
-    rotary: bool = False
+    rotary: bool | str = False
     causal: bool = False
     window: int | None = None
+    softcap: float | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     scale: float | None = None
@@ -149,9 +151,10 @@ class Mlp:
 class SubLayer:
     """Attention or MLP with what a block puts around it:
 
-        y = norm_after_sum(x + drop(norm_out(core(norm_in(x)))))
+        y = norm_after_sum(x + scale * drop(norm_out(core(norm_in(x)))))
 
-    where a norm or a dropout that is None does nothing. bottleneck: features of the bottleneck that a method
+    where a norm or a dropout that is None does nothing. scale: a number, or the attribute of the block that
+    it is. bottleneck: features of the bottleneck that a method
     has put behind the core's last linear, 0 without one. connection: how ranks that share the core hold what
     lies around it, None where it is whole. No table says either.
     """
@@ -161,6 +164,7 @@ class SubLayer:
     norm_out: Norm | None = None
     norm_after_sum: Norm | None = None
     drop: str | None = None
+    scale: float | str = 1.0
     bottleneck: int = 0
     connection: Connection | None = None
 

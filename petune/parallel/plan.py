@@ -393,7 +393,11 @@ class _Cutting:
             )
         if by_heads or row.mlp == "heads" or config.exchange == "ulysses":
             self._same_stacks(model_config)
+        if by_heads or row.mlp == "heads":
             self._divisible(family)
+        if config.exchange == "ring" and (cap := getattr(model_config, "attn_logit_softcapping", None)):
+            remedy = "use exchange: gather or ulysses"
+            self.fault("exchange", "a ring does not cap attention scores", "no cap", f"{cap:g}", remedy)
         if config.exchange == "ring" and (dropout := attention_dropout(model_config)):
             remedy = "use exchange: gather or ulysses, or set that dropout to 0 in the model's config"
             self.fault(

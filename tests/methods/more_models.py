@@ -7,8 +7,22 @@ from typing import Any
 from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
@@ -26,6 +40,22 @@ BERT: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+DECODER: dict[str, Any] = {
+    **COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+# a window shorter than a batch's texts in every other block
+SLIDING: dict[str, Any] = {
+    **DECODER,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 DISTILBERT: dict[str, Any] = {
     **COMMON,
     "dim": 64,
@@ -37,9 +67,42 @@ DISTILBERT: dict[str, Any] = {
     "attention_dropout": 0.0,
     "seq_classif_dropout": 0.0,
 }
+# multipliers of embeddings, scores, sums and logits
+GRANITE: dict[str, Any] = {
+    **DECODER,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+MINISTRAL3: dict[str, Any] = {
+    **DECODER,
+    "head_dim": 8,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 4,
+    },
+}
+GEMMA2: dict[str, Any] = {
+    **SLIDING,
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+    "attn_implementation": "eager",  # the only one of transformers' own that caps scores
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
     "xlm_roberta-classify": (XLMRobertaForSequenceClassification, XLMRobertaConfig, BERT),
     "distilbert-classify": (DistilBertForSequenceClassification, DistilBertConfig, DISTILBERT),
+    "ministral-causal": (MinistralForCausalLM, MinistralConfig, SLIDING),
+    "ministral3-causal": (Ministral3ForCausalLM, Ministral3Config, MINISTRAL3),
+    "smollm3-causal": (SmolLM3ForCausalLM, SmolLM3Config, {**DECODER, "no_rope_layers": [1, 0, 1] * 2}),
+    "granite-causal": (GraniteForCausalLM, GraniteConfig, GRANITE),
+    "olmo2-causal": (Olmo2ForCausalLM, Olmo2Config, DECODER),
+    "olmo3-causal": (Olmo3ForCausalLM, Olmo3Config, SLIDING),
+    "gemma2-causal": (Gemma2ForCausalLM, Gemma2Config, GEMMA2),
 }

@@ -41,34 +41,10 @@ from transformers import (
 
 from petune.models import FAMILIES
 from petune.models.spec import Family
+from tests.methods.more_models import BERT as _BERT
+from tests.methods.more_models import DECODER as _DECODER
 from tests.methods.more_models import MORE, VOCAB
 
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "num_labels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-}
-_BERT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "num_labels": 3,
-    "initializer_range": 0.1,
-}
 _BART: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 64,
@@ -155,8 +131,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def tiny(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """The model `name` of the zoo, random by `seed`, in eval mode; `changes` go over its config."""
     model_type, config_type, settings = ZOO[name]
+    settings = {**settings, **changes}
+    if "layer_types" in settings:  # which go round
+        settings["layer_types"] = (settings["layer_types"] * 9)[: settings["num_hidden_layers"]]
     torch.manual_seed(seed)
-    return model_type(config_type(**{**settings, **changes})).eval()
+    return model_type(config_type(**settings)).eval()
 
 
 def table(name: str) -> Family:

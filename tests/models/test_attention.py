@@ -199,6 +199,13 @@ def test_bfloat16_probabilities_are_made_in_float32(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=0)
 
 
-def test_a_soft_cap_is_refused() -> None:
-    with pytest.raises(UsageError, match="soft cap"):
-        attention.attention(Module(), *tensors(), None, softcap=30.0)
+def test_a_soft_cap_bends_scores_before_the_mask_and_a_ring_refuses_it() -> None:
+    query, key, value = inputs = tensors()
+    scores = 2.0 * torch.tanh(query @ key.mT * 8**-0.5 / 2.0)
+    expected = torch.softmax(scores.masked_fill(~padding(), -torch.inf), -1) @ value
+    found = attention.attention(Module(), *inputs, padding(), softcap=2.0)[0]
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
+    module = Module()
+    module.exchange = type("Ring", (), {"kind": "ring"})()
+    with pytest.raises(UsageError, match="a ring does not cap attention scores"):
+        attention.attention(module, *inputs, None, softcap=30.0)

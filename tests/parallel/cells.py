@@ -11,7 +11,7 @@ from itertools import product
 
 from petune.parallel.plan import ParallelPlan
 from tests.methods.more_models import MORE
-from tests.methods.zoo import FOUR, SETTINGS, table
+from tests.methods.zoo import FOUR, SETTINGS, ZOO, table
 from tests.parallel.harness import Case
 from tests.parallel.plans import BACKENDS, COMPOSED, settings_of
 
@@ -37,9 +37,14 @@ HALF = COMPOSITIONS[::2]
 
 
 def can_be_cut(name: str, backend: str) -> bool:
-    """Whether the blocks of a model can be cut as the backend wants it, by the family's table."""
+    """Whether the blocks of a model can be cut as the backend wants it, by the family's table and its
+    config."""
     cut = BACKENDS[backend](name, 2).cut
-    whole = cut is None or not (cut.heads or cut.columns)
+    if cut is None:
+        return True
+    if cut.exchange == "ring" and ZOO[name][2].get("attn_logit_softcapping"):
+        return False
+    whole = "heads" not in (cut.attention, cut.mlp)
     return whole or all(rule.uncut is None for rule in table(name).stacks.values())
 
 

@@ -122,6 +122,45 @@ class NormHeads(Step):
         yield "memory", norm_rope_backward(rows, shape.qkv, shape.itemsize)
 
 
+@dataclass(eq=False)
+class NormWidths(NormHeads):
+    """The same with all heads of q normed as one, and all of k."""
+
+    def _split(self, run: Run, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, each dense."""
+        width = _of(run.angles)[0].shape[-1]
+        keys = self.kv_heads * width
+        return tuple(part.contiguous() for part in qkv.split([self.heads * width, keys, keys], 1))
+
+    def forward(self, run: Run, v: Values) -> None:
+        """See Step."""
+        *parts, values = self._split(run, v[self.raw])
+        weights = self._weights(run)
+        normed = [run.ops.rms_norm(*one, self.eps)[0] for one in zip(parts, weights, strict=True)]
+        qkv = torch.cat([*normed, values], 1)
+        v[self.qkv] = run.ops.rope_(qkv, *_of(run.angles), self.heads + self.kv_heads)
+
+    def backward(self, run: Run, v: Values) -> None:
+        """See Step. The gradients come one by one from attention."""
+        trains = any(run.sink.needs[place] for place in self.trained)
+        turned = run.ops.rope_backward(*run.grads.pop(self.qkv), *_of(run.angles))
+        found, (*parts, _), (*grads, dv) = [], self._split(run, v[self.raw]), self._split(run, turned)
+        for place, grad, part, weight in zip(self.trained, grads, parts, self._weights(run), strict=True):
+            rstd = run.ops.rms_norm(part, weight, self.eps)[1]
+            dpart, own = run.ops.rms_norm_backward(grad, part, weight, rstd, None, trains)
+            found.append(dpart)
+            run.sink.add(place, own)
+        run.grads[self.raw] = torch.cat([*found, dv], 1)
+
+    def beside(self, shape: BlockShape) -> int:
+        """See Step."""
+        return 2 * shape.qkv * shape.itemsize
+
+    def beside_back(self, shape: BlockShape, there: bool) -> int:
+        """See Step."""
+        return 3 * shape.qkv * shape.itemsize
+
+
 def _of(angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     assert angles is not None, "a block with rotary positions is given their angles"
     return angles
@@ -150,6 +189,7 @@ class Attend(Step):
     bias: str | None = None  # what is added to the scores
     window: int | None = None  # keys that a query sees, where no mask says so
     exchange: Exchanged | None = None
+    softcap: float | None = None  # of the scores
     rows = False
 
     def __post_init__(self) -> None:

@@ -242,6 +242,7 @@ class FusedBlock(nn.Module):
                 None if one.drop is None else draws.drops[one.drop],
                 layout.memory if one.crosses else None,
                 one.window,
+                softcap=one.softcap,
             )
             for one, form in zip(self.spec.program.attends, forms, strict=True)
         ]
@@ -274,6 +275,7 @@ class FusedBlock(nn.Module):
                 keys=layout.keys if one.crosses else layout.longest if one.gathered else None,
                 window=one.window,
                 distant=one.bias is not None and not dense,
+                capped=bool(one.softcap),
                 last=one.gathered and one.causal,
             ).backend
             for one in self.spec.program.attends

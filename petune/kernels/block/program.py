@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, cast
 
-from petune.kernels.block.attention_steps import Attend, NormHeads, Rotate
+from petune.kernels.block.attention_steps import Attend, NormHeads, NormWidths, Rotate
 from petune.kernels.block.bottleneck_steps import Bottleneck
 from petune.kernels.block.boundary_steps import Enter, Leave
 from petune.kernels.block.exchange_steps import Gather, Trade, TradeBack
@@ -101,7 +101,7 @@ def compiled(sublayers: tuple[SubLayer, ...], sizes: Sizes) -> Program:
     build = _Build(sublayers, sizes)
     y = build.x
     for sublayer, following in zip(sublayers, (*sublayers[1:], None), strict=True):
-        y = build.sublayer(sublayer, y, read=following is not None and following.norm_in is not None)
+        y = build.sublayer(sublayer, y, read=following is not None)
     return build.program(y)
 
 
@@ -188,7 +188,8 @@ class _Build:
         if sublayer.drop is not None:
             self.steps.append(Drop(branch, f"{name}.dropped", self.drop(sublayer.drop)))
             branch = f"{name}.dropped"
-        self.steps.append(Add(branch, x, f"{name}.r", normed=read or after is not None))
+        normed, scale = read or after is not None, cast("float", sublayer.scale)
+        self.steps.append(Add(branch, x, f"{name}.r", normed, scale))
         return f"{name}.r" if after is None else self.norm(f"{name}.y", f"{name}.r", after)
 
     def core(self, name: str, h: str, sublayer: SubLayer, keep: Level | None) -> str:
@@ -305,9 +306,8 @@ class _Build:
         if core.q_norm is not None and core.k_norm is not None:
             place, first = self.norm_place(core.q_norm)
             self.norm_place(core.k_norm)
-            self.steps.append(
-                NormHeads(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, place, first)
-            )
+            step = NormHeads if core.q_norm.over == "head" else NormWidths
+            self.steps.append(step(f"{raw}.raw", raw, sizes.heads, sizes.kv_heads, sizes.eps, place, first))
             sources = [raw]
         elif core.rotary:
             self.steps.append(Rotate(f"{raw}.raw", raw, sizes.heads + sizes.kv_heads, not traded))
@@ -320,7 +320,7 @@ class _Build:
         assert core.scale is not None, "the scale of the scores is read off the block before"
         how = sum(isinstance(step, Attend) for step in self.steps)
         whole = sizes.heads, sizes.kv_heads, sizes.head_dim
-        turned, own = core.rotary or core.q_norm is not None, whole
+        turned, own = bool(core.rotary) or core.q_norm is not None, whole
         trades = exchange is not None and exchange.kind == "ulysses"
         if exchange is not None and exchange.kind == "gather":
             self.steps.append(Gather(sources[0], f"{name}.keys", *whole, how, exchange, turned))
@@ -332,9 +332,8 @@ class _Build:
         if core.bias is not None:
             self.inputs.append("bias")
         bias = None if core.bias is None else "bias"
-        step = Attend(
-            tuple(sources), a, *own, core.causal, core.scale, how, turned, None, bias, core.window, exchange
-        )
+        given = (core.window, exchange, core.softcap)
+        step = Attend(tuple(sources), a, *own, core.causal, core.scale, how, turned, None, bias, *given)
         self.steps.append(step)
         if core.drop is not None:
             step.drop = self.drop(core.drop, "heads", None if step.traded is None else step.traded.first)

@@ -198,7 +198,7 @@ def _paired(steps: Sequence[Step]) -> Iterator[Step]:
     at = 0
     while at < len(steps):
         step, following = steps[at], steps[at + 1] if at + 1 < len(steps) else None
-        if isinstance(step, Add) and isinstance(following, Normalize) and following.x == step.y:
+        if isinstance(step, Add) and isinstance(following, Normalize) and step.fits(following):
             yield AddNormalize(step, following)
             at += 1
         else:

@@ -16,6 +16,7 @@ from petune.kernels.block.program import Sizes, compiled
 from petune.kernels.dispatch import Ops
 from petune.kernels.norm_probe import computes, eps_of
 from petune.kernels.reference import Act
+from petune.models.attention import CAPPING
 from petune.models.boundary import boundary_of
 from petune.models.exchange import Exchange, exchange_of
 from petune.models.spec import Attention, LinearGroup, Mlp, Norm, Shape, StackRule, SubLayer, child_of
@@ -117,8 +118,10 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
                 "its attention sees later tokens too (use_bidirectional_attention), of which its family's"
                 " table says nothing"
             )
-        if getattr(module, "attn_logit_softcapping", None):
-            return "its attention caps its scores (attn_logit_softcapping), which a fused one does not"
+        if core.softcap and exchange is not None and exchange.kind == "ring":
+            return "its attention caps its scores (attn_logit_softcapping), which a ring does not"
+        if core.softcap and (own := cast("Any", module).config._attn_implementation) not in CAPPING:
+            return f"its scores are capped, and its own attention ({own}) leaves that out: choose eager"
     return None
 
 
@@ -177,17 +180,22 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
         boundary_of(block.get_submodule(core.at)),
     )
     connection = None if boundary is None else boundary.connection
-    sublayer = replace(sublayer, bottleneck=0 if part is None else part.features, connection=connection)
+    scale = getattr(block, sublayer.scale) if isinstance(sublayer.scale, str) else sublayer.scale
+    features = 0 if part is None else part.features
+    sublayer = replace(sublayer, scale=scale, bottleneck=features, connection=connection)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
     attention = block.get_submodule(core.at)
     scale = float(cast("Any", attention).scaling) if core.scale is None else core.scale
     window = _window(attention) if core.causal else None
+    rotary = core.rotary if isinstance(core.rotary, bool) else bool(getattr(attention, core.rotary))
+    softcap = getattr(attention, "attn_logit_softcapping", None)
     q_norm, k_norm = (
         norm if norm is not None and child_of(block, norm.path) else None
         for norm in (core.q_norm, core.k_norm)
     )
-    return replace(sublayer, core=replace(core, q_norm=q_norm, k_norm=k_norm, scale=scale, window=window))
+    core = replace(core, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
+    return replace(sublayer, core=replace(core, scale=scale, window=window, softcap=softcap))
 
 
 def _present(block: nn.Module, group: LinearGroup) -> LinearGroup:

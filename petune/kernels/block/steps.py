@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from petune.kernels.block.attention import How
@@ -259,12 +260,14 @@ class Drop(Step):
 
 @dataclass(eq=False)
 class Add(Step):
-    """y = x + branch, in place of the branch. normed: a norm reads y, so that its backward pass does."""
+    """y = x + scale branch, in place of the branch. normed: a norm reads y, so that its backward pass
+    does."""
 
     branch: str
     x: str
     y: str
     normed: bool = False
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.takes, self.gives, self.keeps = (
@@ -274,19 +277,33 @@ class Add(Step):
         )
         self.over = self.branch
 
+    def fits(self, norm: Normalize) -> bool:
+        """Whether one kernel makes the sum and its norm."""
+        return norm.x == self.y and self.scale == 1
+
     def forward(self, run: Run, v: Values) -> None:
         """See Step."""
-        v[self.y] = v[self.branch].add_(v[self.x])
+        branch = v[self.branch]
+        v[self.y] = torch.add(v[self.x], branch, alpha=self.scale, out=branch)
 
     def backward(self, run: Run, v: Values) -> None:
         """See Step."""
         dy = run.grads.pop(self.y)
-        run.give(self.branch, dy)
+        run.give(self.branch, dy if self.scale == 1 else dy * self.scale)
         run.give(self.x, dy)
+
+    def grads(self, shape: BlockShape) -> dict[str, int]:
+        """See Step."""
+        return {} if self.scale == 1 else {self.branch: shape.width * shape.itemsize}
 
     def ahead(self, shape: BlockShape, rows: float, sequence: float) -> Iterator[Charge]:
         """See Step."""
         yield "memory", add(rows, shape.width, shape.itemsize)
+
+    def back(self, shape: BlockShape, rows: float, sequence: float, found: bool) -> Iterator[Charge]:
+        """See Step."""
+        if self.scale != 1:
+            yield "memory", drop(rows, shape.width, shape.itemsize)
 
 
 @dataclass(eq=False)

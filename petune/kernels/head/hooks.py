@@ -127,7 +127,8 @@ class _Fusion:
                 self.armed = armed
             return logits
 
-        origin = Origin(hidden, partial(self.loss, autocast), self.part is None, torch.is_grad_enabled())
+        recorded, linear = torch.is_grad_enabled(), getattr(self.head, "bias", None) is None
+        origin = Origin(hidden, partial(self.loss, autocast), self.part is None, recorded, linear=linear)
         return Unmade(origin, output.shape[-1], output.dtype, make)
 
     @contextmanager

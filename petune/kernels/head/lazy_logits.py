@@ -32,7 +32,8 @@ class Origin:
 
     loss: the cross-entropy by the head in the modes of its forward pass; whole: whether logits are of the
     whole vocabulary, or of a slice, while labels are of the whole; differentiated: whether that pass recorded
-    gradients.
+    gradients; linear: whether the head adds no bias of its own, so that a multiple of its logits is one of
+    hidden states.
     """
 
     hidden: Tensor
@@ -42,6 +43,19 @@ class Origin:
     bias: Tensor | None = None
     softcap: float = 0.0
     capped: int = 0
+    linear: bool = False
+
+    def times(self, factor: float) -> Origin | None:
+        """That of the logits times a number, None where they are no multiple of hidden states."""
+        if not self.linear or self.bias is not None or self.capped:
+            return None
+        return replace(self, hidden=self.hidden * factor)
+
+    @property
+    def settled(self) -> Origin:
+        """The same where a division that no tanh has followed is no part of a soft cap."""
+        quotient = replace(self, capped=0, softcap=0.0).times(1 / self.softcap) if self.capped == 1 else None
+        return quotient or self
 
     @property
     def between(self) -> bool:
@@ -53,7 +67,8 @@ class Unmade(Tensor):
     """Logits [..., v] of a fused head: a tensor without memory that becomes real, once, when more than its
     loss is asked for.
 
-    Reshaping, widening, adding a bias of the vocabulary, a soft cap and `torch.nn.functional.cross_entropy`
+    Reshaping, widening, adding a bias of the vocabulary, a soft cap, a multiple and
+    `torch.nn.functional.cross_entropy`
     leave it unmade; any other operation computes the logits with the head as it is then, and goes on with
     those, their gradient included. Until that it requires none itself.
     """
@@ -138,8 +153,10 @@ def _put_off_bias(func: Any, logits: Unmade, other: Any, **kwargs: Any) -> Any:
 
 def _put_off_cap(step: int, func: Any, logits: Unmade, *args: Any) -> Any:
     """Operation `step` of a soft cap c (Gemma 2: Riviere et al. 2024, arXiv:2408.00118): logits / c, tanh,
-    and times c."""
+    and times c; or a multiple of the logits, as `Origin.times` and `settled` say."""
     origin = logits.origin
+    if step == 2 and isinstance(args[0], int | float) and (scaled := origin.times(args[0])) is not None:
+        return Unmade(scaled, logits.shape[-1], logits.dtype, lambda: func(logits.materialise(), *args))
     cap = origin.softcap if step == 1 else args[0]
     fits = isinstance(cap, int | float) and cap > 0 and (step == 0 or cap == origin.softcap)
     if origin.capped != step or len(args) != (step != 1) or not fits:
@@ -165,9 +182,10 @@ def _fused(
 ) -> Any:
     """`cross_entropy` of rows and their classes. Of the float32 that a bfloat16 head is widened to, or of its
     own dtype, alike. Raises UsageError for another one of a slice, which has not all classes."""
+    origin = logits.origin.settled
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
-    if not plain or logits.dim() != 2 or target.dim() != 1 or logits.origin.between:
-        if logits.origin.whole:
+    if not plain or logits.dim() != 2 or target.dim() != 1 or origin.between:
+        if origin.whole:
             return NotImplemented
         raise UsageError(
             "the loss of a vocabulary that is cut across ranks is the plain cross-entropy of rows",
@@ -176,7 +194,6 @@ def _fused(
         )
     labels = target.masked_fill(target == ignore_index, IGNORED) if ignore_index >= 0 else target
     count = (labels >= 0).sum() if reduction == "mean" else None
-    origin = logits.origin
     return origin.loss(origin.hidden, origin.bias, labels, label_smoothing, origin.softcap, count)
 
 

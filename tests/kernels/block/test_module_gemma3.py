@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], str]] = {
         "its norm LlamaRMSNorm is not an RMS norm that scales by 1 + weight",
     ),
     "both directions": (lambda model: None, {"use_bidirectional_attention": True}, "sees later tokens too"),
-    "scores with a soft cap": (lambda model: None, {"attn_logit_softcapping": 5.0}, "caps its scores"),
+    "scores with a soft cap": (lambda model: None, {"attn_logit_softcapping": 5.0}, "choose eager"),
 }
 
 
