@@ -30,7 +30,7 @@ from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
-from petune.models.loading import Head, kind_of, outline, quiet, read_config
+from petune.models.loading import Head, kind_of, outline, packs, quiet, read_config
 from petune.models.source import resolve_model
 from petune.models.spec import Family, Shape, StackName
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
@@ -147,7 +147,7 @@ def sketch(recipe: Recipe) -> Sketch:
     config = read_config(source)
     kind, family = kind_of(config), FAMILIES.get(config.model_type)
     task = TASKS[recipe.task or infer_task(detect_format(recipe.data, recipe.folder), kind)]
-    check_fit(task.name, kind, recipe.data.packing)
+    check_fit(task.name, kind, recipe.data.packing, packs(config))
     cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
     bf16 = recipe.dtype == "bf16" or (recipe.dtype == "auto" and cuda)
     refuse_unstreamable(recipe, torch.bfloat16 if bf16 else torch.float32)

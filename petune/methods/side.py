@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from petune.errors import Problem, UsageError
 from petune.methods.configs import SideConfig
 from petune.models.port import Call, Pass
-from petune.models.spec import Config, Family, StackRule, stack_paths
+from petune.models.spec import Config, Family, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
 
@@ -64,8 +64,8 @@ class Ladder(TunedModule, PreTrainedModel):
         with torch.device("cpu"):  # its angles are no weights: they are never left without memory
             self.rotary = type(around.get_submodule(rule.rotary))(config) if rule.rotary else None
         self.norm = (
-            _narrow_norm(around.get_submodule(rule.tail), narrow)
-            if rule.tail and (feeds or settings.end == "paper")
+            _narrow_norm(tail, narrow)
+            if (tail := tail_of(around, rule)) is not None and (feeds or settings.end == "paper")
             else None
         )
         self.up = None if feeds else nn.Linear(narrow, width)
@@ -253,8 +253,8 @@ def apply(model: nn.Module, family: Family | None, config: SideConfig, also_trai
         stack.add_module("side", ladders[name])
         if ladders[name].feeds:
             around.register_forward_hook(HandOver(stack))
-        elif config.end == "paper" and stack.rule.tail:
-            around.get_submodule(stack.rule.tail).register_forward_hook(PassTail(stack))
+        elif config.end == "paper" and (tail := tail_of(around, stack.rule)) is not None:
+            tail.register_forward_hook(PassTail(stack))
         around.register_forward_pre_hook(hold_still)  # generate calls an encoder by itself
     getattr(model, "base_model", model).register_forward_pre_hook(hold_still)
 

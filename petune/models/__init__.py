@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from petune.models import bart, bert, distilbert, gemma3, llama, olmo2, t5
+from petune.models import bart, bert, distilbert, eurobert, gemma3, llama, olmo2, opt, t5
 from petune.models.spec import Family
 
 FAMILIES: dict[str, Family] = {
@@ -14,8 +14,12 @@ FAMILIES: dict[str, Family] = {
     "xlm-roberta": bert.ROBERTA,
     "camembert": bert.ROBERTA,
     "distilbert": distilbert.FAMILY,
+    "eurobert": eurobert.FAMILY,
     "bart": bart.FAMILY,
+    "mbart": bart.MBART,
     "t5": t5.FAMILY,
+    "mt5": t5.FAMILY,
+    "opt": opt.FAMILY,
     "llama": llama.FAMILY,
     "mistral": llama.FAMILY,
     "qwen2": llama.FAMILY,

@@ -3,6 +3,8 @@ crossing attention."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from petune.models.spec import (
     Attention,
     Config,
@@ -69,4 +71,19 @@ FAMILY = Family(
     shape=shape,
     narrow=narrow,
     depth=depth,
+)
+
+
+def normed_first(*block: SubLayer) -> tuple[SubLayer, ...]:
+    """The sub-layers with their norms before them."""
+    return tuple(replace(one, norm_in=one.norm_after_sum, norm_after_sum=None) for one in block)
+
+
+MBART = replace(
+    FAMILY,
+    name="mbart",
+    stacks={
+        "encoder": StackRule("encoder.layers", normed_first(*ENCODER), tail="layer_norm", clamps=True),
+        "decoder": StackRule("decoder.layers", normed_first(*DECODER), tail="layer_norm"),
+    },
 )

@@ -135,6 +135,13 @@ def kind_of(config: Any) -> Kind:
     return "decoder" if causal and not masked else "encoder"
 
 
+def packs(config: Any) -> bool:
+    """Whether a model of this config tells samples that are packed in a row apart; one without a table is
+    taken to."""
+    family = FAMILIES.get(config.model_type)
+    return family is None or family.packs
+
+
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights. Without a padding token the end token pads, which is said; labels are
     masked by position anyway.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
@@ -153,8 +153,9 @@ class SubLayer:
 
         y = norm_after_sum(x + scale * drop(norm_out(core(norm_in(x)))))
 
-    where a norm or a dropout that is None does nothing. scale: a number, or the attribute of the block that
-    it is. bottleneck: features of the bottleneck that a method
+    where a norm or a dropout that is None does nothing. norm_first: the attribute of the block by which the
+    norm after the sum stands before the core. scale: a number, or the attribute of the block that it is.
+    bottleneck: features of the bottleneck that a method
     has put behind the core's last linear, 0 without one. connection: how ranks that share the core hold what
     lies around it, None where it is whole. No table says either.
     """
@@ -163,6 +164,7 @@ class SubLayer:
     norm_in: Norm | None = None
     norm_out: Norm | None = None
     norm_after_sum: Norm | None = None
+    norm_first: str | None = None
     drop: str | None = None
     scale: float | str = 1.0
     bottleneck: int = 0
@@ -176,7 +178,8 @@ class StackRule:
 
     `tail` is the norm after the last block, `rotary` the module that makes position embeddings, both beside
     the list; `bias` is the argument of the block's constructor that asks for a learned relative position bias
-    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells. `unfused`,
+    in block 0. `clamps`: blocks clamp what overflows in float16, of which no sub-layer tells.
+    `counted`: positions are counted along the mask by the model, where they are not given. `unfused`,
     `uncut`: what blocks do that no sub-layer tells, why they are not fused, or not cut by heads and columns.
     """
 
@@ -187,6 +190,7 @@ class StackRule:
     rotary: str | None = None
     bias: str | None = None
     clamps: bool = False
+    counted: bool = False
     unfused: str | None = None
     uncut: str | None = None
 
@@ -211,7 +215,8 @@ class Family:
     then train too. `narrow(config, reduction)` returns a copy of the config whose blocks have every width
     divided by `reduction` and as many heads. `depth(config)` is the number of blocks of each stack, in the
     order data passes them. `caches`: whether a forward pass makes keys and values for the next one unless it
-    is told not to. `bounded`: whether positions end, so that a sequence can be too long."""
+    is told not to. `bounded`: whether positions end, so that a sequence can be too long. `packs`: whether
+    the model tells samples that are packed in a row apart by their positions."""
 
     name: str
     kind: Kind
@@ -223,6 +228,7 @@ class Family:
     fresh: tuple[str, ...] = ()
     caches: bool = True
     bounded: bool = True
+    packs: bool = True
 
 
 @dataclass(frozen=True)
@@ -266,6 +272,11 @@ def stack_paths(model: nn.Module, family: Family) -> dict[StackName, str]:
             found=", ".join(lists) or "no module list at all",
         )
     return found
+
+
+def tail_of(around: nn.Module, rule: StackRule) -> nn.Module | None:
+    """The norm after the last block, beside the stack in `around`; None where a model leaves it out."""
+    return None if rule.tail is None else cast("nn.Module | None", getattr(around, rule.tail))
 
 
 def child_of(block: nn.Module, path: str) -> tuple[str, nn.Module] | None:

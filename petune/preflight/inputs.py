@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from petune.errors import DataError, FileError, PetuneError, RecipeError
 from petune.estimate.forecast import sketch
-from petune.models.loading import kind_of, load_tokenizer, read_config
+from petune.models.loading import kind_of, load_tokenizer, packs, read_config
 from petune.models.source import Source, check_weights, resolve_model
 from petune.recipe import Recipe
 from petune.run.build import plan_of, positions_of, prepare
@@ -74,8 +74,8 @@ def check_inputs(recipe: Recipe) -> Inputs:
     format_ = looking.at(lambda: detect_format(recipe.data, recipe.folder)) if local and not task else None
     if format_ and kind:
         task = looking.at(lambda: infer_task(format_, kind))
-    if task and kind:
-        looking.at(lambda: check_fit(task, kind, recipe.data.packing))
+    if task and kind and model:
+        looking.at(lambda: check_fit(task, kind, recipe.data.packing, packs(model[0])))
     unused = (
         looking.at(lambda: check_first_rows(recipe.data, task, recipe.folder)) if task and local else None
     )

@@ -36,6 +36,7 @@ from petune.models.loading import (
     kind_of,
     load_model,
     load_tokenizer,
+    packs,
     read_config,
     read_whole,
     with_padding,
@@ -148,7 +149,7 @@ def prepare(
     source, config = base.source, base.config
     kind = kind_of(config)
     name = recipe.task or infer_task(detect_format(recipe.data, recipe.folder, objects.data), kind)
-    check_fit(name, kind, recipe.data.packing)
+    check_fit(name, kind, recipe.data.packing, packs(config))
     labels = labels or (objects.labels if TASKS[name].names_classes else None)
     rows = load_rows(recipe.data, name, recipe.folder, seed=recipe.seed, labels=labels, objects=objects.data)
     tokenizer = (

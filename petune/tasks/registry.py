@@ -80,9 +80,9 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def check_fit(task: str, model_kind: str, packing: bool = False) -> None:
+def check_fit(task: str, model_kind: str, packing: bool = False, packs: bool = True) -> None:
     """UsageError unless a model of this kind ("encoder", "encoder-decoder", "decoder") can learn the task,
-    and packing makes sense."""
+    and packing makes sense; packs: whether the model tells samples in a row apart."""
     found = find_task(task)
     if model_kind not in found.kinds:
         fitting = ", ".join(name for name, other in TASKS.items() if model_kind in other.kinds)
@@ -91,6 +91,12 @@ def check_fit(task: str, model_kind: str, packing: bool = False) -> None:
             where="task",
             expected=f"a model of kind {' or '.join(sorted(found.kinds))}",
             remedy=f"choose another model, or a task that fits: {fitting}",
+        )
+    if packing and not packs:
+        raise UsageError(
+            "samples packed in a row would see one another: this model's mask does not know them",
+            where="data.packing",
+            remedy="set data.packing to false",
         )
     if packing and not found.packs:
         remedy = "set data.packing to false, or choose task causal or chat with a decoder"

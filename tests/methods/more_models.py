@@ -7,18 +7,26 @@ from typing import Any
 from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    EuroBertConfig,
+    EuroBertForSequenceClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    MBartConfig,
+    MBartForConditionalGeneration,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    MT5Config,
+    MT5ForConditionalGeneration,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     SmolLM3Config,
@@ -40,6 +48,38 @@ BERT: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+BART: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "num_labels": 3,
+    "init_std": 0.1,
+    **TOKENS,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "d_ff": 96,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": 8,
+    "dropout_rate": 0.0,
+    "num_labels": 3,
+    "initializer_factor": 1.0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 DECODER: dict[str, Any] = {
     **COMMON,
     "hidden_size": 64,
@@ -93,6 +133,17 @@ GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "attn_implementation": "eager",  # the only one of transformers' own that caps scores
 }
+OPT: dict[str, Any] = {
+    **COMMON,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "init_std": 0.1,
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
@@ -105,4 +156,14 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "olmo2-causal": (Olmo2ForCausalLM, Olmo2Config, DECODER),
     "olmo3-causal": (Olmo3ForCausalLM, Olmo3Config, SLIDING),
     "gemma2-causal": (Gemma2ForCausalLM, Gemma2Config, GEMMA2),
+    "opt-causal": (OPTForCausalLM, OPTConfig, OPT),
+    # OPT 350M's order of norms and width of embeddings
+    "opt350-causal": (
+        OPTForCausalLM,
+        OPTConfig,
+        {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    ),
+    "eurobert-classify": (EuroBertForSequenceClassification, EuroBertConfig, DECODER),
+    "mbart-seq2seq": (MBartForConditionalGeneration, MBartConfig, BART),
+    "mt5-seq2seq": (MT5ForConditionalGeneration, MT5Config, GATED),
 }

@@ -41,71 +41,35 @@ from transformers import (
 
 from petune.models import FAMILIES
 from petune.models.spec import Family
-from tests.methods.more_models import BERT as _BERT
-from tests.methods.more_models import DECODER as _DECODER
-from tests.methods.more_models import MORE, VOCAB
+from tests.methods.more_models import BART, BERT, DECODER, GATED, MORE, T5, VOCAB
 
-_BART: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 64,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 8,
-    "decoder_attention_heads": 8,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-    "num_labels": 3,
-    "init_std": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
-_T5: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 64,
-    "d_ff": 96,
-    "d_kv": 8,
-    "num_layers": 2,
-    "num_heads": 8,
-    "dropout_rate": 0.0,
-    "num_labels": 3,
-    "initializer_factor": 1.0,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 0,
-}
 # One block of each type of attention, a window shorter than a batch's texts, a scale of its own
 _GEMMA: dict[str, Any] = {
-    **_DECODER,
+    **DECODER,
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
     "sliding_window": 4,
     "sliding_window_pattern": 2,
     "final_logit_softcapping": 5.0,
 }
-_GATED = {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
 ZOO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "bert-classify": (BertForSequenceClassification, BertConfig, _BERT),
-    "bert-tokens": (BertForTokenClassification, BertConfig, _BERT),
-    "bert-mlm": (BertForMaskedLM, BertConfig, _BERT),
-    "bart-seq2seq": (BartForConditionalGeneration, BartConfig, _BART),
-    "bart-classify": (BartForSequenceClassification, BartConfig, _BART),
-    "t5-seq2seq": (T5ForConditionalGeneration, T5Config, _T5),
-    "t5-gated": (T5ForConditionalGeneration, T5Config, _GATED),
-    "t5-classify": (T5ForSequenceClassification, T5Config, _T5),
-    "llama-causal": (LlamaForCausalLM, LlamaConfig, _DECODER),
-    "llama-classify": (LlamaForSequenceClassification, LlamaConfig, _DECODER),
-    "mistral-causal": (MistralForCausalLM, MistralConfig, _DECODER),
-    "mistral-classify": (MistralForSequenceClassification, MistralConfig, _DECODER),
-    "qwen2-causal": (Qwen2ForCausalLM, Qwen2Config, _DECODER),
-    "qwen2-classify": (Qwen2ForSequenceClassification, Qwen2Config, _DECODER),
-    "qwen3-causal": (Qwen3ForCausalLM, Qwen3Config, {**_DECODER, "head_dim": 16}),
-    "qwen3-classify": (Qwen3ForSequenceClassification, Qwen3Config, {**_DECODER, "head_dim": 16}),
+    "bert-classify": (BertForSequenceClassification, BertConfig, BERT),
+    "bert-tokens": (BertForTokenClassification, BertConfig, BERT),
+    "bert-mlm": (BertForMaskedLM, BertConfig, BERT),
+    "bart-seq2seq": (BartForConditionalGeneration, BartConfig, BART),
+    "bart-classify": (BartForSequenceClassification, BartConfig, BART),
+    "t5-seq2seq": (T5ForConditionalGeneration, T5Config, T5),
+    "t5-gated": (T5ForConditionalGeneration, T5Config, GATED),
+    "t5-classify": (T5ForSequenceClassification, T5Config, T5),
+    "llama-causal": (LlamaForCausalLM, LlamaConfig, DECODER),
+    "llama-classify": (LlamaForSequenceClassification, LlamaConfig, DECODER),
+    "mistral-causal": (MistralForCausalLM, MistralConfig, DECODER),
+    "mistral-classify": (MistralForSequenceClassification, MistralConfig, DECODER),
+    "qwen2-causal": (Qwen2ForCausalLM, Qwen2Config, DECODER),
+    "qwen2-classify": (Qwen2ForSequenceClassification, Qwen2Config, DECODER),
+    "qwen3-causal": (Qwen3ForCausalLM, Qwen3Config, {**DECODER, "head_dim": 16}),
+    "qwen3-classify": (Qwen3ForSequenceClassification, Qwen3Config, {**DECODER, "head_dim": 16}),
     "gemma3-causal": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
     "gemma3-classify": (Gemma3TextForSequenceClassification, Gemma3TextConfig, _GEMMA),
     **MORE,

@@ -26,7 +26,10 @@ ROLES = {
     "encoder-decoder": {"encoder": ("q k v o", "up down", 2), "decoder": ("q k v o " * 2, "up down", 3)},
     "decoder": {"decoder": ("q k v o", "gate up down", 2)},
 }
-OTHERS: dict[str, dict[str, tuple[str, str, int]]] = {}  # by family
+OTHERS = {  # by family
+    "opt": {"decoder": ("q k v o", "up down", 2)},
+    "eurobert": {"encoder": ("q k v o", "gate up down", 2)},
+}
 
 
 def family(name: str) -> Family:
@@ -56,7 +59,7 @@ def test_every_block_has_its_roles_and_leaves_each_region_once(name: str) -> Non
     expected = OTHERS.get(family(name).name, ROLES[family(name).kind])
     assert {site.stack for site in sites} == set(expected)
     for stack, (attention, mlp, ways_out) in expected.items():
-        gated = ["gate"] if name == "t5-gated" else []
+        gated = ["gate"] if name in ("t5-gated", "mt5-seq2seq") else []
         for block in range(2):
             own = [site for site in sites if (site.stack, site.block) == (stack, block)]
             assert Counter(site.role for site in own) == Counter([*attention.split(), *mlp.split(), *gated])
@@ -73,7 +76,7 @@ def test_what_the_table_names_beside_the_blocks_exists(name: str) -> None:
         rule, around = table.stacks[stack], model.get_submodule(path.rpartition(".")[0])
         for beside in (rule.tail, rule.rotary):
             if beside:
-                around.get_submodule(beside)
+                assert hasattr(around, beside)
         for block in model.get_submodule(path):
             for region in rule.regions:
                 if region.cross and stack == "encoder":

@@ -183,6 +183,8 @@ def _read(block: nn.Module, sublayer: SubLayer) -> SubLayer:
     scale = getattr(block, sublayer.scale) if isinstance(sublayer.scale, str) else sublayer.scale
     features = 0 if part is None else part.features
     sublayer = replace(sublayer, scale=scale, bottleneck=features, connection=connection)
+    if sublayer.norm_first is not None and getattr(block, sublayer.norm_first):
+        sublayer = replace(sublayer, norm_in=sublayer.norm_after_sum, norm_after_sum=None)
     if isinstance(core, Mlp):
         return replace(sublayer, core=replace(core, up=_present(block, core.up)))
     attention = block.get_submodule(core.at)

@@ -118,7 +118,8 @@ def leave_padding_out(
             owner = next(module for module in model.modules() if stack in module.children())
         path = next(path for path, module in owner.named_modules() if module is stack)
         feeds = name == "encoder" and "decoder" in stacks
-        found = FindSegments(model, owner, stack.rule.causal, Ready(path), feeds=feeds, encoder=found)
+        given = (model, owner, stack.rule.causal, Ready(path))
+        found = FindSegments(*given, feeds=feeds, encoder=found, counted=stack.rule.counted)
         hooks += found.register(model, owner)
         stack.edges.insert(0, Unpadded())
     return hooks
@@ -130,6 +131,7 @@ class FindSegments:
 
     feeds: an encoder whose hidden states a decoder alone reads, through the same mask. encoder: of such a
     decoder, the finder of its encoder.
+    counted: the owner counts positions along the mask.
     causal: a decoder, which takes restarting `position_ids` for packed samples. As in Hugging Face a mask
     comes first: with one, positions say nothing of samples. These calls are left alone, with no segments and
     their mask as it was:
@@ -161,9 +163,10 @@ class FindSegments:
         *,
         feeds: bool = False,
         encoder: FindSegments | None = None,
+        counted: bool = False,
     ) -> None:
         self.causal, self.ready = causal, ready
-        self.feeds, self.encoder = feeds, encoder
+        self.feeds, self.encoder, self.counted = feeds, encoder, counted
         # what was said of a mask, by its version
         self.last: tuple[Tensor, int, Segments | str | None] | None = None
         self.arguments, self.around = _arguments(owner), _arguments(model)
@@ -204,7 +207,14 @@ class FindSegments:
         masks = ["attention_mask"] * (segments is not None) + ["encoder_attention_mask"] * (
             call.get(_ACROSS) is not None
         )
-        return (), call | dict.fromkeys(masks, NO_MASK)
+        return (), call | self._positions(call) | dict.fromkeys(masks, NO_MASK)
+
+    def _positions(self, call: Call) -> Call:
+        """Those of a mask that is taken away, where the owner would have counted them."""
+        mask = call.get("attention_mask")
+        if not self.counted or mask is None or call.get("position_ids") is not None:
+            return {}
+        return {"position_ids": (mask.cumsum(1) * mask - 1).long()}
 
     def after(self, owner: nn.Module, args: Any, output: Any) -> None:
         """Forget."""
