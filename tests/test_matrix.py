@@ -19,7 +19,18 @@ from petune.kernels.configs import MemoryConfig
 from petune.parallel import runner
 from petune.parallel.plan import ParallelPlan, Sharding
 from tests.methods.zoo import FOUR, table
-from tests.parallel.cells import CELLS, COMPOSITIONS, HALF, KIN, METHODS, ROUND, SHORT_KIN, SQUARE, case
+from tests.parallel.cells import (
+    CELLS,
+    COMPOSITIONS,
+    HALF,
+    KIN,
+    METHODS,
+    ROUND,
+    SHORT_KIN,
+    SQUARE,
+    UNSTAGED,
+    case,
+)
 from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
 
@@ -327,6 +338,12 @@ def test_dropout_and_recomputation_in_every_cell(method: str, backend: str, name
 )
 def test_other_models_and_heads(backend: str, method: str, name: str) -> None:
     check(case(name, method, BACKENDS[backend](name, 2)))
+
+
+@pytest.mark.parametrize("name", UNSTAGED)
+def test_a_model_whose_stages_nobody_can_tell_is_refused_a_pipeline(name: str) -> None:
+    with pytest.raises(Exception, match="cannot be told whether this module works before the blocks"):
+        check(case(name, "lora", BACKENDS["pp-1f1b"](name, 2), steps=1))
 
 
 @pytest.mark.parametrize(("method", "backend", "name"), in_part(KIN, SHORT_KIN))

@@ -36,12 +36,15 @@ COMPOSITIONS = [
 HALF = COMPOSITIONS[::2]
 
 
+UNSTAGED = ("opt350-causal",)  # its embeddings are narrower than its blocks, see test_matrix
+
+
 def can_be_cut(name: str, backend: str) -> bool:
     """Whether the blocks of a model can be cut as the backend wants it, by the family's table and its
     config."""
     cut = BACKENDS[backend](name, 2).cut
     if cut is None:
-        return True
+        return name not in UNSTAGED or not backend.startswith("pp")
     if cut.exchange == "ring" and ZOO[name][2].get("attn_logit_softcapping"):
         return False
     whole = "heads" not in (cut.attention, cut.mlp)

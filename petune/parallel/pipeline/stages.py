@@ -24,8 +24,7 @@ from petune.parallel.pipeline.stage_io import MADE_ANEW, STATES, TRAVELS, Crossi
 from petune.parallel.plan import Stage
 
 ATTRIBUTE = "petune_stage"  # where `cut_stage` leaves its Ends on a model
-# beside a stack, no embedding and no tail: what runs before it, and behind it; BART's norm, OPT 350M's widths
-OPENERS, CLOSERS = ("layernorm_embedding", "project_in"), ("project_out",)
+OPENERS = ("layernorm_embedding",)  # beside a stack, run before it, and no embedding: BART's norm
 LOGITS_BIAS = "final_logits_bias"  # BART adds this buffer [1, vocabulary] to what its head gives
 
 
@@ -192,7 +191,7 @@ def _take_out_the_rest(
     """Replace what lies outside the stacks and works on another stage.
 
     Embeddings, and OPENERS, work before the stack they lie beside, or before the first if they lie further
-    up; the tail and CLOSERS after their stack; everything else outside, the heads, after the last one.
+    up; the tail after its stack; everything else outside, the heads, after the last one.
     """
     spine = {""} | {path.rpartition(".")[0] for path in stacks}
     while above := {path.rpartition(".")[0] for path in spine} - spine:
@@ -218,7 +217,7 @@ def _take_out_the_rest(
 
 def _works_here(name: str, child: nn.Module, where: str, stack: Stack, start: int, end: int) -> bool:
     """Whether a module that lies beside a stack works on this stage."""
-    if name == stack.rule.tail or name in CLOSERS:
+    if name == stack.rule.tail:
         return start < end == len(stack)
     if _embeds(child) or name in OPENERS:
         return start == 0 < end
