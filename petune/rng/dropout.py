@@ -9,10 +9,10 @@ of where it lies in the whole, so any rank that holds it, and any recomputation 
                                                                                      step)
 
 Inside `drawing`, whatever calls torch.nn.functional.dropout, nn.Dropout among them, gets that mask; models
-are not rewritten for it. In the families of `petune.models` dropout meets three shapes, and no other: [rows,
-features] in the heads of classifiers, [rows, tokens, features] in embeddings and blocks, and attention
-probabilities [rows, heads, queries, keys]. Random layers that hide their draws in torch's own kernels cannot
-be drawn so, and are refused.
+are not rewritten for it. In the families of `petune.models` dropout meets four shapes, and no other: [rows,
+features] in the heads of classifiers, [rows, tokens, features] in embeddings and blocks, [rows * tokens,
+features] in OPT's MLP, and attention probabilities [rows, heads, queries, keys]. Random layers that hide
+their draws in torch's own kernels cannot be drawn so, and are refused.
 """
 
 from __future__ import annotations
@@ -146,13 +146,16 @@ def drop(x: Tensor, p: float) -> Tensor:
     gradient has the same mask.
 
     x: [rows, features], [rows, tokens, features] or [rows, ..., features], dim 0 as long as `running().rows`,
-    which number its rows (None: 0, 1, ...). `running().token` and `running().feature` number the first token
-    and feature. Counts as one draw of `running().site`. Without a key in `running()` this is torch's own
-    dropout. Raises UsageError when x cannot be placed in the whole batch.
+    which number its rows (None: 0, 1, ...), or a matrix of as many tokens for each of those rows.
+    `running().token` and `running().feature` number the first token and feature. Counts as one draw of
+    `running().site`. Without a key in `running()` this is torch's own dropout. Raises UsageError when x
+    cannot be placed in the whole batch.
     """
     now = running()
     if now.key is None:
         return F.dropout(x, p, True)
+    if x.dim() == 2 and now.rows is not None and len(x) > len(now.rows) and len(x) % len(now.rows) == 0:
+        return drop(x.unflatten(0, (len(now.rows), -1)), p).flatten(0, 1)
     if x.dim() > 3 and (now.token or now.feature):
         raise _unplaced(f"a tensor of shape {list(x.shape)}, in a model whose blocks are cut")
     firsts = (now.token, *[0] * (x.dim() - 3), now.feature) if x.dim() > 2 else (now.feature,)

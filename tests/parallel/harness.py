@@ -64,6 +64,7 @@ DROPOUTS = {
     "llama": ("attention_dropout",),
     "gemma3": ("attention_dropout",),
     "qwen3": ("attention_dropout",),
+    "opt": ("dropout", "attention_dropout"),
 }
 
 

@@ -93,6 +93,14 @@ def test_probabilities_dropped_by_the_model_itself_get_the_mask_of_drop_attentio
         assert torch.equal(found, drop_attention(x, 0.3, 0, 0))
 
 
+def test_rows_laid_one_behind_the_other_keep_their_mask() -> None:
+    x = torch.ones(3, 5, 4)
+    with bound(key=1, site="s", rows=torch.tensor([4, 2, 9])):
+        expected = drop(x, 0.5)
+    with bound(key=1, site="s", rows=torch.tensor([4, 2, 9])):
+        assert torch.equal(drop(x.flatten(0, 1), 0.5), expected.flatten(0, 1))
+
+
 def test_rows_without_numbers_are_numbered_from_nought() -> None:
     assert torch.equal(mask(*SIZES), mask(*SIZES, rows=torch.arange(SIZES[0])))
 

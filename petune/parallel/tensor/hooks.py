@@ -13,6 +13,7 @@ so that copying a model copies it whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -202,11 +203,18 @@ class Enter(Shared, BoundaryHook):
         now = running()
         now.token = now.feature = 0
         if self.overlap is not None:
+            if hidden.dim() == 2:
+                raise UsageError(
+                    "overlap hides communication in tiles of rows, and these lie one behind the other",
+                    where=self.where,
+                    remedy="remove overlap",
+                )
             return self.overlap.enter(hidden)
         if alone(self.group):
             return hidden
         boundary = self.boundary.here()
-        return transition(hidden, boundary.enter, boundary.enter_backward)
+        own = now.sizes[dist.get_rank(self.group)] if boundary.connection == "sequence" else 0
+        return in_rows(hidden, own, lambda x: transition(x, boundary.enter, boundary.enter_backward))
 
 
 @dataclass
@@ -228,9 +236,17 @@ class Leave(BoundaryHook):
             output = self.tiles.summed(module, output)
         elif not alone(self.group):
             boundary = self.boundary.here()
-            output = transition(output, boundary.leave, boundary.leave_backward)
+            tokens = 0 if whole else sum(now.sizes)
+            output = in_rows(output, tokens, lambda x: transition(x, boundary.leave, boundary.leave_backward))
         now.token, now.feature = 0 if whole else sum(now.sizes[: self.rank]), 0
         return output
+
+
+def in_rows(x: Tensor, tokens: int, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """act(x), where a block may have laid rows of so many tokens one behind the other, [m, width]."""
+    if x.dim() > 2 or not tokens:
+        return act(x)
+    return act(x.unflatten(0, (-1, tokens))).flatten(0, 1)
 
 
 @dataclass
