@@ -340,6 +340,13 @@ def test_other_models_and_heads(backend: str, method: str, name: str) -> None:
     check(case(name, method, BACKENDS[backend](name, 2)))
 
 
+@pytest.mark.parametrize("kept", [None, KEPT[2]], ids=["unfused", "fused"])
+def test_rows_that_a_block_lays_one_behind_the_other_drop_out_as_in_one_process(
+    kept: MemoryConfig | None,
+) -> None:
+    check(case("opt-causal", "lora", BACKENDS["galaxy"]("opt-causal", 2), steps=1, dropout=0.1, blocks=kept))
+
+
 @pytest.mark.parametrize("name", UNSTAGED)
 def test_a_model_whose_stages_nobody_can_tell_is_refused_a_pipeline(name: str) -> None:
     with pytest.raises(Exception, match="cannot be told whether this module works before the blocks"):

@@ -32,6 +32,7 @@ from petune.models.port import Call, Pass
 from petune.models.spec import Config, Family, StackRule, stack_paths, tail_of
 from petune.models.stack import Stack, carried_by, own_stacks, run_block
 from petune.models.tuned_linear import TunedModule
+from petune.rng.context import running
 
 
 class Ladder(TunedModule, PreTrainedModel):
@@ -124,7 +125,11 @@ class Ladder(TunedModule, PreTrainedModel):
         else:
             side |= arrived
         if self.rotary is not None:
-            turn = partial(self.rotary, side["hidden_states"], position_ids=call["position_ids"])
+            positions = call.get("position_ids")
+            if positions is None:  # blocks that are told their angles alone
+                first, own = running().token, side["hidden_states"]
+                positions = torch.arange(first, first + own.shape[1], device=own.device)[None]
+            turn = partial(self.rotary, side["hidden_states"], position_ids=positions)
             by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
             types = sorted(set(self.config.layer_types)) if by_type else [None]
             side["position_embeddings"] = {one: turn(layer_type=one) if by_type else turn() for one in types}

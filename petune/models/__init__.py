@@ -5,7 +5,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from petune.models import bart, bert, distilbert, eurobert, gemma3, llama, olmo2, opt, t5
+from petune.models import (
+    bart,
+    bert,
+    cohere,
+    distilbert,
+    eurobert,
+    gemma3,
+    glm4,
+    llama,
+    modernbert,
+    olmo2,
+    opt,
+    phi3,
+    t5,
+)
 from petune.models.spec import Family
 
 FAMILIES: dict[str, Family] = {
@@ -15,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     "camembert": bert.ROBERTA,
     "distilbert": distilbert.FAMILY,
     "eurobert": eurobert.FAMILY,
+    "modernbert": modernbert.FAMILY,
     "bart": bart.FAMILY,
     "mbart": bart.MBART,
     "t5": t5.FAMILY,
@@ -30,6 +45,9 @@ FAMILIES: dict[str, Family] = {
     "granite": llama.GRANITE,
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo2.FAMILY,
+    "phi3": phi3.FAMILY,
+    "glm4": glm4.FAMILY,
+    "cohere": cohere.FAMILY,
     "gemma2": gemma3.FAMILY,
     "gemma3_text": gemma3.FAMILY,
 }

@@ -20,7 +20,8 @@ from petune.errors import UsageError, nearest
 from petune.models.boundary import Connection
 from petune.models.exchange import Exchanged
 
-Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
+# the last two: linears that are several, whose outputs lie side by side in this order
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up"]
 StackName = Literal["encoder", "decoder"]
 Kind = Literal["encoder", "encoder-decoder", "decoder"]
 CutKind = Literal["column", "row"]  # how a linear is cut across ranks: by its outputs or by its inputs

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     EuroBertConfig,
     EuroBertForSequenceClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MBartConfig,
@@ -19,6 +23,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
     MT5Config,
     MT5ForConditionalGeneration,
     Olmo2Config,
@@ -27,6 +33,8 @@ from transformers import (
     Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     SmolLM3Config,
@@ -133,6 +141,19 @@ GEMMA2: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "attn_implementation": "eager",  # the only one of transformers' own that caps scores
 }
+PHI3 = {**DECODER, "sliding_window": 4, "resid_pdrop": 0.0}
+TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+PHI4 = {**PHI3, "rope_parameters": TURNED}  # whose positions turn some columns of a head
+MODERNBERT: dict[str, Any] = {
+    **COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "local_attention": 4,
+    "classifier_dropout": 0.0,
+}
 OPT: dict[str, Any] = {
     **COMMON,
     "hidden_size": 64,
@@ -156,6 +177,11 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "olmo2-causal": (Olmo2ForCausalLM, Olmo2Config, DECODER),
     "olmo3-causal": (Olmo3ForCausalLM, Olmo3Config, SLIDING),
     "gemma2-causal": (Gemma2ForCausalLM, Gemma2Config, GEMMA2),
+    "phi3-causal": (Phi3ForCausalLM, Phi3Config, PHI3),
+    "phi4-causal": (Phi3ForCausalLM, Phi3Config, PHI4),
+    "glm4-causal": (Glm4ForCausalLM, Glm4Config, {**DECODER, "head_dim": 8, "attention_bias": True}),
+    "cohere-causal": (CohereForCausalLM, CohereConfig, DECODER),
+    "modernbert-classify": (ModernBertForSequenceClassification, ModernBertConfig, MODERNBERT),
     "opt-causal": (OPTForCausalLM, OPTConfig, OPT),
     # OPT 350M's order of norms and width of embeddings
     "opt350-causal": (

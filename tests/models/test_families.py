@@ -29,6 +29,9 @@ ROLES = {
 OTHERS = {  # by family
     "opt": {"decoder": ("q k v o", "up down", 2)},
     "eurobert": {"encoder": ("q k v o", "gate up down", 2)},
+    "modernbert": {"encoder": ("qkv o", "gate_up down", 2)},
+    "phi3": {"decoder": ("qkv o", "gate_up down", 2)},
+    "glm4": {"decoder": ("q k v o", "gate_up down", 2)},
 }
 
 
@@ -99,8 +102,10 @@ def test_shape_is_that_of_the_weights(name: str) -> None:
             assert weight.shape == (shape.heads * shape.head_dim, shape.width)
         elif site.role in ("k", "v"):
             assert weight.shape == (shape.kv_heads * shape.head_dim, shape.width)
-        elif site.role in ("gate", "up"):
-            assert weight.shape == (shape.columns, shape.width)
+        elif site.role in ("gate", "up", "gate_up"):
+            assert weight.shape == (shape.columns * (1 + (site.role == "gate_up")), shape.width)
+        elif site.role == "qkv":
+            assert weight.shape == ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.width)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -123,7 +128,7 @@ def test_the_table_names_the_task_head(name: str) -> None:
     beside = {key: list(child.parameters()) for key, child in model.named_children()}
     del beside[model.base_model_prefix]
     heads = {key for key, values in beside.items() if values}
-    assert heads and heads <= set(family(name).heads)
+    assert heads and heads <= {*family(name).heads, *family(name).fresh}
     assert sum(value.shape[0] == 3 for key in heads for value in beside[key]) >= 1
 
 

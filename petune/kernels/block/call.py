@@ -102,8 +102,9 @@ class Spec:
     @property
     def defers(self) -> bool:
         """Whether the activation may add the update of gate | up: its result must be no number of the narrow
-        grid, as ReLU's is."""
-        return self.program.sizes.act != "relu"
+        grid, as ReLU's is, and a gate has an update of its own."""
+        packed = any(group.roles == ("gate_up",) for group in self.program.groups)
+        return self.program.sizes.act != "relu" and not packed
 
     @property
     def casts(self) -> bool:

@@ -125,7 +125,7 @@ def remade(program: Program, keep: Level) -> tuple[frozenset[Role], bool]:
 def needs_of(shape: BlockShape, program: Program) -> tuple[bool, ...]:
     """Which tensors of a block of that shape train: its weights, the factors of its updates."""
     roles = [role for group in program.groups for role in group.roles]
-    tuned = [getattr(shape.ranks, role) > 0 for role in roles]
+    tuned = [shape.rank(role) > 0 for role in roles]
     own = [need for lora in tuned for need in (shape.trained, shape.trained, lora, lora)]
     own += [True] * (4 * len(program.bottlenecks))
     return *own, *(shape.trained for norm in program.norms for _ in range(1 if norm.kind == "rms" else 2))
@@ -348,7 +348,7 @@ class _Build:
         self.linears(up, h, f"{name}.s", f"{name}.u", "all", "all")
         drop = None if core.drop is None else self.drop(core.drop, "features")
         down = self.group("down", LinearGroup((("down", core.down),)))
-        above, at, gated = len(self.groups) - 2, len(self.groups) - 1, len(up.paths) == 2
+        above, at, gated = len(self.groups) - 2, len(self.groups) - 1, up.roles != ("up",)
         names = f"{name}.u", f"{name}.s", f"{name}.s_down", f"{name}.d"
         self.steps.append(Activated(*names, self.sizes.act, gated, above, at, down, drop, keep, behind))
         return f"{name}.d"

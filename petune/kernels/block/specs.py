@@ -118,6 +118,8 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
                 "its attention sees later tokens too (use_bidirectional_attention), of which its family's"
                 " table says nothing"
             )
+        if core.rotary and (share := _turned(module)) != 1:
+            return f"its positions turn {share:.0%} of a head's columns"
         if core.softcap and exchange is not None and exchange.kind == "ring":
             return "its attention caps its scores (attn_logit_softcapping), which a ring does not"
         if core.softcap and (own := cast("Any", module).config._attn_implementation) not in CAPPING:
@@ -125,10 +127,18 @@ def _other_attention(block: nn.Module, sublayers: Sequence[SubLayer]) -> str | N
     return None
 
 
+def _turned(attention: Any) -> float:
+    """The share of a head's columns that rotary positions turn, by the config of an attention."""
+    found = getattr(getattr(attention, "config", None), "rope_parameters", None) or {}
+    return float(found.get("partial_rotary_factor", 1.0))
+
+
 def _heads(block: nn.Module, sublayers: Sequence[SubLayer], shape: Shape) -> tuple[int, int, int]:
     """(heads, key and value heads, columns of one): as the block counts them, whose stack may differ from the
     other one's, else as many as its weights have columns for, of which a rank may have some."""
     core = next(one.core for one in sublayers if isinstance(one.core, Attention))
+    if "qkv" in core.region.sites:  # a projection that is not cut
+        return shape.heads, shape.kv_heads, shape.head_dim
     queries, keys = (
         len(cast("Any", block.get_submodule(core.region.sites[role])).weight) for role in ("q", "k")
     )

@@ -22,7 +22,7 @@ from petune.kernels.configs import MemoryConfig, Rung
 from petune.kernels.memory.block_cost import Rates, rates_of
 from petune.kernels.memory.buffers import streamed_host_bytes
 from petune.kernels.memory.policy import Policy, choose, least_bytes
-from petune.kernels.memory.shape import BlockShape, Ranks
+from petune.kernels.memory.shape import FIRST, BlockShape, Ranks
 from petune.log import say
 from petune.models.sharded import shards_of
 from petune.models.stack import Stack
@@ -302,7 +302,10 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
     parts = {role: linear_of(layer) for role, layer in zip(roles, chain(*spec.layers), strict=True)}
     down = parts["down"]
     assert down is not None
-    ranks = {role: 0 if part is None or part.a is None else len(part.a) for role, part in parts.items()}
+    ranks = {
+        FIRST.get(role, role): 0 if part is None or part.a is None else len(part.a)
+        for role, part in parts.items()
+    }
     return BlockShape(
         width=len(down.weight),
         heads=sizes.heads,

@@ -34,6 +34,8 @@ class Ranks:
         return self.gate + self.up
 
 
+# The role under which the rank of a packed projection's one update is counted
+FIRST: dict[Role, Role] = {"qkv": "q", "gate_up": "gate"}
 GroupKind = Literal["in", "out", "up", "down"]
 
 
@@ -101,17 +103,24 @@ class BlockShape:
             "gate": above,
             "up": above,
             "down": self.width,
+            "qkv": self.qkv,
+            "gate_up": self.gu,
         }
         inputs = {"in": self.width, "out": self.queries, "up": self.width, "down": above}[place.kind]
         return (
             inputs,
             sum(outputs[role] for role in place.roles),
-            sum(getattr(self.ranks, role) for role in place.roles),
+            sum(self.rank(role) for role in place.roles),
         )
+
+    def rank(self, role: Role) -> int:
+        """Of the update of a role."""
+        found: int = getattr(self.ranks, FIRST.get(role, role))
+        return found
 
     def updates(self, place: GroupPlace) -> int:
         """The roles of a group that have an update."""
-        return sum(getattr(self.ranks, role) > 0 for role in place.roles)
+        return sum(self.rank(role) > 0 for role in place.roles)
 
     def room(self, place: GroupPlace) -> int:
         """Columns behind a group's input for its low-rank one, so that one product sums both."""

@@ -1,0 +1,13 @@
+"""GLM-4: Llama's blocks with gate and up in one linear and a norm behind each sub-layer too."""
+
+from __future__ import annotations
+
+from petune.models import llama, phi3
+from petune.models.spec import Norm, SubLayer
+
+PAIRS = "its positions turn neighbouring columns of a head, not its halves"
+BLOCK = (
+    SubLayer(llama.ATTENTION, norm_in=Norm("input_layernorm"), norm_out=Norm("post_self_attn_layernorm")),
+    SubLayer(phi3.MLP, norm_in=Norm("post_attention_layernorm"), norm_out=Norm("post_mlp_layernorm")),
+)
+FAMILY = llama.like("glm4", *BLOCK, unfused=PAIRS, uncut=phi3.PACKED)

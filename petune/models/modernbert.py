@@ -1,0 +1,35 @@
+"""ModernBERT: pre-norm encoder with packed projections; attention to all, or to a window both ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from petune.models import bert, phi3
+from petune.models.spec import Attention, Mlp, Norm, StackRule, SubLayer, linears
+
+BLOCK = (
+    SubLayer(
+        Attention(
+            at="attn",
+            groups=(linears(qkv="attn.Wqkv"),),
+            out="attn.Wo",
+            rotary=True,
+            drop="attn.attention_dropout",
+        ),
+        norm_in=Norm("attn_norm", "layer"),
+        drop="attn.out_drop",
+    ),
+    SubLayer(
+        Mlp(at="mlp", up=linears(gate_up="mlp.Wi"), down="mlp.Wo", drop="mlp.drop"),
+        norm_in=Norm("mlp_norm", "layer"),
+    ),
+)
+RULE = StackRule(
+    "layers",
+    BLOCK,
+    tail="final_norm",
+    rotary="rotary_emb",
+    unfused="its windows reach to both sides, and its first block has no norm before attention",
+    uncut=phi3.PACKED,
+)
+FAMILY = replace(bert.FAMILY, name="modernbert", stacks={"encoder": RULE}, fresh=("head",))
