@@ -200,12 +200,12 @@ def test_a_ladder_sends_for_itself_and_its_backbone_nothing_back(tmp_path: Path)
 
 
 def test_a_model_without_a_table_is_replicated(tmp_path: Path) -> None:
-    (tmp_path / "gpt2.json").write_text(
-        json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50})
+    (tmp_path / "openai-gpt.json").write_text(
+        json.dumps({"model_type": "openai-gpt", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50})
     )
     recipe = load_recipe(
         {
-            "model": f"config:{tmp_path}/gpt2.json",
+            "model": f"config:{tmp_path}/openai-gpt.json",
             "data": "nowhere.jsonl",
             "task": "causal",
             "method": "lora",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    CamembertConfig,
+    CamembertForTokenClassification,
     CohereConfig,
     CohereForCausalLM,
     DistilBertConfig,
@@ -15,6 +17,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     MBartConfig,
@@ -165,10 +169,20 @@ OPT: dict[str, Any] = {
     "dropout": 0.0,
     "init_std": 0.1,
 }
+GPT2: dict[str, Any] = {
+    **COMMON,
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_layer": 2,
+    "n_head": 8,
+    "n_positions": 64,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
 
 MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "roberta-mlm": (RobertaForMaskedLM, RobertaConfig, BERT),
     "xlm_roberta-classify": (XLMRobertaForSequenceClassification, XLMRobertaConfig, BERT),
+    "camembert-tokens": (CamembertForTokenClassification, CamembertConfig, BERT),
     "distilbert-classify": (DistilBertForSequenceClassification, DistilBertConfig, DISTILBERT),
     "ministral-causal": (MinistralForCausalLM, MinistralConfig, SLIDING),
     "ministral3-causal": (Ministral3ForCausalLM, Ministral3Config, MINISTRAL3),
@@ -183,6 +197,7 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "cohere-causal": (CohereForCausalLM, CohereConfig, DECODER),
     "modernbert-classify": (ModernBertForSequenceClassification, ModernBertConfig, MODERNBERT),
     "opt-causal": (OPTForCausalLM, OPTConfig, OPT),
+    "gpt2-causal": (GPT2LMHeadModel, GPT2Config, GPT2),
     # OPT 350M's order of norms and width of embeddings
     "opt350-causal": (
         OPTForCausalLM,

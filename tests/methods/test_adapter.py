@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from petune.errors import UsageError
 from petune.methods import tuned_state, wrap
 from petune.methods.adapter import AdapterLinear, tune
 from petune.methods.configs import AdapterConfig
-from tests.methods.zoo import ZOO, batch, frozen, gradients, prompt, stir, tiny
+from tests.methods.zoo import ADAPTED, batch, frozen, gradients, prompt, stir, tiny
 
 BERT, LLAMA = {"attention.output.dense", "output.dense"}, {"self_attn.o_proj", "mlp.down_proj"}
 BART = {"self_attn.out_proj", "fc2"}
@@ -33,7 +34,12 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", ZOO)
+def test_an_adapter_behind_a_transposed_weight_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"adapter tunes torch\.nn\.Linear, not Conv1D"):
+        wrap(tiny("gpt2-causal"), "adapter", reduction=4)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
 def test_an_adapter_starts_as_the_base_bit_for_bit(name: str) -> None:
     inputs = batch(name)
     expected = frozen(tiny(name))(**inputs)

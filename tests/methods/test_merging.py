@@ -19,8 +19,9 @@ from petune.kernels.head.hooks import unfuse_head
 from petune.kernels.single_modules import unfuse_sites
 from petune.methods import is_wrapped, merge, merged_weights, tuned_parameters, wrap
 from petune.models import attention, family_of
+from petune.models.spec import find_sites
 from petune.models.stack import own_stacks
-from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, prompt, stir, tiny
+from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, prompt, stir, table, tiny
 
 
 def stirred(name: str, **settings: Any) -> Any:
@@ -50,10 +51,12 @@ PAST = ("kernels: off", "kernels: reference", "stacks of its own", "q alone", "u
 
 def merged(name: str, method: str, past: str) -> Any:
     """A model that was tuned, trained for a step and merged."""
+    first = find_sites(tiny(name), table(name))[0].role  # q, or the projection that q is in
     settings: dict[str, Any] = (
-        {"r": 4, "targets": ["q", "o"] if past == "q alone" else "auto"} if method == "lora" else {}
+        {"r": 4, "targets": [first, "o"] if past == "q alone" else "auto"} if method == "lora" else {}
     )
-    unfused = past in ("kernels: off", "stacks of its own")
+    bare = (name, method) == ("modernbert-classify", "full")  # of which nothing is fused
+    unfused = bare or past in ("kernels: off", "stacks of its own")
     model = wrap(tiny(name), method, kernels="off" if unfused else "reference", **settings)
     if past == "stacks of its own":
         own_stacks(model, family_of(model))  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from transformers import (
     MixtralForCausalLM,
     MPNetConfig,
     MPNetForSequenceClassification,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -111,9 +113,9 @@ def test_all_linear_is_every_linear_but_the_output_head_and_the_trained_heads(na
 
 
 def test_on_an_unknown_family_auto_is_every_linear_but_the_output_head() -> None:
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32)
-    found = lora_layers(wrap(GPT2LMHeadModel(config), "lora", r=2))
-    model = GPT2LMHeadModel(config)
+    config = OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    found = lora_layers(wrap(OpenAIGPTLMHeadModel(config), "lora", r=2))
+    model = OpenAIGPTLMHeadModel(config)
     assert found == {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
     assert len(found) == 8
 

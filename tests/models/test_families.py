@@ -11,14 +11,28 @@ import pytest
 import torch
 from torch import nn
 from transformers import BertModel, Gemma3Config, LlamaModel, T5EncoderModel
+from transformers.pytorch_utils import Conv1D
 
 from petune.errors import UsageError
 from petune.methods import merge, wrap
+from petune.methods.targets import LINEAR
 from petune.models import FAMILIES, family_of
 from petune.models.loading import outline
 from petune.models.source import Source
 from petune.models.spec import Family, find_sites, linears, stack_paths
-from tests.methods.zoo import FOUR, GENERATE, GENERATING, SETTINGS, ZOO, batch, frozen, prompt, stir, tiny
+from tests.methods.zoo import (
+    ADAPTED,
+    FOUR,
+    GENERATE,
+    GENERATING,
+    SETTINGS,
+    ZOO,
+    batch,
+    frozen,
+    prompt,
+    stir,
+    tiny,
+)
 
 # roles and ways out of one block, by stack, of what most families of a kind have
 ROLES = {
@@ -30,6 +44,7 @@ OTHERS = {  # by family
     "opt": {"decoder": ("q k v o", "up down", 2)},
     "eurobert": {"encoder": ("q k v o", "gate up down", 2)},
     "modernbert": {"encoder": ("qkv o", "gate_up down", 2)},
+    "gpt2": {"decoder": ("qkv o", "up down", 2)},
     "phi3": {"decoder": ("qkv o", "gate_up down", 2)},
     "glm4": {"decoder": ("q k v o", "gate_up down", 2)},
 }
@@ -51,7 +66,7 @@ def test_every_linear_of_every_block_is_one_site(name: str) -> None:
         f"{path}.{key}"
         for path in stack_paths(model, family(name)).values()
         for key, module in model.get_submodule(path).named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, LINEAR)
     }
     assert {site.name for site in sites} == linears
 
@@ -97,7 +112,7 @@ def test_shape_is_that_of_the_weights(name: str) -> None:
     model, table = tiny(name), family(name)
     shape = table.shape(model.config)
     for site in find_sites(model, table):
-        weight = site.module.weight
+        weight = site.module.weight.T if isinstance(site.module, Conv1D) else site.module.weight
         if site.role == "q":
             assert weight.shape == (shape.heads * shape.head_dim, shape.width)
         elif site.role in ("k", "v"):
@@ -184,8 +199,13 @@ def test_a_model_without_a_table_has_no_family() -> None:
 # -- behaviour that depends on transformers' own code; run on the oldest supported release too --
 
 
-@pytest.mark.parametrize("method", ["lora", "adapter", "side"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, method) for name in ZOO for method in ("lora", "side")),
+        *((name, "adapter") for name in ADAPTED),
+    ],
+)
 def test_a_wrapped_model_starts_as_its_base(name: str, method: str) -> None:
     expected = frozen(tiny(name))(**batch(name))
     found = wrap(tiny(name), method, **SETTINGS[method], also_train=())(**batch(name))
