@@ -125,10 +125,12 @@ class Ladder(TunedModule, PreTrainedModel):
         else:
             side |= arrived
         if self.rotary is not None:
-            positions = call.get("position_ids")
+            own, positions = side["hidden_states"], call.get("position_ids")
+            seen = slice(running().token, running().token + own.shape[1])
             if positions is None:  # blocks that are told their angles alone
-                first, own = running().token, side["hidden_states"]
-                positions = torch.arange(first, first + own.shape[1], device=own.device)[None]
+                positions = torch.arange(seen.stop, device=own.device)[None]
+            if positions.shape[-1] != own.shape[1]:  # those of all ranks
+                positions = positions[..., seen]
             turn = partial(self.rotary, side["hidden_states"], position_ids=positions)
             by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
             types = sorted(set(self.config.layer_types)) if by_type else [None]

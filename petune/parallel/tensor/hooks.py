@@ -296,17 +296,17 @@ class StackEdges(Shared):
         return carry, here
 
     def argument(self, stack: Stack, name: str, value: Tensor, here: Running) -> Tensor | None:
-        """See petune.models.stack.Edges: own positions for whoever works on own tokens, which are attention
-        cut by sequence and a ladder, which makes its rotary from the ids."""
+        """See petune.models.stack.Edges: own positions for attention that works on own tokens; a ladder takes
+        its own of the ids."""
         by_sequence = self.plan.connection == "sequence"
         if name == "encoder_hidden_states" and (by_sequence or stack.ladder is None):
             # One sum for all blocks, as every consumer is cut; a ladder beside a whole connection is not, and
             # its backbone has no gradient
             return copy(value, self.group)
-        own = slice(here.token, here.token + here.sizes[self.rank]) if by_sequence else slice(None)
-        if name == "position_ids":
-            return value[..., own]
-        return value[:, own] if name == "position_embeddings" and self.plan.attention == "sequence" else value
+        if self.plan.attention != "sequence" or name not in ("position_ids", "position_embeddings"):
+            return value
+        own = slice(here.token, here.token + here.sizes[self.rank])
+        return value[:, own] if name == "position_embeddings" else value[..., own]
 
     def _bias(self, stack: Stack, first: nn.Module, carry: Call, length: int) -> Call:
         """A learned position bias is made by the first block from the lengths it sees: that of the whole
