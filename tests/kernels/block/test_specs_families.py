@@ -102,6 +102,16 @@ def test_rows_packed_in_one_have_the_loss_and_the_gradients_of_rows_by_themselve
         assert_same_gradients({key: value * count for key, value in found.items()}, whole, 1e-5)
 
 
+def test_the_update_of_a_gate_and_up_in_one_is_not_left_to_the_activation() -> None:
+    """Its kernels add a factor for each half, and this is one for both."""
+    found = [block.spec.defers for name in ("phi3-causal", "granite-causal") for block in _blocks(name)]
+    assert found == [False, False, True, True]
+
+
+def _blocks(name: str) -> list[Any]:
+    return fused_blocks(fused(tuned(name)))
+
+
 def test_a_model_whose_mask_does_not_know_packed_samples_is_refused_them() -> None:
     found = [name for name in MORE if not packs(tiny(name).config)]
     assert {table(name).name for name in found} == {"opt"}
