@@ -21,12 +21,10 @@ from petune.models import FAMILIES
 from petune.parallel.configs import CutConfig, DpConfig, ParallelConfig, PpConfig
 from petune.parallel.plan import make_plan
 from petune.tasks.registry import check_fit
-from tests.kernels.block.test_specs_families import FUSED
-from tests.methods.zoo import SETTINGS, ZOO, tiny
-from tests.parallel.cells import CELLS, KIN, METHODS
+from tests.mark_tables import MODELS, Notes, of_blocks, rows
+from tests.methods.zoo import FUSED, SETTINGS, ZOO, tiny
+from tests.parallel.cells import CELLS, KIN, METHODS, OTHERS
 from tests.parallel.plans import BACKENDS
-from tests.test_fused_table import MODELS, Notes, of_blocks, rows
-from tests.test_matrix import OTHERS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
 CUT = CutConfig(size=2)

@@ -5,32 +5,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from petune.errors import PetuneError, RecipeError
-from petune.kernels.fuse import fuse, fused_blocks
-from petune.methods import tune
-from petune.methods.configs import METHODS, make_config
-from petune.models import family_of
+from petune.errors import RecipeError
+from petune.methods.configs import METHODS
 from petune.recipe import load_recipe
-from tests.methods.zoo import SETTINGS, tiny
+from tests.mark_tables import MODELS, Notes, of_blocks, rows
 from tests.parallel.plans import BACKENDS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
-MODELS = {
-    "BERT": "bert-mlm",
-    "BART": "bart-seq2seq",
-    "T5": "t5-seq2seq",
-    "Llama": "llama-causal",
-    "Qwen3": "qwen3-causal",
-    "Gemma 3": "gemma3-causal",
-}
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},
@@ -58,40 +45,6 @@ linears and RMS norms are fused one by one, and the header of the run says why. 
 """
 
 
-class Notes:
-    """Reasons, each told once under a number."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def __call__(self, reason: str) -> str:
-        if reason not in self.told:
-            self.told.append(reason)
-        return f"no ({self.told.index(reason) + 1})"
-
-    def lines(self) -> Iterator[str]:
-        """The reasons as a numbered list."""
-        return (f"{number}. {reason}" for number, reason in enumerate(self.told, 1))
-
-
-def of_blocks(model: str, method: str, base: str | None, notes: Notes) -> str:
-    """Whether the blocks of a model are fused under a method, on one device."""
-    made = tiny(model)
-    tune(made, make_config(method, SETTINGS.get(method, {})))
-    try:
-        done = fuse(made, family_of(made), "reference", base_dtype=base)  # type: ignore[arg-type]
-    except PetuneError as error:
-        found = error.problems[0]
-        return notes(shortened(found.found or found.what))
-    assert done.blocks == bool(fused_blocks(made))
-    return "yes" if done.blocks else notes(shortened(done.reasons[0]))
-
-
-def shortened(reason: str) -> str:
-    """A reason without the names of a module and of its stack."""
-    return re.sub(r"^\S+ is a (\w+)$", r"a layer is a \1", reason.partition("; ")[0].rpartition(": ")[2])
-
-
 def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
     """Whether a recipe may ask for fused blocks, or for a setting, under a plan."""
     recipe = {"model": "demo:tiny-llama", "data": "demo:docstrings", "method": "lora", "parallel": plan}
@@ -101,15 +54,6 @@ def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
         return notes("; ".join(problem.what for problem in error.problems))
     reason = None if found.cache else found.parallel.unfused  # any block can be read
     return "yes" if reason is None else notes(reason)
-
-
-def rows(names: Iterable[str], columns: Iterable[str], cell: Callable[[str, str], str]) -> Iterator[str]:
-    """A table in Markdown."""
-    heads = list(columns)
-    yield f"| | {' | '.join(heads)} |"
-    yield "|---" * (len(heads) + 1) + "|"
-    for name in names:
-        yield f"| {name} | {' | '.join(cell(name, column) for column in heads)} |"
 
 
 ASKED: dict[str, dict[str, Any]] = {

@@ -25,6 +25,7 @@ from tests.parallel.cells import (
     HALF,
     KIN,
     METHODS,
+    OTHERS,
     ROUND,
     SHORT_KIN,
     SQUARE,
@@ -35,20 +36,6 @@ from tests.parallel.harness import Case, check
 from tests.parallel.plans import BACKENDS, COMPOSED, EIGHT, FSDP, LOOPED, OVERLAPPED, VOCABULARY, pp
 
 long = pytest.mark.long
-OTHERS = (
-    "bert-tokens",
-    "bert-mlm",
-    "bart-classify",
-    "t5-gated",
-    "t5-classify",
-    "llama-classify",
-    "mistral-causal",
-    "qwen2-causal",
-    "qwen3-causal",
-    "qwen3-classify",
-    "gemma3-causal",
-    "gemma3-classify",
-)
 # Masks and angles differ from block to block: one method under each plan in the short part.
 MIXED = [(backend, METHODS[at % 4], "gemma3-causal") for at, backend in enumerate(BACKENDS)]
 

@@ -15,7 +15,6 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
@@ -25,7 +24,7 @@ from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.specs import spec_of
-from petune.kernels.block.unpad import Unpadded, leave_padding_out
+from petune.kernels.block.unpad import Unpadded, leave_padding_out, owner_of
 from petune.kernels.configs import BaseDtype, KernelsName, MemoryConfig
 from petune.kernels.dispatch import Ops, refusal, select
 from petune.kernels.graphs.replay import Graphs, ungraph
@@ -36,7 +35,7 @@ from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
 from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised
 from petune.models.sharded import shards_of
-from petune.models.spec import Family, stack_paths
+from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
 from petune.models.tuned_linear import LowRank, linear_of
 
@@ -190,7 +189,7 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
         for stack in stacks.values()
         if (reason := _fuse_stack(model, stack, family, plan)) is not None
     ]
-    owner = _owner(model, family)
+    owner = owner_of(model, family)
     _hooks_of(model).extend(leave_padding_out(model, owner, family, stacks))
     disown_stacks(model, lambda stack: stack.for_fusing and not isinstance(stack.blocks[0], FusedBlock))
     if len(reasons) < len(stacks) and not before:
@@ -201,16 +200,6 @@ def _fuse_blocks(model: nn.Module, family: Family | None, plan: Plan) -> tuple[b
 def _hooks_of(model: nn.Module) -> list[RemovableHandle]:
     """The hooks that fusing has hung on a model and on its parts."""
     return cast("list[RemovableHandle]", model.__dict__.setdefault("petune_fused_hooks", []))
-
-
-def _owner(model: nn.Module, family: Family) -> nn.Module:
-    """The model that makes masks and positions and holds the stacks: of one stack the innermost around it."""
-    base, (path, *others) = getattr(model, "base_model", model), stack_paths(model, family).values()
-    while path and not others:
-        path = path.rpartition(".")[0]
-        if isinstance(inner := model.get_submodule(path), PreTrainedModel):
-            return inner
-    return cast("nn.Module", base)
 
 
 def check_kernels(model: nn.Module, kernels: KernelsName, base_dtype: BaseDtype | None) -> None:

@@ -109,6 +109,13 @@ def table(name: str) -> Family:
     return FAMILIES[ZOO[name][1].model_type]
 
 
+# Of MORE: why blocks are not fused, by the table or, of one, by the config; and those that are
+UNFUSED = {"phi4-causal": "turn 50% of a head's columns"} | {
+    name: rule.unfused for name in MORE for rule in table(name).stacks.values() if rule.unfused is not None
+}
+FUSED = [name for name in MORE if name not in UNFUSED]
+
+
 def writes_beside(name: str) -> bool:
     """Whether the model `name` has an encoder and a decoder."""
     return table(name).kind == "encoder-decoder"

@@ -34,6 +34,20 @@ COMPOSITIONS = [
     for turn, composed in enumerate(COMPOSED)
 ]
 HALF = COMPOSITIONS[::2]
+OTHERS = (
+    "bert-tokens",
+    "bert-mlm",
+    "bart-classify",
+    "t5-gated",
+    "t5-classify",
+    "llama-classify",
+    "mistral-causal",
+    "qwen2-causal",
+    "qwen3-causal",
+    "qwen3-classify",
+    "gemma3-causal",
+    "gemma3-classify",
+)
 
 
 UNSTAGED = ("opt350-causal",)  # its embeddings are narrower than its blocks, see test_matrix

@@ -24,13 +24,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from petune.kernels.block.hooks import Ready
 from petune.kernels.block.module import FusedBlock
 from petune.kernels.block.varlen import Segments, from_mask, from_positions, of_rows, pack, unpack
 from petune.kernels.head.linear_cross_entropy import IGNORED
 from petune.log import say
-from petune.models.spec import Family, StackName
+from petune.models.spec import Family, StackName, stack_paths
 from petune.models.stack import Call, Stack
 from petune.rng.context import Running, running
 
@@ -90,6 +91,16 @@ def _packed(value: Any, segments: Segments | None) -> Any:
 
 
 # ------------------------------------------------------------------ where they are found
+
+
+def owner_of(model: nn.Module, family: Family) -> nn.Module:
+    """The model that makes masks and positions and holds the stacks: of one stack the innermost around it."""
+    base, (path, *others) = getattr(model, "base_model", model), stack_paths(model, family).values()
+    while path and not others:
+        path = path.rpartition(".")[0]
+        if isinstance(inner := model.get_submodule(path), PreTrainedModel):
+            return inner
+    return cast("nn.Module", base)
 
 
 def leave_padding_out(

@@ -22,13 +22,18 @@ from petune.models.stack import own_stacks
 from petune.tasks.registry import check_fit
 from tests.kernels.fused_pairs import stand_on
 from tests.methods.more_models import MORE
-from tests.methods.zoo import SETTINGS, assert_same_gradients, batch, gradients, stir, table, tiny
+from tests.methods.zoo import (
+    FUSED,
+    SETTINGS,
+    UNFUSED,
+    assert_same_gradients,
+    batch,
+    gradients,
+    stir,
+    table,
+    tiny,
+)
 
-# and what a config makes of a family
-UNFUSED = {"phi4-causal": "turn 50% of a head's columns"} | {
-    name: rule.unfused for name in MORE for rule in table(name).stacks.values() if rule.unfused is not None
-}
-FUSED = [name for name in MORE if name not in UNFUSED]
 CAUSAL = [name for name in MORE if name.endswith("causal") and table(name).packs]
 # of what norms and softmax are in float32, whatever the model is
 CLOSE = dict.fromkeys(MORE, 1e-6) | {"mt5-seq2seq": 5e-6}

@@ -1,0 +1,65 @@
+"""Tables of what the code can, made by asking it: for the documents that tests write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from petune.errors import PetuneError
+from petune.kernels.fuse import fuse, fused_blocks
+from petune.methods import tune
+from petune.methods.configs import make_config
+from petune.models import family_of
+from tests.methods.zoo import SETTINGS, tiny
+
+MODELS = {
+    "BERT": "bert-mlm",
+    "BART": "bart-seq2seq",
+    "T5": "t5-seq2seq",
+    "Llama": "llama-causal",
+    "Qwen3": "qwen3-causal",
+    "Gemma 3": "gemma3-causal",
+}
+
+
+class Notes:
+    """Reasons, each told once under a number."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __call__(self, reason: str) -> str:
+        if reason not in self.told:
+            self.told.append(reason)
+        return f"no ({self.told.index(reason) + 1})"
+
+    def lines(self) -> Iterator[str]:
+        """The reasons as a numbered list."""
+        return (f"{number}. {reason}" for number, reason in enumerate(self.told, 1))
+
+
+def of_blocks(model: str, method: str, base: str | None, notes: Notes) -> str:
+    """Whether the blocks of a model are fused under a method, on one device."""
+    made = tiny(model)
+    tune(made, make_config(method, SETTINGS.get(method, {})))
+    try:
+        done = fuse(made, family_of(made), "reference", base_dtype=base)  # type: ignore[arg-type]
+    except PetuneError as error:
+        found = error.problems[0]
+        return notes(shortened(found.found or found.what))
+    assert done.blocks == bool(fused_blocks(made))
+    return "yes" if done.blocks else notes(shortened(done.reasons[0]))
+
+
+def shortened(reason: str) -> str:
+    """A reason without the names of a module and of its stack."""
+    return re.sub(r"^\S+ is a (\w+)$", r"a layer is a \1", reason.partition("; ")[0].rpartition(": ")[2])
+
+
+def rows(names: Iterable[str], columns: Iterable[str], cell: Callable[[str, str], str]) -> Iterator[str]:
+    """A table in Markdown."""
+    heads = list(columns)
+    yield f"| | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    for name in names:
+        yield f"| {name} | {' | '.join(cell(name, column) for column in heads)} |"
