@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from petune.errors import RecipeError
 from petune.kernels.configs import KEEPS, MemoryConfig
 from petune.methods.configs import METHODS, AdapterConfig, FullConfig, LoraConfig, SideConfig
-from petune.parallel.configs import BACKENDS, ROWS
+from petune.parallel.configs import BACKENDS
 from petune.recipe import (
     KEYS_THAT_CHANGE_NUMBERS,
     Recipe,
@@ -339,20 +339,6 @@ def test_the_json_schema_names_every_setting() -> None:
         assert size["type"] == ["integer", "null"]
         assert set(settings["properties"]) == {entry.name for entry in dataclasses.fields(config)}
     assert methods[1]["properties"]["r"] | {"minimum": 1, "default": 16} == methods[1]["properties"]["r"]
-
-
-def test_the_documentation_names_every_setting_and_what_resume_ignores() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-    for path in _every_key():
-        said_of = path.split(".")
-        if len(said_of) == 3 and said_of[1] in ROWS:  # what the named rows have is said once, of `cut`
-            path = f"parallel.cut.{said_of[2]}"
-        assert f"`{path}`" in text, path
-    free = text.partition("Free to change are")[2].partition(". Inputs")[0]
-    assert set(re.findall(r"`(\w+)`", free)) == {*Recipe.model_fields} - {
-        *KEYS_THAT_CHANGE_NUMBERS,
-        "version",
-    }
 
 
 def test_every_example_of_documents_and_messages_is_accepted() -> None:
