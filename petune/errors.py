@@ -38,7 +38,16 @@ class Problem:
 
 
 class PetuneError(Exception):
-    """The base of every error petune raises on purpose; `code` is the process exit code."""
+    """The base of every error petune raises on purpose; `code` is the process exit code.
+
+        >>> try:
+        ...     petune.load_recipe({"model": "my-model", "data": "rows.jsonl", "method": "lorra"})
+        ... except petune.PetuneError as error:
+        ...     error.code, error.problems[0].what
+        (2, 'method: no such method')
+
+    Its text is that of its problems, a line or more each.
+    """
 
     code: ClassVar[int] = 1
 

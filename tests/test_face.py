@@ -23,8 +23,11 @@ from tests.small_runs import write_model, write_rows
 
 ROOT = Path(__file__).parent.parent
 # in the order in which their examples run
-SHOWN = ("train", "load_run", "wrap", "save", "load", "merge", "merged_weights")
-SHOWN += ("add", "alone", "active", "per_row")
+SHOWN = (
+    *("load_recipe", "PetuneError", "train", "load_run", "Run", "Run.history", "Callback"),
+    *("wrap", "mark_only_trainable", "tuned_state", "save", "load", "merge", "merged_weights"),
+    *("add", "alone", "active", "per_row", "ActivationCache"),
+)
 FUNCTIONS = [name for name in petune.__all__ if inspect.isfunction(getattr(petune, name))]
 
 
@@ -37,6 +40,14 @@ def test_a_function_of_the_face_names_and_types_its_arguments(name: str):
         assert argument.kind is not inspect.Parameter.VAR_POSITIONAL or argument.annotation != "Any", (
             "*args: Any says nothing"
         )
+
+
+def test_every_name_of_the_face_has_an_example_and_a_place_on_its_page():
+    names = {name for name in petune.__all__ if not name.startswith(("mark_only_", "__"))}
+    names.add("mark_only_trainable")  # which has several
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    assert all(f"\n::: petune.{name}\n" in page for name in names)
+    assert names - {"Recipe"} == {name for name in SHOWN if "." not in name}  # load_recipe shows one
 
 
 def test_help_of_train_names_every_setting_with_its_default():
@@ -56,7 +67,7 @@ def test_the_examples_of_the_face_run(tmp_path: Path, monkeypatch: pytest.Monkey
     write_model(tmp_path / "my-model", "llama")
     write_rows(tmp_path / "rows.jsonl", "causal")
     names: dict[str, Any] = {"petune": petune, "torch": torch, "transformers": transformers}
-    for name in (*SHOWN, "Run.history", "Callback"):
+    for name in SHOWN:
         owner, _, attribute = name.partition(".")
         shown: Any = getattr(getattr(petune, owner), attribute) if attribute else getattr(petune, owner)
         test = doctest.DocTestParser().get_doctest(inspect.getdoc(shown) or "", names, name, None, 0)

@@ -184,11 +184,13 @@ class Counts:
 class ActivationCache:
     """The cache of a model under ladders, or of the parts of it that a process holds.
 
-        >>> model = petune.wrap(model, "side")
-        >>> cache = petune.ActivationCache(model, "cache/")
-        >>> for epoch in range(3):
-        ...     train(model)  # the second and third run no block of the backbone
-        >>> cache.close()
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.wrap(base, "side", reduction=4)
+        >>> tokens = torch.tensor([[1, 9, 10, 11, 2]])
+        >>> with petune.ActivationCache(model, "cache") as cache:
+        ...     losses = [model(input_ids=tokens, labels=tokens).loss for epoch in range(3)]
+        >>> cache.counts.computed, cache.counts.read  # the second and third run no block of the backbone
+        (1, 2)
 
     folder: where rows are kept, for this base and this computation alone; made where it is not. dtype: "auto"
     stores what was computed; fp32, bf16 and fp8 (a scale for each token of each level) round it. together:

@@ -104,15 +104,28 @@ def frozen_digest(model: nn.Module) -> str:
 
 
 def mark_only_trainable(model: nn.Module) -> None:
-    """Let exactly the tuned parameters of a wrapped model require gradients. Raises UsageError for a model
-    that is not wrapped."""
+    """Let exactly the tuned parameters of a wrapped model require gradients, as `wrap` does. Raises
+    UsageError for a model that is not wrapped.
+
+        >>> frozen = model.requires_grad_(False)
+        >>> petune.mark_only_trainable(model)
+        >>> sum(value.requires_grad for value in model.parameters()) == len(petune.tuned_state(model))
+        True
+    """
     wanted = {id(value) for value in tuned_parameters(model).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in wanted)
 
 
 def tuned_state(model: nn.Module) -> dict[str, Tensor]:
-    """{base-model name: tensor}, detached: what a save writes."""
+    """{base-model name: tensor}, detached: what a save writes.
+
+        >>> shapes = {name: tuple(value.shape) for name, value in petune.tuned_state(model).items()}
+        >>> shapes["model.layers.0.self_attn.q_proj.lora_A"]  # [r, in]
+        (8, 32)
+
+    Raises UsageError for a model that is not wrapped.
+    """
     return {name: value.detach() for name, value in tuned_names(model).items()}
 
 

@@ -26,6 +26,10 @@ def load_recipe(
 ) -> Recipe:
     """Read and check a recipe.
 
+        >>> recipe = petune.load_recipe("llama_lora", ["method.r=8"], {"epochs": 2})
+        >>> recipe.epochs, recipe.method.r, recipe.learning_rate
+        (2.0, 8, 0.005)
+
     `source`: a file, the name of a shipped recipe (`bert_lora`), a mapping, or a Recipe to change. None:
     where `overrides` name a model or data, these with neutral settings, else the demo recipe. Each of
     `overrides`: `key.sub=value` texts, or a mapping of key path to value; later ones win. Raises RecipeError

@@ -33,7 +33,13 @@ from petune.tasks.configs import FORMATS
 
 class Run:
     """A run on disk. Nothing is loaded until a model is needed. `folder` holds its files, `recipe` is what it
-    was trained by."""
+    was trained by.
+
+        >>> run = petune.load_run("runs/first")
+        >>> run.summary["after"].keys() == run.eval()["tuned"].keys()
+        True
+        >>> folder = run.export("peft")
+    """
 
     def __init__(
         self,
