@@ -487,7 +487,9 @@ def test_every_package_is_shipped() -> None:
 
 
 def test_the_pins_keep_the_bounds() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    files = [ROOT / "constraints.txt", ROOT / "requirements" / "docs.txt"]
+    lines = [line for file in files for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert len({line.partition("==")[0].lower() for line in lines}) == len(lines), "pinned twice"
     pins = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
     assert "+" not in pins["torch"], "a local version tag ties the pin to one platform"
     extras = PROJECT["project"]["optional-dependencies"]
