@@ -1,6 +1,7 @@
 # setup: .venv from the pins    demo: tune a real checkpoint    wheel: dist/    clean: all of these undone
 # quick: the tests in one process, for the hand    test: lint and the suite, what CI runs    test-long: the full crossings
 # test-anywhere: the suite as other processors round    test-system: what needs a browser (chromium) or others' programs
+# docs: the site, site/index.html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN := HF_HUB_OFFLINE=1 $(BIN)/petune
 DEMO := runs/bert_lora
 
-.PHONY: setup demo quick test test-anywhere test-long test-system lint format wheel clean
+.PHONY: setup demo docs quick test test-anywhere test-long test-system lint format wheel clean
 
 setup: $(STAMP)
 
@@ -28,6 +29,15 @@ demo: setup
 	$(RUN) eval $(DEMO)
 	$(RUN) generate $(DEMO) "Return the sum of the given numbers, or zero when there are none."
 	@printf 'the whole run as one page, with these scores: '; $(RUN) report $(DEMO)
+
+SITE := $(VENV)/.installed-docs
+$(SITE): requirements/docs.txt $(STAMP)
+	$(PIP) --constraint constraints.txt --requirement requirements/docs.txt
+	@touch $@
+
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
 
 # Halves of the list that are stolen from, so that what a file's tests share is made once. Tests are compiled once, too.
 SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
@@ -71,4 +81,4 @@ wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

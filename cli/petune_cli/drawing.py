@@ -106,6 +106,9 @@ def as_svg(charts: Sequence[Chart], facts: Sequence[str]) -> str:
     top, right = LINE * (len(facts) + 1), LETTER * max(map(len, facts), default=0)
     for chart in charts:
         places = [_places(chart, row) for row in chart.rows]
+        right = max(
+            [right, GAP + LETTER * len(_heading(chart)), *(LEFT + LETTER * len(one) for one in chart.notes)]
+        )
         body.append(_text(GAP, top + 0.7 * HEIGHT, _heading(chart)))
         top += HEIGHT
         rows = [top + at * (HEIGHT + GAP) for at in range(len(places))]
