@@ -201,6 +201,13 @@ KEYS = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
 WORDS = {"auto", "from_pretrained", "loss.png", "report.html"}  # values and files
 
 
+def test_every_page_has_a_place_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    notebooks = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.ipynb")]
+    pages = [page.removeprefix("docs/") for page in (*DOCUMENTS, *notebooks) if page.startswith("docs/")]
+    assert [page for page in pages if f" {page.replace('.ipynb', '.md')}\n" not in site] == []
+
+
 def anchors(text: str) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
     heads = re.findall(
