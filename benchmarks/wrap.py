@@ -28,6 +28,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from petune import methods
 from petune.saving import export
+from petune.saving.load import load
 
 LIMITS = {"wrap": 0.3, "save": 0.8, "load": 0.5}
 
@@ -75,17 +76,17 @@ def measure(repeats: int, folder: Path) -> dict[str, dict[str, list[float]]]:
             lambda model, place: model.save_pretrained(place),
             lambda base, place: peft.PeftModel.from_pretrained(base, place),
         ),
-        "petune": (wrap_petune, export.save, export.load),
+        "petune": (wrap_petune, export.save, load),
     }
     seconds: dict[str, dict[str, list[float]]] = {step: {name: [] for name in ways} for step in LIMITS}
     for turn in range(-1, repeats):  # the first turn warms up and is not counted
-        for name, (wrap, save, load) in sorted(ways.items(), reverse=bool(turn % 2)):
+        for name, (wrap, save, take_up) in sorted(ways.items(), reverse=bool(turn % 2)):
             base, other = copy.deepcopy(original), copy.deepcopy(original)
             place = folder / f"{name}-{turn}"
             wrapping, model = timed(lambda wrap=wrap, base=base: wrap(base))
             train(model)
             saving, _ = timed(lambda save=save, model=model, place=place: save(model, place))
-            loading, _ = timed(lambda load=load, other=other, place=place: load(other, place))
+            loading, _ = timed(lambda take_up=take_up, other=other, place=place: take_up(other, place))
             if turn >= 0:
                 for step, value in zip(LIMITS, (wrapping, saving, loading), strict=True):
                     seconds[step][name].append(value)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from petune.run.callbacks import Callback
     from petune.run.finished import Run, load_run
     from petune.run.train import train
-    from petune.saving.export import load, save
+    from petune.saving.export import save
+    from petune.saving.load import load
     from petune.saving.several import add
 
 __version__ = "0.1.0"
@@ -56,7 +57,8 @@ _ROOMS = {
     "Callback": "run.callbacks",
     "PetuneError": "errors",
     **dict.fromkeys(("Recipe", "load_recipe"), "recipe"),
-    **dict.fromkeys(("load", "save"), "saving.export"),
+    "load": "saving.load",
+    "save": "saving.export",
     **dict.fromkeys(("mark_only_trainable", "merge", "merged_weights", "tuned_state", "wrap"), "methods"),
     **dict.fromkeys(("Run", "load_run"), "run.finished"),
     **dict.fromkeys(("active", "alone", "per_row"), "methods.several"),

@@ -94,7 +94,6 @@ LONG_FILES = (
     "petune/profiling/throughput.py",
     "petune/rng/dropout.py",
     "petune/saving/checkpoint.py",
-    "petune/saving/export.py",
     "petune/saving/peft.py",
 )
 NAME = 80  # characters of a test's name

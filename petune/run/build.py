@@ -48,7 +48,7 @@ from petune.recipe import Recipe
 from petune.run.objective import objective_of
 from petune.run.objects import NO_OBJECTS, Objects
 from petune.run.streaming import refuse_unstreamable, stream, streams
-from petune.saving import export
+from petune.saving.load import load
 from petune.tasks import (
     TASKS,
     Encoded,
@@ -369,7 +369,7 @@ def _start_from(model: nn.Module, recipe: Recipe) -> nn.Module:
         raise FileError(
             "init_adapter is not there", where=recipe.where("init_adapter"), found=recipe.init_adapter
         )
-    model = export.load(model, folder)
+    model = load(model, folder)
     say(f"starting from {folder}: what it was tuned with counts, not the settings under `method`")
     if tuning(model).method != recipe.method_name:
         where = recipe.where("init_adapter")

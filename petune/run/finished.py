@@ -26,6 +26,7 @@ from petune.run.inference import Chat, Speaker, text_of
 from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
 from petune.saving import checkpoint, export
+from petune.saving.load import load_recorded
 from petune.saving.tuning_record import Record, read_record
 from petune.tasks import METRICS, TASKS, pad_token_id
 from petune.tasks.configs import FORMATS
@@ -304,5 +305,5 @@ def rebuild(
     with FileHashes({} if verify_base else files, afresh=False) as hashes:
         base: nn.Module = load_base(source, TASKS[task], record.labels, recipe, tokenizer, given).read()
         hashes.result()
-    model = export.load_recorded(base, record, verify_base=verify_base, base_files=files)
+    model = load_recorded(base, record, verify_base=verify_base, base_files=files)
     return model.to(choose_place(recipe).device).eval(), tokenizer

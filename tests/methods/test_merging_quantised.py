@@ -26,6 +26,7 @@ from petune.parallel.plan import Cut, ParallelPlan
 from petune.parallel.tensor.shard_params import cut
 from petune.saving import export
 from petune.saving.fingerprint import compare, fingerprint, full_hash
+from petune.saving.load import load
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -61,13 +62,13 @@ def logits(model: nn.Module) -> Tensor:
 
 def test_a_tuning_is_saved_and_read_into_the_base_as_it_was(model: nn.Module, tmp_path: Path) -> None:
     export.save(model, tmp_path / "tuned")
-    again = export.load(base(), tmp_path / "tuned").eval()
+    again = load(base(), tmp_path / "tuned").eval()
     one, two = tuned_state(model), tuned_state(again)
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert not list(quantised_in(again))
     assert float((logits(again) - logits(model)).norm()) < 0.1 * float(logits(again).norm())
     with pytest.raises(FileError, match="another base model"):
-        export.load(base(1), tmp_path / "tuned")
+        load(base(1), tmp_path / "tuned")
 
 
 def test_its_fingerprint_is_that_of_the_weights_it_was_made_of(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from petune.files import atomic
 from petune.files.manifest import seal_folder
 from petune.methods import is_wrapped, merged_weights, tuned_state, wrap
 from petune.saving import export
+from petune.saving.load import load
 from tests.tiny_models import IDS, METHODS, MODELS, bart, bert, edit, llama, logits, stir, t5, tuned
 
 
@@ -30,7 +31,7 @@ def test_a_round_trip_is_bit_exact(name: str, method: str, tmp_path: Path) -> No
     export.save(model, tmp_path / "a")
     base = MODELS[name]()
     before = torch.get_rng_state()
-    again = export.load(base, tmp_path / "a").eval()
+    again = load(base, tmp_path / "a").eval()
     assert torch.equal(before, torch.get_rng_state()), "loading must not draw"
     one, two = tuned_state(model), tuned_state(again)
     assert one.keys() == two.keys()
@@ -57,13 +58,13 @@ def test_a_model_of_no_family_round_trips(tmp_path: Path) -> None:
             model[1].running_mean += method == "full"
         export.save(model, tmp_path / method)
         x = torch.randn(5, 8)
-        assert torch.equal(model(x), export.load(make(), tmp_path / method).eval()(x))
+        assert torch.equal(model(x), load(make(), tmp_path / method).eval()(x))
 
 
 def test_low_precision_bases_keep_wide_factors(tmp_path: Path) -> None:
     model = tuned(lambda: llama().bfloat16())
     export.save(model, tmp_path / "a")
-    again = export.load(llama().bfloat16(), tmp_path / "a")
+    again = load(llama().bfloat16(), tmp_path / "a")
     assert all(
         torch.equal(value, tuned_state(again)[key]) and value.dtype == torch.float32
         for key, value in tuned_state(model).items()
@@ -73,14 +74,14 @@ def test_low_precision_bases_keep_wide_factors(tmp_path: Path) -> None:
 def test_a_base_in_another_dtype_is_the_same_base(tmp_path: Path) -> None:
     export.save(tuned(llama), tmp_path / "a")
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        export.load(llama().to(dtype), tmp_path / "a")
+        load(llama().to(dtype), tmp_path / "a")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_another_base_is_refused(method: str, tmp_path: Path) -> None:
     export.save(tuned(bert, method), tmp_path / "a")
     with pytest.raises(FileError, match="another kind of model"):
-        export.load(llama(), tmp_path / "a")
+        load(llama(), tmp_path / "a")
     if method != "full":  # which replaces every value
         with pytest.raises(
             FileError,
@@ -88,18 +89,18 @@ def test_another_base_is_refused(method: str, tmp_path: Path) -> None:
                 r"another base model[\s\S]*bert\.embeddings\.word_embeddings\.weight[\s\S]*holds other values"
             ),
         ):
-            export.load(bert(seed=1), tmp_path / "a")
+            load(bert(seed=1), tmp_path / "a")
     other = bert()
     with torch.no_grad():
         other.bert.encoder.layer[0].output.dense = nn.Linear(64, 40)
     with pytest.raises(FileError, match=r"layer\.0\.output\.dense\.weight[\s\S]*another shape"):
-        export.load(other, tmp_path / "a")
+        load(other, tmp_path / "a")
 
 
 def test_at_most_ten_differences_are_named(tmp_path: Path) -> None:
     export.save(tuned(bert), tmp_path / "a")
     with pytest.raises(FileError) as caught:
-        export.load(bert(seed=1), tmp_path / "a")
+        load(bert(seed=1), tmp_path / "a")
     assert len(caught.value.problems) == 11
     assert "tensors differ" in str(caught.value)
 
@@ -108,28 +109,28 @@ def test_a_change_of_one_row_needs_the_hash(tmp_path: Path) -> None:
     model = tuned(llama)
     export.save(model, tmp_path / "a", base_sha256=export.full_hash(model))
     export.save(model, tmp_path / "unhashed")
-    export.load(llama(), tmp_path / "a", verify_base=True)
+    load(llama(), tmp_path / "a", verify_base=True)
     other = llama()
     with torch.no_grad():
         other.model.embed_tokens.weight[3, 3] += 1
-    export.load(copy.deepcopy(other), tmp_path / "a")
+    load(copy.deepcopy(other), tmp_path / "a")
     with pytest.raises(FileError, match="SHA-256 differs"):
-        export.load(other, tmp_path / "a", verify_base=True)
+        load(other, tmp_path / "a", verify_base=True)
     with pytest.raises(FileError, match="stores no hash"):
-        export.load(llama(), tmp_path / "unhashed", verify_base=True)
+        load(llama(), tmp_path / "unhashed", verify_base=True)
 
 
 def test_another_number_of_labels_says_so(tmp_path: Path) -> None:
     export.save(tuned(bert), tmp_path / "a")
     with pytest.raises(FileError, match=r"classifier\.weight[\s\S]*num_labels"):
-        export.load(bert(labels=5), tmp_path / "a")
+        load(bert(labels=5), tmp_path / "a")
 
 
 def test_label_names_come_back(tmp_path: Path) -> None:
     model = tuned(bert)
     model.config.id2label = {0: "class", 1: "function", 2: "module"}
     export.save(model, tmp_path / "a")
-    config = export.load(bert(), tmp_path / "a").config
+    config = load(bert(), tmp_path / "a").config
     assert config.id2label == {0: "class", 1: "function", 2: "module"}
     assert config.label2id["module"] == 2
 
@@ -168,29 +169,29 @@ def test_tensors_that_do_not_fit_are_refused_and_the_base_is_untouched(method: s
         seal_folder(tmp_path / "a")  # the old hashes would find every one of these by themselves
         base = bert()
         with pytest.raises(FileError, match=message):
-            export.load(base, tmp_path / "a")
+            load(base, tmp_path / "a")
         assert not hasattr(base, "petune_tuning")
         assert torch.equal(logits(base), logits(bert()))
     (tmp_path / "a" / file).write_bytes(original[:-100])
     seal_folder(tmp_path / "a")
     with pytest.raises(FileError, match="cut short"):
-        export.load(bert(), tmp_path / "a")
+        load(bert(), tmp_path / "a")
 
 
 def test_folders_that_are_no_tuning_are_explained(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="not a folder"):
-        export.load(bert(), tmp_path / "nowhere")
+        load(bert(), tmp_path / "nowhere")
     with pytest.raises(FileError, match="holds no tuning"):
-        export.load(bert(), tmp_path)
+        load(bert(), tmp_path)
     bert().save_pretrained(tmp_path / "whole")
     with pytest.raises(FileError, match="whole model"):
-        export.load(bert(), tmp_path / "whole")
+        load(bert(), tmp_path / "whole")
     export.save(tuned(bert), tmp_path / "run" / "mine")
     with pytest.raises(FileError, match=r"give .*run/mine"):
-        export.load(bert(), tmp_path / "run")
+        load(bert(), tmp_path / "run")
     (tmp_path / "run" / "mine").rename(tmp_path / "run" / "tuned")
     # as a run and a checkpoint of the Trainer keep it
-    assert is_wrapped(export.load(bert(), tmp_path / "run"))
+    assert is_wrapped(load(bert(), tmp_path / "run"))
 
 
 def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_wrapped_model_takes_no_second_tuning(tmp_path: Path) -> None:
     model = tuned(bert)
     export.save(model, tmp_path / "a")
     with pytest.raises(UsageError, match="wrapped already"):
-        export.load(model, tmp_path / "a")
+        load(model, tmp_path / "a")
 
 
 def test_an_occupied_folder_is_kept_unless_asked(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ def test_a_save_that_fails_leaves_the_old_folder_whole(
     if not replaced:
         assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
     else:
-        export.load(llama(), tmp_path / "a")
+        load(llama(), tmp_path / "a")
 
 
 def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
@@ -276,11 +277,11 @@ def test_an_adapter_that_changes_nothing_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(export, "warn", said.append)
+    monkeypatch.setattr("petune.saving.load.warn", said.append)
     export.save(wrap(llama(), r=2), tmp_path / "a")
-    export.load(llama(), tmp_path / "a")
+    load(llama(), tmp_path / "a")
     export.save(tuned(llama), tmp_path / "b")
-    export.load(llama(), tmp_path / "b")
+    load(llama(), tmp_path / "b")
     assert len(said) == 1
     assert "every update is zero" in said[0]
 
@@ -295,9 +296,7 @@ def test_a_compiled_model_saves_plain_names(tmp_path: Path) -> None:
         tuple(sorted(load_file(tmp_path / name / FILES["lora"]))) for name in ("plain", "compiled", "partly")
     }
     assert len(names) == 1
-    assert torch.equal(
-        logits(export.load(llama(), tmp_path / "partly")), logits(export.load(llama(), tmp_path / "plain"))
-    )
+    assert torch.equal(logits(load(llama(), tmp_path / "partly")), logits(load(llama(), tmp_path / "plain")))
 
 
 # ---------------------------------------------------------------- merged folders
@@ -392,7 +391,7 @@ def test_a_flipped_bit_in_a_number_is_found(method: str, tmp_path: Path) -> None
     content[-2] ^= 1
     file.write_bytes(content)
     with pytest.raises(FileError, match="changed or damaged"):
-        export.load(bert(), tmp_path / "a")
+        load(bert(), tmp_path / "a")
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -409,21 +408,21 @@ def test_a_tensor_that_holds_no_weights_is_refused_by_name_and_the_base_is_untou
     seal_folder(folder)
     base = bert()
     with pytest.raises(FileError, match=f"holds {str(dtype).removeprefix('torch.')}, not weights") as caught:
-        export.load(base, folder)
+        load(base, folder)
     assert name.removeprefix("base_model.model.").removesuffix(".weight") in str(caught.value)
     assert not is_wrapped(base) and torch.equal(logits(base), logits(bert()))
     if method == "lora":
         (folder / "petune.json").unlink()  # as peft writes it
         (folder / "petune.manifest.json").unlink()
         with pytest.raises(FileError, match="not weights"):
-            export.load(base, folder)
+            load(base, folder)
 
 
 def test_rounding_what_was_trained_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(export, "warn", said.append)
+    monkeypatch.setattr("petune.saving.load.warn", said.append)
     folder = export.save(tuned(bert, "lora"), tmp_path / "a")
-    export.load(bert(), folder)
+    load(bert(), folder)
     assert said == []
-    export.load(bert().to(torch.bfloat16), folder)  # the factors stay float32, the head does not
+    load(bert().to(torch.bfloat16), folder)  # the factors stay float32, the head does not
     assert len(said) == 1 and "classifier" in said[0] and "rounded to torch.bfloat16" in said[0]

@@ -21,6 +21,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 from petune.errors import FileError, UsageError
 from petune.methods import tuned_state, wrap
 from petune.saving import export
+from petune.saving.load import load
 from tests.methods.zoo import tiny
 from tests.tiny_models import (
     IDS,
@@ -121,7 +122,7 @@ def test_peft_loads_every_key_and_computes_the_same(case: str, tmp_path: Path) -
     export.save(model, tmp_path / "a")
     theirs = read_by_peft(make(), tmp_path / "a")
     assert torch.allclose(logits(model), _logits(theirs), atol=1e-5)
-    ours = export.load(make(), tmp_path / "a").eval()
+    ours = load(make(), tmp_path / "a").eval()
     assert torch.equal(logits(ours), logits(model))
     assert not torch.allclose(logits(model), logits(make()), atol=1e-3), "the case must be able to fail"
 
@@ -182,7 +183,7 @@ def test_write_peft_leaves_nothing_of_petunes(tmp_path: Path) -> None:
         FILE,
         "petune.manifest.json",
     ]
-    assert torch.equal(logits(export.load(bert(), tmp_path / "a").eval()), logits(model))
+    assert torch.equal(logits(load(bert(), tmp_path / "a").eval()), logits(model))
     with pytest.raises(UsageError, match="peft has no file for side"):
         export.write_peft(tuned(bert, "side"), tmp_path / "b")
 
@@ -230,17 +231,17 @@ READ: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_folder_of_pefts_computes_the_same_and_can_be_saved_again(case: str, tmp_path: Path) -> None:
     make, settings = READ[case]
     theirs = by_peft(make, tmp_path / "a", **settings)
-    ours = export.load(make(), tmp_path / "a").eval()
+    ours = load(make(), tmp_path / "a").eval()
     assert torch.allclose(logits(ours), _logits(theirs), atol=1e-5)
     assert not torch.allclose(logits(ours), logits(make()), atol=1e-3)
     export.save(ours, tmp_path / "b")
-    assert torch.equal(logits(export.load(make(), tmp_path / "b").eval()), logits(ours))
+    assert torch.equal(logits(load(make(), tmp_path / "b").eval()), logits(ours))
     assert torch.allclose(_logits(read_by_peft(make(), tmp_path / "b")), logits(ours), atol=1e-5)
 
 
 def test_what_was_loaded_trains_on(tmp_path: Path) -> None:
     by_peft(bert, tmp_path / "a", target_modules=["query"], task_type="SEQ_CLS")
-    model = export.load(bert(), tmp_path / "a").train()
+    model = load(bert(), tmp_path / "a").train()
     model(input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
     assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
     assert {name for name, value in model.named_parameters() if value.requires_grad} == set(
@@ -259,7 +260,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 def test_what_petune_does_not_compute_is_refused_by_name(field: str, tmp_path: Path) -> None:
     by_peft(llama, tmp_path / "a", target_modules=["q_proj"], **UNSUPPORTED[field])
     with pytest.raises(FileError, match=f"adapter_config.json  {field} = "):
-        export.load(llama(), tmp_path / "a")
+        load(llama(), tmp_path / "a")
 
 
 def configured(folder: Path, **fields: Any) -> Path:
@@ -293,7 +294,7 @@ def test_every_other_unsupported_field_is_refused_too(tmp_path: Path) -> None:
     for name, value in fields.items():
         (tmp_path / "a" / "adapter_config.json").write_text(original)
         with pytest.raises(FileError, match=name if name != "rank_pattern" else "regular expression"):
-            export.load(llama(), configured(tmp_path / "a", **{name: value}))
+            load(llama(), configured(tmp_path / "a", **{name: value}))
 
 
 def test_a_missing_layer_is_noticed_although_nothing_lists_tensors(tmp_path: Path) -> None:
@@ -304,13 +305,13 @@ def test_a_missing_layer_is_noticed_although_nothing_lists_tensors(tmp_path: Pat
     with pytest.raises(
         FileError, match=r"2 missing, 0 unexpected[\s\S]*layers\.1\.self_attn\.q_proj\.lora_A\.weight"
     ):
-        export.load(llama(), tmp_path / "a")
+        load(llama(), tmp_path / "a")
 
 
 def test_a_rank_the_config_does_not_state_is_misshaped(tmp_path: Path) -> None:
     by_peft(llama, tmp_path / "a", target_modules=["q_proj"])
     with pytest.raises(FileError, match=r"4 mis-shaped[\s\S]*expected \[3, 32\], found \[4, 32\]"):
-        export.load(llama(), configured(tmp_path / "a", r=3))
+        load(llama(), configured(tmp_path / "a", r=3))
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", ""])
@@ -322,39 +323,39 @@ def test_wrappers_prefixes_are_known(prefix: str, tmp_path: Path) -> None:
     }
     for style in (f"{prefix}base_model.model.", f"base_model.model.{prefix}", prefix):
         save_file({style + key: value for key, value in tensors.items()}, tmp_path / "a" / FILE)
-        assert torch.allclose(logits(export.load(llama(), tmp_path / "a")), _logits(theirs), atol=1e-5)
+        assert torch.allclose(logits(load(llama(), tmp_path / "a")), _logits(theirs), atol=1e-5)
     if prefix:
         key = next(iter(tensors))
         save_file(tensors | {prefix + key: tensors[key].clone()}, tmp_path / "a" / FILE)
         with pytest.raises(FileError, match="another tensor has this name"):
-            export.load(llama(), tmp_path / "a")
+            load(llama(), tmp_path / "a")
 
 
 def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
     by_peft(llama, tmp_path / "a", target_modules=["q_proj"])
     (tmp_path / "a" / FILE).rename(tmp_path / "a" / "adapter_model.bin")
     with pytest.raises(FileError, match=r"\.bin file[\s\S]*save_pretrained writes safetensors"):
-        export.load(llama(), tmp_path / "a")
+        load(llama(), tmp_path / "a")
 
 
 def test_an_adapter_of_another_name_is_found_for_the_user(tmp_path: Path) -> None:
     model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
     model.save_pretrained(tmp_path / "a")
     with pytest.raises(FileError, match=r"give .*a/mine"):
-        export.load(llama(), tmp_path / "a")
+        load(llama(), tmp_path / "a")
 
 
 def test_an_embedding_of_another_base_is_noticed(tmp_path: Path) -> None:
     by_peft(llama, tmp_path / "a", target_modules=["embed_tokens"])
     assert any("base_layer" in key for key in load_file(tmp_path / "a" / FILE))
     with pytest.raises(FileError, match=r"embed_tokens\.base_layer\.weight[^\n]*unexpected"):
-        export.load(llama(seed=1), tmp_path / "a")
+        load(llama(seed=1), tmp_path / "a")
 
 
 def test_a_head_trained_apart_from_its_tie_is_refused(tmp_path: Path) -> None:
     by_peft(tied_llama, tmp_path / "a", target_modules=["q_proj"], modules_to_save=["lm_head"])
     with pytest.raises(FileError, match="trained apart from"):
-        export.load(tied_llama(), tmp_path / "a")
+        load(tied_llama(), tmp_path / "a")
 
 
 def test_a_target_petune_cannot_tune_is_named(tmp_path: Path) -> None:
@@ -363,7 +364,7 @@ def test_a_target_petune_cannot_tune_is_named(tmp_path: Path) -> None:
 
     get_peft_model(convolution(), LoraConfig(r=2, target_modules=["0", "1"])).save_pretrained(tmp_path / "a")
     with pytest.raises(FileError, match="tunes a Conv2d"):
-        export.load(convolution(), tmp_path / "a")
+        load(convolution(), tmp_path / "a")
 
 
 def test_rslora_scales_by_the_root_of_each_layers_own_rank(tmp_path: Path) -> None:
@@ -374,7 +375,7 @@ def test_rslora_scales_by_the_root_of_each_layers_own_rank(tmp_path: Path) -> No
         use_rslora=True,
         rank_pattern={"layers.1.self_attn.q_proj": 2},
     )
-    model = export.load(llama(), tmp_path / "a")
+    model = load(llama(), tmp_path / "a")
     scales = [model.model.layers[index].self_attn.q_proj.scale for index in (0, 1)]
     assert scales == pytest.approx([12 / 2, 12 / math.sqrt(2)])
 
@@ -382,5 +383,5 @@ def test_rslora_scales_by_the_root_of_each_layers_own_rank(tmp_path: Path) -> No
 def test_the_init_adapter_of_a_recipe_keeps_its_scale(tmp_path: Path) -> None:
     model = stir(wrap(llama(), r=7, alpha=11.3))
     export.save(model, tmp_path / "a")
-    again = export.load(llama(), tmp_path / "a")
+    again = load(llama(), tmp_path / "a")
     assert {layer.scale for _, layer in again.named_modules() if hasattr(layer, "scale")} == {11.3 / 7}

@@ -1,0 +1,286 @@
+"""The way back from a saved tuning to a tuned model, strict in both directions: nothing is filled before
+everything fits.
+
+A folder of peft's is read beside petune's own; a Hugging Face folder is what a full tuning leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from petune import methods
+from petune.errors import FileError, UsageError
+from petune.files.manifest import RECORD, check_folder
+from petune.files.safetensors import check_dtypes, read_json, read_tensors
+from petune.log import warn
+from petune.methods import Tuning, is_wrapped, lora, token_rows, tuned_names, tuning
+from petune.methods.configs import METHODS, LoraConfig, name_of
+from petune.methods.saving import TUNED as TUNED_FOLDER
+from petune.methods.saving import remember
+from petune.methods.trainable import base_biases
+from petune.saving.fingerprint import bare, plain_name
+from petune.saving.one_tensor import BY_TYPE, check_one_tensor, load_one_tensor
+from petune.saving.peft import CONFIG, TENSORS, check_config, check_tensors, from_peft
+from petune.saving.several import holds_several, load_each
+from petune.saving.tuning_record import Record, family_name, origin_files, read_record
+
+TUNED = "tuned.safetensors"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def load(
+    base_model: Model,
+    folder: str | Path,
+    *,
+    verify_base: bool = False,
+    base_files: Mapping[str, Path] | None = None,
+) -> Model:
+    """Tune `base_model`, in place, as the folder, or the `tuned/` in it, says: one that `save` or peft's LoRA
+    wrote; one of several adapters gives them all, by their names (`add` takes one of them).
+
+        >>> base = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+        >>> model = petune.load(base, "tuned")
+
+    What was trained requires gradients again. A module trained whole takes the dtype it has in `base_model`:
+    a head saved in float32 is rounded on a bf16 base, with a warning, unless it is float32 there.
+
+    Every file of the folder is compared with its hash, and so are `base_files`, those the base was loaded
+    from (default: of the folder it names), with the hashes a run stored; of large ones that have not changed
+    the hash is remembered. `verify_base` reads them all, or compares the SHA-256 of the base's tensors with
+    the one given to `save`. Raises FileError for a file that differs, a tensor that is missing, unexpected,
+    mis-shaped, not finite or no weight, for another base, and for a setting petune lacks; UsageError for a
+    wrapped model.
+    """
+    folder, model = _tuned_folder(Path(folder)), bare(base_model)
+    _refuse_wrapped(model)
+    if holds_several(folder):
+        load_each(model, folder, verify_base=verify_base, base_files=base_files)
+        return base_model
+    if not (folder / RECORD).is_file():
+        _explain(folder)
+        check_folder(folder)
+        if verify_base:
+            raise FileError(
+                "stores no hash of its base: peft's files do not",
+                where=str(folder),
+                remedy="load without verify_base",
+            )
+        _load_peft(model, folder, None)
+        return base_model
+    return _load_recorded(base_model, read_record(folder), verify_base, base_files)
+
+
+def load_recorded(
+    base_model: Model, record: Record, *, verify_base: bool, base_files: Mapping[str, Path] | None
+) -> Model:
+    """`load` of the folder whose `record` was read already; its files are compared with their hashes once
+    more. Raises as `load`."""
+    _refuse_wrapped(bare(base_model))
+    record.check_again()
+    return _load_recorded(base_model, record, verify_base, base_files)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if is_wrapped(model):
+        raise UsageError(
+            f"this model is wrapped already, with {tuning(model).method}",
+            remedy="merge it, or load the base model again",
+        )
+
+
+def _load_recorded(
+    base_model: Model, record: Record, verify_base: bool, base_files: Mapping[str, Path] | None
+) -> Model:
+    folder, model = record.file.parent, bare(base_model)
+    record.check_base(
+        model, origin_files(model, verify_base) if base_files is None else base_files, verify_base
+    )
+    fill = {"peft": _load_peft, "transformers": _load_full, "petune": _load_tuned}[
+        METHODS[record.method].files
+    ]
+    fill(model, folder, record)
+    labels = record.facts["id2label"]
+    if labels and record.also_train and hasattr(model, "config"):
+        config = cast("Any", model.config)
+        config.id2label = {int(index): label for index, label in labels.items()}
+        config.label2id = {label: int(index) for index, label in labels.items()}
+    return base_model
+
+
+def _tuned_folder(folder: Path) -> Path:
+    """`folder`, or the `tuned/` in it: a run and a checkpoint of the Trainer keep what was tuned there."""
+    inside = folder / TUNED_FOLDER
+    found = (inside / RECORD).is_file() or holds_several(inside)
+    return inside if found and not (folder / RECORD).exists() else folder
+
+
+def _explain(folder: Path) -> None:
+    """Return for a folder with peft's two files; say what any other is and what to do with it."""
+    where = str(folder)
+    if not folder.is_dir():
+        raise FileError(
+            "is not a folder",
+            where=where,
+            expected="a folder that petune.save or peft wrote",
+            remedy="check the path",
+        )
+    if (folder / CONFIG).is_file():
+        _check_peft(read_json(folder / CONFIG, links=True), folder / CONFIG)
+        if not (folder / TENSORS).exists() and list(folder.glob("adapter_model*.bin")):
+            remedy = (
+                "where you trust it, load it with peft and save it again: save_pretrained writes safetensors"
+            )
+            raise FileError(
+                "holds a .bin file, a pickle, which can run code",
+                where=where,
+                expected=TENSORS,
+                remedy=remedy,
+            )
+        return
+    inside = sorted(path.parent.name for name in (RECORD, CONFIG) for path in folder.glob(f"*/{name}"))
+    if inside:
+        raise FileError(
+            "holds no adapter itself, but its sub-folders do",
+            where=where,
+            remedy=f"give {folder / inside[0]}",
+        )
+    if (folder / "config.json").is_file():
+        remedy = "load it with AutoModel...from_pretrained, or as the recipe's `model`"
+        raise FileError("is a whole model, not a tuning of one", where=where, remedy=remedy)
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise FileError(
+        "holds no tuning", where=where, expected=f"{RECORD} or {CONFIG}", found=found, remedy="check the path"
+    )
+
+
+def _check_peft(fields: Mapping[str, Any], file: Path) -> None:
+    """Raise FileError for a config of peft's that asks for what petune does not compute."""
+    check = check_one_tensor if fields.get("peft_type") in BY_TYPE else check_config
+    check(fields, file)
+
+
+def _load_peft(model: nn.Module, folder: Path, record: Record | None) -> None:
+    """Build each saved layer around its saved factors: nothing is drawn only to be overwritten."""
+    fields = read_json(folder / CONFIG, links=True)
+    _check_peft(fields, folder / CONFIG)
+    tensors = read_tensors(folder / TENSORS, links=True)
+    if fields["peft_type"] in BY_TYPE:
+        load_one_tensor(model, fields, tensors, folder)
+        if record is not None:
+            remember(model, replace(tuning(model), config=record.config))
+        return
+    adapter = from_peft(model, fields, tensors, folder)
+    state = adapter.state
+    if record is not None:
+        check_tensors(
+            record.shapes,
+            {name: tuple(value.shape) for name, value in state.items()},
+            folder / TENSORS,
+            record.also_train,
+        )
+    plain = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    forms = {name: adapter.forms[type(plain[name][1])] for name in adapter.layers}
+    own_names = {
+        name: tuple(forms[name].shapes(plain[name][1], own.r)) for name, own in adapter.layers.items()
+    }
+    wanted = {
+        f"{name}.{leaf}": lora.factor_dtype(plain[name][1])
+        for name, leaves in own_names.items()
+        for leaf in leaves
+    }
+    wanted |= {name: lora.factor_dtype(token_rows.table_of(model)) for name in adapter.token_rows}
+    also_train = tuple(plain[name][0] for name in (record.also_train if record else adapter.also_train))
+    heads = {name: value for head in also_train for name, value in _named(model, head).items()}
+    heads |= {name: plain[name.removesuffix(".bias")][1]._parameters["bias"] for name in adapter.biases}
+    _check_dtypes(state, wanted | {name: value.dtype for name, value in heads.items()}, folder / TENSORS)
+    if not any(state[f"{name}.lora_A"].any() and state[f"{name}.lora_B"].any() for name in adapter.layers):
+        warn(f"{folder}: every update is zero, so this adapter changes nothing; was it trained?")
+    for name, own in adapter.layers.items():
+        full, layer = plain[name]
+        model.set_submodule(
+            full, forms[name].around(layer, own, {leaf: state[f"{name}.{leaf}"] for leaf in own_names[name]})
+        )
+    config = cast("LoraConfig", record.config if record else adapter.config)
+    if config.token_rows:
+        token_rows.apply(model, config.token_rows, also_train)
+        heads |= {name: value for name, value in model.named_parameters() if name in adapter.token_rows}
+    biases = base_biases(model, config.bias, also_train)
+    remember(model, Tuning(name_of(config), config, family_name(model), also_train, biases))
+    _fill(heads, state)
+
+
+def _check_dtypes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], file: Path) -> None:
+    """Raise FileError for tensors that cannot be weights; say which are rounded."""
+    if rounded := check_dtypes(state, wanted, str(file)):
+        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        warn(
+            f"{file}: {rounded[0]}{more} is rounded to {wanted[rounded[0]]}; to keep it, load the base in the"
+            " dtype it was tuned in"
+        )
+
+
+def _named(model: nn.Module, head: str) -> dict[str, Tensor]:
+    return {plain_name(f"{head}.{own}"): value for own, value in model.get_submodule(head).named_parameters()}
+
+
+def _fill(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def _load_tuned(model: nn.Module, folder: Path, record: Record) -> None:
+    """Wrap anew, on generators put back afterwards, with exactly the saved heads, then overwrite every tuned
+    tensor."""
+    state = read_tensors(folder / TUNED)
+    check_tensors(
+        record.shapes,
+        {name: tuple(value.shape) for name, value in state.items()},
+        folder / TUNED,
+        record.also_train,
+    )
+    # before the model is changed
+    check_dtypes(state, dict.fromkeys(state, torch.float32), str(folder / TUNED))
+    devices = {value.device for value in model.parameters() if value.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        methods.tune(model, replace(cast("Any", record.config), also_train=record.also_train))
+    wanted = {plain_name(name): value for name, value in tuned_names(model).items()}
+    shapes = {name: tuple(value.shape) for name, value in wanted.items()}
+    check_tensors(
+        shapes, {name: tuple(value.shape) for name, value in state.items()}, folder / TUNED, record.also_train
+    )
+    _check_dtypes(state, {name: value.dtype for name, value in wanted.items()}, folder / TUNED)
+    remember(model, replace(tuning(model), config=record.config))
+    _fill(wanted, state)
+
+
+def read_whole(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a Hugging Face folder, from one file or several."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise FileError("holds no model.safetensors", where=str(folder), remedy="use another copy")
+    return {name: value for file in files for name, value in read_tensors(file, links=True).items()}
+
+
+def _load_full(model: nn.Module, folder: Path, record: Record) -> None:
+    alone = (folder / TUNED).is_file()
+    state = read_tensors(folder / TUNED) if alone else read_whole(folder)
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    check_tensors(record.shapes, found, folder)
+    own = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    given = {id(own[name]) for name in state if name in own}
+    # written once, under its other name
+    tied = {name for name, value in own.items() if name not in state and id(value) in given}
+    check_tensors(
+        {name: tuple(value.shape) for name, value in own.items() if name not in tied}, found, folder
+    )
+    _check_dtypes(state, {name: own[name].dtype for name in state}, folder)
+    _fill({name: own[name] for name in state}, state)
+    remember(model, Tuning(record.method, record.config, family_name(model), ()))
