@@ -25,20 +25,30 @@ class Layout(StrEnum):
 
     peft = "peft"
     hf = "hf"
+    vllm = "vllm"
+    sglang = "sglang"
+    llamacpp = "llamacpp"
+    gguf = "gguf"
+    ollama = "ollama"
 
 
 def export(
     words: Words = None,
     to: Annotated[
-        Layout, typer.Option("--to", help="peft: lora as peft reads it; hf: a merged model.")
+        Layout,
+        typer.Option(
+            "--to", help="peft: lora as peft reads it; hf: a merged model; else lora as a server loads it."
+        ),
     ] = ...,  # type: ignore[assignment]
     out: Out = None,
     overwrite: Overwrite = False,
     verify_base: VerifyBase = False,
 ) -> None:
-    """Write a run for peft or for transformers."""
+    """Write a run for peft, for transformers or for a server."""
     run = Given.of(words).run(verify_base=verify_base)
     place = run.export(to.value, out, overwrite=overwrite)
+    if run.serve_report:
+        return echo(f"{place}\n   {run.serve_report}")
     tell_place(run, place, "peft.PeftModel.from_pretrained(base, " if to is Layout.peft else None)
 
 

@@ -27,6 +27,8 @@ from petune.run.objects import NO_OBJECTS, Objects, base_name
 from petune.run.plot import run_html
 from petune.saving import checkpoint, export
 from petune.saving.load import load_recorded
+from petune.saving.serve import write_for
+from petune.saving.servers import ALIASES, SERVERS
 from petune.saving.tuning_record import Record, read_record
 from petune.tasks import METRICS, TASKS, pad_token_id
 from petune.tasks.configs import FORMATS
@@ -53,6 +55,7 @@ class Run:
         was trained."""
         self.folder, self.verify_base, self.objects, self._tuned = folder, verify_base, objects, tuned
         self.merge_report: str | None = None
+        self.serve_report: str | None = None
         self.recipe = load_recipe(folder / "resolved.yaml", {"out": str(folder)})
 
     def __repr__(self) -> str:
@@ -245,12 +248,16 @@ class Run:
         return place
 
     def export(self, to: str, out: str | Path | None = None, *, overwrite: bool = False) -> Path:
-        """Write what another library reads: `peft` (lora) or `hf` (lora and full). Raises UsageError for
-        other formats and methods."""
+        """Write what another library reads: `peft` (lora), `hf` (lora and full), or a server of SERVERS
+        (lora); `serve_report` then says what to type there. Raises UsageError for other formats and
+        methods, and for what a server refuses."""
         if to == "hf":
             return self.merge(out or self.folder / "hf", overwrite=overwrite)
+        if (server := ALIASES.get(to, to)) in SERVERS:
+            return self._export_for(server, Path(out) if out else self.folder / to, overwrite)
         if to != "peft":
-            raise UsageError(f"there is no export to {to!r}", expected="peft, hf")
+            known = ", ".join(("peft", "hf", *SERVERS, *ALIASES))
+            raise UsageError(f"there is no export to {to!r}", expected=known)
         if (files := method_of(self.recipe.method).files) != "peft":
             name = self.recipe.method_name
             remedy = "petune.load(base, folder) reads it" if files == "petune" else "use --to hf"
@@ -264,6 +271,20 @@ class Run:
             base_name=base_name(self.recipe),
             overwrite=overwrite,
         )
+
+    def _export_for(self, server: str, place: Path, overwrite: bool) -> Path:
+        speaker, source = self.speaker, resolve_model(self.recipe.model, self.recipe.folder)
+        written = write_for(
+            server,
+            speaker.model,
+            place,
+            tokenizer=speaker.tokenizer,
+            base_name=None if source.kind in ("object", "config") else source.place,
+            overwrite=overwrite,
+        )
+        said = f"rank {written.rank}, alpha {written.alpha}, logits within {written.logits:.3g}"
+        self.serve_report = f"{said}\n   {written.serve}"
+        return place
 
 
 def load_run(folder: str | Path, *, base: PreTrainedModel | None = None, verify_base: bool = False) -> Run:

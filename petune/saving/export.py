@@ -245,12 +245,12 @@ def save_merged(
     layers = [layer for _, layer in tuned_layers(model)] if method_of(record.config).mergeable else []
     warn_of_quantised(model)
     update, ulps, lost = _rounding(layers, dtype)
-    before = _logits(model, batch) if batch is not None else None
+    before = logits_of(model, batch) if batch is not None else None
     config, unties = model.config, _unties(model, layers)
     tied = getattr(config, "tie_word_embeddings", None)
     kept = dtype in (None, model.dtype)
     with merged_weights(model, dtype):
-        after = _logits(model, batch) if batch is not None and kept else None
+        after = logits_of(model, batch) if batch is not None and kept else None
         factors = {id(value) for layer in layers for value in layer.tuned().values()}
         state = {
             plain_name(name): value
@@ -280,7 +280,7 @@ def save_merged(
                 config.tie_word_embeddings = tied
     if before is not None and after is None:
         written_model = plain_class(model).from_pretrained(place, dtype=dtype).to(model.device)
-        after = _logits(written_model, cast("Mapping[str, Tensor]", batch))
+        after = logits_of(written_model, cast("Mapping[str, Tensor]", batch))
     logits = (
         float((before.double() - after.double()).abs().max())
         if before is not None and after is not None
@@ -332,7 +332,8 @@ def _rounding(layers: list[TunedLinear], dtype: torch.dtype | None) -> tuple[flo
     return math.sqrt(update), ulps, math.sqrt(missed / update) if update else 0.0
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits of a batch, in eval mode and without gradients; under autocast where weights are bfloat16."""
     training, kind = model.training, next(model.parameters()).device.type
     narrow = any(value.dtype is torch.bfloat16 for value in model.parameters())  # beside heads in float32
     model.eval()

@@ -69,6 +69,7 @@ class FakeRun:
     session: FakeChat = field(default_factory=FakeChat)
     verify_base: bool = False
     merge_report: str | None = None
+    serve_report: str | None = None
     summary: Mapping[str, Any] = field(default_factory=lambda: {"task": "causal"})
 
     def eval(self) -> Mapping[str, Any]:
@@ -94,6 +95,7 @@ class FakeRun:
 
     def export(self, to: str, out: Path | None = None, *, overwrite: bool = False) -> Path:
         self.calls.append((to, out, overwrite))
+        self.serve_report = None if to in ("peft", "hf") else "rank 8, alpha 16\n   vllm serve"
         return out or self.folder / to
 
 

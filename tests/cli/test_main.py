@@ -95,7 +95,7 @@ def test_version(type_: Type) -> None:
     [
         ("bogus",),
         ("train", "--bogus"),
-        ("export", "x", "--to", "gguf"),
+        ("export", "x", "--to", "tgi"),
         ("export", "x"),
         ("data", "-n", "many"),
     ],

@@ -262,6 +262,7 @@ def test_merge_and_export_say_where_they_wrote(type_: Type, run_folder: FakeRun)
     )
     assert "peft.PeftModel" in type_("export", "runs/mine", "--to", "peft").out
     assert type_("export", "runs/mine", "--to", "hf").out.startswith(str(run_folder.folder / "hf"))
+    assert "vllm serve" in type_("export", "runs/mine", "--to", "vllm").out
 
 
 def test_generate_answers_one_prompt_whatever_it_looks_like(type_: Type, run_folder: FakeRun) -> None:

@@ -327,6 +327,17 @@ def test_peft_reads_an_exported_lora_run_with_equal_logits(family: str, tmp_path
 
 
 @pictureless
+def test_an_export_to_a_server_says_what_to_type(tmp_path: Path):
+    finished = run(settings(tmp_path, "llama", {"name": "lora", "r": 3}, lr=0.02))
+    place = finished.export("vllm")
+    assert place == finished.folder / "vllm"
+    assert json.loads((place / "adapter_config.json").read_text())["r"] == 8
+    assert "--max-lora-rank 8" in str(finished.serve_report)
+    text = (finished.export("ollama", tmp_path / "o") / "Modelfile").read_text()
+    assert text.startswith(f"FROM {tmp_path / 'llama'}\nADAPTER .\n")
+
+
+@pictureless
 @pytest.mark.parametrize("method", ["adapter", "side"])
 def test_what_cannot_merge_names_petune_load(method: str, tmp_path: Path):
     finished = run(settings(tmp_path, method=method))
@@ -341,9 +352,9 @@ def test_what_cannot_merge_names_petune_load(method: str, tmp_path: Path):
 @pictureless
 def test_an_export_nobody_knows_is_refused(tmp_path: Path):
     full = run(settings(tmp_path, method="full"))
-    with pytest.raises(UsageError, match="gguf") as caught:
-        full.export("gguf")
-    assert "peft, hf" in str(caught.value)
+    with pytest.raises(UsageError, match="tgi") as caught:
+        full.export("tgi")
+    assert "peft, hf, vllm" in str(caught.value)
     with pytest.raises(UsageError, match="--to hf"):
         full.export("peft")
 
