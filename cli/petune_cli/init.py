@@ -27,7 +27,7 @@ def init(
 
     given = Given.of(words)
     file = Path(given.target or "recipe.yaml").expanduser()
-    _refuse_place(file)
+    refuse_place(file)
     keys = {word.partition("=")[0].split(".")[0] for word in given.overrides}
     if missing := [key for key in ("model", "data") if key not in keys]:
         example = "petune init model=/path/to/model data=rows.csv"
@@ -48,7 +48,8 @@ def init(
         echo(f"   {line}")
 
 
-def _refuse_place(file: Path) -> None:
+def refuse_place(file: Path) -> None:
+    """Raise UsageError for a place where no recipe can be written."""
     from petune.errors import UsageError
 
     if file.suffix not in (".yaml", ".yml"):

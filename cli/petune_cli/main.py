@@ -23,6 +23,7 @@ from petune_cli import (
     bench,
     chat,
     check,
+    convert,
     data,
     doctor,
     export,
@@ -50,7 +51,16 @@ commands = typer.Typer(
 )
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start": (train.train, sweep.sweep, init.init, chat.chat, recipes.ls, recipes.cp, doctor.doctor),
+    "Start": (
+        train.train,
+        sweep.sweep,
+        init.init,
+        convert.convert,
+        chat.chat,
+        recipes.ls,
+        recipes.cp,
+        doctor.doctor,
+    ),
     "Look": (runs.runs, report.report, watch.watch),
     "Check": (check.check, plan.plan, profile.profile, bench.bench, data.data, scoring.evaluate),
     "Ship": (merge.merge, export.export, generate.generate),
@@ -64,7 +74,15 @@ _OTHER_VERBS = {  # what other tools call it
     **dict.fromkeys(("fit", "tune", "finetune", "sft"), "train"),
     **dict.fromkeys(("evaluate", "test", "score"), "eval"),
     **dict.fromkeys(("grid", "hpo", "search"), "sweep"),
-    **{"validate": "check", "new": "init", "create": "init", "list": "ls", "copy": "cp", "save": "export"},
+    **{
+        "validate": "check",
+        "new": "init",
+        "create": "init",
+        "list": "ls",
+        "copy": "cp",
+        "import": "convert",
+        "save": "export",
+    },
 }
 _REFUSED_BY_MACHINE = {
     errno.EACCES,

@@ -46,7 +46,7 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Plan: layout, memory, traffic, schedule and speed, no weights read."""
+    """Plan layout, memory, traffic, schedule, speed; reads no weights."""
     recipe = Given.of(words).recipe()
     if svg is not None and (svg.exists() or not svg.parent.is_dir()):
         what = "this file is there already" if svg.exists() else "its folder is not there"

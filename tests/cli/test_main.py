@@ -62,6 +62,7 @@ def test_help_fits_a_screen_and_groups_the_verbs(type_: Type) -> None:
     [
         "train",
         "sweep",
+        "convert",
         "chat",
         "ls",
         "cp",

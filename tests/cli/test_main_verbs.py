@@ -152,6 +152,17 @@ def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
     assert shown.code == 2 and "there already" in shown.err
 
 
+def test_convert_writes_a_recipe_and_lists_what_is_not_in_it(type_: Type, tmp_path: Path) -> None:
+    Path("axolotl.yml").write_text("base_model: org/m\nadapter: lora\nload_in_4bit: true\n")
+    assert "data=rows.csv" in type_("convert", "axolotl.yml").err
+    shown = type_("convert", "axolotl.yml", "data=org/rows", "--out", "mine.yaml")
+    assert "not in it: load_in_4bit: True" in shown.out
+    assert "not looked at" in type_("check", "mine.yaml").out
+    assert type_("convert", "axolotl.yml", "data=org/rows", "--out", "mine.yaml").code == 2
+    shown = type_("convert", "axolotl.yml", "data=org/rows", "--json", "--from", "axolotl")
+    assert json.loads(shown.out)["left"][0]["key"] == "load_in_4bit"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

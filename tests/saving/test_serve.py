@@ -169,6 +169,12 @@ def test_files_that_compute_something_else_are_not_left(
         assert not any(tmp_path.iterdir())
 
 
+def test_partners_that_are_missing_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_partners", lambda *arguments: [])
+    with pytest.raises(FileError, match=r"looks for model\.layers\.1\.self_attn\.k_proj beside q_proj"):
+        write_for("sglang", tuned(llama, targets=["q"], layers=[1]), tmp_path / "a")
+
+
 def test_logits_are_compared_and_not_only_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tuned(llama)
     monkeypatch.setattr(serve, "logits_of", lambda model, batch: logits(model) + next(shift))

@@ -1,0 +1,55 @@
+"""`petune convert`: a recipe from another program's configuration."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from petune_cli.arguments import Given, Json
+from petune_cli.echo import echo
+
+
+class Source(StrEnum):
+    """Whose file it is."""
+
+    axolotl = "axolotl"
+    llamafactory = "llamafactory"
+    peft = "peft"
+    torchtune = "torchtune"
+    trl = "trl"
+
+
+def convert(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE [KEY=VALUE]", help="YAML or JSON; then settings.", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe.")] = Path("recipe.yaml"),
+    source: Annotated[
+        Source | None, typer.Option("--from", help="Whose file it is; default told by its keys.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Make a recipe of another program's configuration."""
+    from petune.errors import UsageError
+    from petune.preflight.convert import convert, recipe_text
+    from petune_cli.display import show_json
+    from petune_cli.init import refuse_place
+
+    given = Given.of(words)
+    if given.target is None:
+        raise UsageError("which file?", where="command line", remedy="petune convert config.yml")
+    refuse_place(out)
+    file = Path(given.target).expanduser()
+    converted = convert(file, given.overrides, source.value if source else None)
+    out.write_text(recipe_text(converted, file, out), encoding="utf-8")
+    left = [(one.key, str(one.value), one.why) for one in converted.left]
+    if json:
+        rows = [dict(zip(("key", "value", "why"), row, strict=True)) for row in left]
+        return show_json({"recipe": str(out), "from": converted.program.title, "left": rows})
+    echo(f"{out}: {converted.program.title}'s {file.name} as a recipe; petune check {out}")
+    for key, value, why in left:
+        echo(f"   not in it: {key}: {value[:60]}    {why}")

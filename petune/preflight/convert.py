@@ -1,0 +1,210 @@
+"""A configuration of another program as a recipe: what its keys mean here, by the tables of `foreign`, and a
+list of those that mean nothing here. Torch-free.
+
+Every key of the file is either in the recipe, or asks for what petune does anyway, or is listed with a
+reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from petune.errors import FileError, RecipeError, UsageError
+from petune.preflight.foreign import PROGRAMS, WHY, Program
+from petune.preflight.meanings import Table
+from petune.recipe import Recipe, load_recipe
+from petune.recipe.yaml_lines import write_scalar
+
+_APART = ("data.config", "data.split_of", "data.files", "method.also")
+_BARE: dict[str, Any] = {"model": "org/model", "data.path": "org/data"}
+
+
+@dataclass(frozen=True)
+class Left:
+    """A key of the file that is not in the recipe, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A recipe made of another program's file. `defaults`: key paths that the file leaves to that program."""
+
+    program: Program
+    recipe: Recipe
+    defaults: frozenset[str]
+    left: tuple[Left, ...]
+
+
+def convert(file: Path, overrides: Sequence[str] = (), program: str | None = None) -> Converted:
+    """Read `file`, YAML or JSON of `program` (None: told by its keys), with a recipe's settings laid over it.
+
+    Raises FileError for a file that cannot be read, UsageError for one of no program that is known or without
+    a model or data, RecipeError as `load_recipe`.
+    """
+    tree = _read(file)
+    known = PROGRAMS[program] if program else _told(tree, file)
+    leaves = dict(_resolved(flat(tree, known.table)))
+    values, left = _meanings(leaves, known)
+    used = {key: value for key, value in known.defaults.items() if key not in values}
+    used = {
+        key: value
+        for key, value in used.items()
+        if key == "method.name" or _fault(key, value, values | used) is None
+    }
+    whole = used | values
+    given = {override.partition("=")[0].split(".")[0] for override in overrides}
+    if missing := [
+        key
+        for key, path in (("model", "model"), ("data", "data.path"))
+        if path not in whole and key not in given
+    ]:
+        example = " ".join(f"{key}={'rows.csv' if key == 'data' else 'MODEL'}" for key in missing)
+        what = f"{known.title}'s file names no {' and no '.join(missing)} that petune can read"
+        raise UsageError(what, where=str(file), remedy=f"petune convert {file} {example}")
+    recipe = load_recipe({}, whole, list(overrides))
+    return Converted(known, recipe, frozenset(used), tuple(left))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = str(error).splitlines()[0]
+        raise FileError(
+            "cannot be read as YAML or JSON", where=str(file), found=why, remedy="check the file"
+        ) from None
+    if not isinstance(tree, dict):
+        raise FileError("holds no settings", where=str(file), expected="keys and values")
+    return tree
+
+
+def _told(tree: Mapping[str, Any], file: Path) -> Program:
+    """The program whose marks the file has."""
+    keys = dict(flat(tree, {}))
+    found = next((one for one in PROGRAMS.values() if any(mark in keys for mark in one.marks)), None)
+    if found is None:
+        expected = ", ".join(program.title for program in PROGRAMS.values())
+        raise UsageError(
+            "is of no program known here", where=str(file), expected=expected, remedy="say which: --from"
+        )
+    return found
+
+
+def flat(tree: Any, table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
+    """{a.0.b: value} of every leaf. A key with a rule is a leaf, and so is a list of plain values."""
+    inner: Any = ()
+    if path not in table and isinstance(tree, dict):
+        inner = tree.items()
+    elif path not in table and isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        inner = enumerate(tree)
+    if not inner:
+        yield path, tree
+    for key, value in inner:
+        yield from flat(value, table, f"{path}.{key}" if path else str(key))
+
+
+def _resolved(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The leaves with ${other.key} replaced by its value."""
+    found = dict(leaves)
+    for key, value in found.items():
+        if isinstance(value, str):
+            value = re.sub(r"\$\{([\w.]+)\}", lambda match: str(found.get(match[1], match[0])), value)
+        yield key, value
+
+
+def _meanings(leaves: Mapping[str, Any], program: Program) -> tuple[dict[str, Any], list[Left]]:
+    """Values of the recipe by key path, and what is left."""
+    values: dict[str, Any] = {}
+    by: dict[str, str] = {}
+    left: list[Left] = []
+    for key, value in sorted(leaves.items(), key=lambda leaf: _first(leaf[0])):
+        rule = program.table.get(key)
+        meaning = rule(value) if rule else None
+        for path, wanted in (meaning or {}).items():
+            if path == "method.also":
+                values[path] = [*values.get(path, ()), *wanted]
+            elif path in values and values[path] != wanted and values[path] != "dora":
+                left.append(Left(key, value, f"{path} is said by {by[path]} already"))
+            elif path not in values:
+                values[path], by[path] = wanted, key
+        if meaning is None:
+            why = WHY.get(
+                key,
+                WHY.get(
+                    key.rpartition(".")[2], "no counterpart for this value" if rule else "no counterpart"
+                ),
+            )
+            left.append(Left(key, value, why))
+    _put_together(values)
+    for path in [path for path in values if path not in ("model", "data.path", "method.name")]:
+        if fault := _fault(path, values[path], program.defaults | values):
+            left.append(Left(by.get(path, path), values.pop(path), fault))
+    return values, left
+
+
+def _first(key: str) -> int:
+    """What decides between two keys for one setting comes first: dora over lora."""
+    return 0 if key.endswith("use_dora") else 1
+
+
+def _put_together(values: dict[str, Any]) -> None:
+    """Make data.path of its parts, and one list of targets."""
+    config, split, files, also = (values.pop(key, None) for key in _APART)
+    if files:
+        values["data.path"] = files
+    elif "data.path" in values:
+        values["data.path"] += f":{config}" if config else ""
+        values["data.path"] += f"@{split}" if split not in (None, "train") else ""
+    if also:
+        values["method.targets"] = also
+
+
+def _fault(path: str, value: Any, values: Mapping[str, Any]) -> str | None:
+    """Why a recipe does not take `value` at `path`; None where it does."""
+    method = values.get("method.name", "lora")
+    try:
+        load_recipe({}, _BARE | {"method.name": method, path: value})
+    except RecipeError as error:
+        return error.problems[0].what
+    return None
+
+
+def recipe_text(converted: Converted, source: Path, file: Path) -> str:
+    """The recipe as YAML: what the file says, what its program takes where it says nothing, and what is
+    left."""
+    recipe, title = converted.recipe, converted.program.title
+    values = recipe.resolved()
+    given = sorted(recipe.given)
+    lines = [
+        f"# {title}'s {source.name}, by petune convert.",
+        f"# petune check {file}    every mistake at once",
+    ]
+    lines.append(f"# petune train {file}")
+    for key in values:
+        paths = [path for path in given if path[0] == key]
+        if key in ("data", "method") and paths:
+            names = dict.fromkeys(
+                [{"data": "path", "method": "name"}[key], *(path[1] for path in paths if path[1:])]
+            )
+            lines.append(f"{key}:")
+            lines += [_line(f"{key}.{name}", values[key][name], converted, "  ") for name in names]
+        elif paths:
+            lines.append(_line(key, values[key], converted))
+    if converted.left:
+        lines += ["", "# Not in this recipe:"]
+        lines += [f"#   {left.key}: {write_scalar(left.value)[:60]}    {left.why}" for left in converted.left]
+    return "\n".join(lines) + "\n"
+
+
+def _line(path: str, value: Any, converted: Converted, indent: str = "") -> str:
+    text = f"{indent}{path.rpartition('.')[2]}: {write_scalar(value)}"
+    return f"{text.ljust(38)}  # {converted.program.title}'s default" if path in converted.defaults else text

@@ -1,0 +1,385 @@
+"""The keys of other programs and what they are in a recipe, one table a program. Torch-free.
+
+A key has a rule of `meanings`; one without has no counterpart, and `WHY` says more of those that many files
+have. `defaults` are what a program takes for a key that is not in the file, where petune takes another. Some
+keys are put together afterwards: `data.files`, `data.config` and `data.split_of` go into data.path,
+`method.also` adds to method.targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from petune.preflight.meanings import (
+    Rule,
+    Table,
+    already,
+    as_it_is,
+    attention,
+    clipping,
+    component,
+    either,
+    names,
+    off,
+    one_of,
+    share,
+    split,
+    steps,
+    switch,
+    targets,
+    text,
+    to,
+    trackers,
+    truth,
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program whose files are read: one of `marks` tells them from the others'."""
+
+    title: str
+    marks: tuple[str, ...]
+    table: Table
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "torch.optim.AdamW", "AdamW")
+SCHEDULE = one_of(
+    linear={"schedule": "linear"},
+    cosine={"schedule": "cosine"},
+    constant={"schedule": "constant", "warmup": 0},
+    constant_with_warmup={"schedule": "constant"},
+)
+DTYPE = {"float32": {"dtype": "fp32"}, "bfloat16": {"dtype": "bf16"}, "auto": {}, "null": {}, "none": {}}
+DTYPE |= {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
+DORA: Rule = switch({"method.name": "dora"})
+INIT: Rule = either(already(True, "default", None), one_of(pissa={"method.init": "pissa"}))
+TARGET_LISTS: Table = {
+    "bias": one_of(none={}, all={"method.bias": "all"}, lora_only={"method.bias": "lora"}),
+    "rank_pattern": to("method.rank_pattern", as_it_is),
+    "alpha_pattern": to("method.alpha_pattern", as_it_is),
+    "layers_to_transform": either(
+        off, to("method.layers", lambda value: [value] if isinstance(value, int) else value)
+    ),
+    "exclude_modules": either(off, to("method.exclude", names)),
+    "trainable_token_indices": either(
+        off, to("method.token_rows", lambda value: value if isinstance(value, list) else None)
+    ),
+}
+# transformers.TrainingArguments, which several programs read
+TRAINER: Table = {
+    "output_dir": to("out", text),
+    "run_name": to("name", text),
+    "learning_rate": to("lr"),
+    "num_train_epochs": to("epochs"),
+    "max_steps": either(already(-1), steps("max_steps")),
+    "per_device_train_batch_size": to("batch_size"),
+    "per_device_eval_batch_size": to("eval_batch_size"),
+    "gradient_accumulation_steps": to("accumulate"),
+    "lr_scheduler_type": SCHEDULE,
+    "warmup_ratio": either(already(0, 0.0), to("warmup")),
+    "warmup_steps": either(already(0), to("warmup")),
+    "weight_decay": to("weight_decay"),
+    "adam_beta1": to("beta1"),
+    "adam_beta2": to("beta2"),
+    "adam_epsilon": already(1e-8, "1e-8", "1e-08"),
+    "max_grad_norm": clipping,
+    "optim": already(*ADAMW),
+    "seed": to("seed"),
+    "bf16": one_of(true={"dtype": "bf16"}, false={"dtype": "fp32"}),
+    "fp16": off,
+    "tf32": off,
+    "gradient_checkpointing": to("gradient_checkpointing", truth),
+    "torch_compile": to("compile", truth),
+    "eval_strategy": either(already("epoch", "steps")),
+    "save_strategy": either(already("epoch", "steps")),
+    "logging_strategy": already("steps"),
+    "eval_steps": steps("eval_every"),
+    "save_steps": steps("save_every"),
+    "save_total_limit": to("keep"),
+    "logging_steps": already(1),
+    "metric_for_best_model": to("metric", text),
+    "greater_is_better": one_of(true={"direction": "max"}, false={"direction": "min"}),
+    "load_best_model_at_end": already(True),
+    "early_stopping_patience": steps("patience"),
+    "report_to": trackers,
+    "resume_from_checkpoint": off,
+    "deepspeed": off,
+    "fsdp": off,
+    "push_to_hub": off,
+    "do_train": already(True),
+    "trust_remote_code": off,
+    "group_by_length": off,
+    "overwrite_output_dir": off,
+}
+TRAINER_DEFAULTS = {"warmup": 0, "epochs": 3, "batch_size": 8, "seed": 42}
+
+AXOLOTL: Table = TRAINER | {  # it hands most keys of the Trainer on
+    "base_model": to("model", text),
+    "adapter": either(
+        one_of(lora={"method.name": "lora"}),
+        lambda value: {"method.name": "full"} if off(value) == {} else None,
+    ),
+    "load_in_8bit": off,
+    "load_in_4bit": off,
+    "strict": off,
+    "datasets.0.path": to("data.path", text),
+    "datasets.0.name": to("data.config", text),
+    "datasets.0.split": split,
+    "datasets.0.data_files": to(
+        "data.files",
+        lambda value: value if isinstance(value, str) else value[0] if value and len(value) == 1 else None,
+    ),
+    "datasets.0.ds_type": already("json", "csv", "parquet", "text"),
+    "datasets.0.type": one_of(
+        alpaca={"data.format": "alpaca"},
+        chat_template={"task": "chat"},
+        sharegpt={"task": "chat", "data.format": "sharegpt"},
+        completion={"task": "causal", "data.format": "text"},
+    ),
+    "datasets.0.field": to("data.columns.text", text),
+    "datasets.0.field_messages": to("data.columns.messages", text),
+    "datasets.0.field_system": to("data.columns.system", text),
+    "test_datasets.0.path": to("data.eval", text),
+    "val_set_size": share,
+    "sequence_len": to("data.max_length"),
+    "sample_packing": to("data.packing", truth),
+    "train_on_inputs": already(False),
+    "lora_r": to("method.r"),
+    "lora_alpha": to("method.alpha"),
+    "lora_dropout": to("method.dropout"),
+    "lora_target_modules": either(off, targets),
+    "lora_target_linear": switch({"method.targets": "all-linear"}),
+    "lora_modules_to_save": either(off, to("method.also_train", names)),
+    "lora_model_dir": either(off, to("init_adapter", text)),
+    "lora_fan_in_fan_out": already(None, False),
+    "peft_use_dora": DORA,
+    "peft_use_rslora": to("method.rslora", truth),
+    "peft_layers_to_transform": TARGET_LISTS["layers_to_transform"],
+    "loraplus_lr_ratio": to("method.lr_ratio"),
+    "num_epochs": to("epochs"),
+    "micro_batch_size": to("batch_size"),
+    "eval_batch_size": to("eval_batch_size"),
+    "optimizer": already(*ADAMW),
+    "lr_scheduler": SCHEDULE,
+    "warmup_steps": to("warmup"),
+    "bf16": one_of(auto={}, true={"dtype": "bf16"}, false={"dtype": "fp32"}),
+    "evals_per_epoch": already(1),
+    "saves_per_epoch": already(1),
+    "early_stopping_patience": either(off, steps("patience")),
+    **dict.fromkeys(("local_rank", "fsdp_config", "xformers_attention", "special_tokens", "debug"), off),
+    **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), off),
+}
+LLAMA_FACTORY: Table = (
+    TRAINER
+    | TARGET_LISTS
+    | {
+        "model_name_or_path": to("model", text),
+        "adapter_name_or_path": to("init_adapter", text),
+        "stage": one_of(sft={}, pt={"task": "causal"}),
+        "finetuning_type": one_of(lora={"method.name": "lora"}, full={"method.name": "full"}),
+        "lora_rank": to("method.r"),
+        "lora_alpha": to("method.alpha"),
+        "lora_dropout": to("method.dropout"),
+        "lora_target": targets,
+        "additional_target": to("method.also_train", names),
+        "use_rslora": to("method.rslora", truth),
+        "use_dora": DORA,
+        "pissa_init": switch({"method.init": "pissa"}),
+        "pissa_iter": steps("method.init_iterations"),
+        "loraplus_lr_ratio": to("method.lr_ratio"),
+        "dataset": lambda value: (
+            {"data.path": found[0]} if (found := names(value)) and len(found) == 1 else None
+        ),
+        "eval_dataset": to("data.eval", text),
+        "cutoff_len": to("data.max_length"),
+        "max_samples": to("data.max_rows"),
+        "val_size": share,
+        "packing": to("data.packing", truth),
+        "train_on_prompt": already(False),
+        "mask_history": off,
+        "quantization_bit": off,
+        "overwrite_cache": already(True, False),
+        "plot_loss": already(True),
+        "flash_attn": already("auto"),
+    }
+)
+TRL: Table = (
+    TRAINER
+    | TARGET_LISTS
+    | {
+        "model_name_or_path": to("model", text),
+        "dataset_name": to("data.path", text),
+        "dataset_config": to("data.config", text),
+        "dataset_train_split": split,
+        "dataset_text_field": to("data.columns.text", text),
+        "max_length": to("data.max_length"),
+        "max_seq_length": to("data.max_length"),
+        "packing": to("data.packing", truth),
+        "assistant_only_loss": already(True),
+        "completion_only_loss": already(True, None),
+        "use_peft": one_of(true={"method.name": "lora"}, false={"method.name": "full"}),
+        "lora_r": to("method.r"),
+        "lora_alpha": to("method.alpha"),
+        "lora_dropout": to("method.dropout"),
+        "lora_target_modules": targets,
+        "lora_modules_to_save": either(off, to("method.also_train", names)),
+        "lora_task_type": one_of(causal_lm={}, seq_cls={"task": "classify"}),
+        "use_rslora": to("method.rslora", truth),
+        "use_dora": DORA,
+        "load_in_4bit": off,
+        "load_in_8bit": off,
+        "dtype": one_of(**DTYPE),
+        "torch_dtype": one_of(**DTYPE),
+    }
+)
+PEFT: Table = TARGET_LISTS | {
+    "base_model_name_or_path": to("model", text),
+    "revision": either(off, already("main")),
+    "peft_type": one_of(lora={"method.name": "lora"}),
+    "task_type": one_of(
+        causal_lm={},
+        none={},
+        seq_2_seq_lm={"task": "seq2seq"},
+        seq_cls={"task": "classify"},
+        token_cls={"task": "tokens"},
+    ),
+    "r": to("method.r"),
+    "lora_alpha": to("method.alpha"),
+    "lora_dropout": to("method.dropout"),
+    "target_modules": targets,
+    "modules_to_save": either(off, to("method.also_train", names)),
+    "use_rslora": to("method.rslora", truth),
+    "use_dora": DORA,
+    "init_lora_weights": INIT,
+    "inference_mode": already(True, False),
+    "fan_in_fan_out": already(True, False),
+    "peft_version": lambda value: {},
+    "megatron_core": already("megatron.core"),
+    "qalora_group_size": already(16),
+    **dict.fromkeys(
+        ("auto_mapping", "layers_pattern", "loftq_config", "layer_replication", "lora_bias"), off
+    ),
+    **dict.fromkeys(("megatron_config", "corda_config", "eva_config", "alora_invocation_tokens"), off),
+    **dict.fromkeys(("target_parameters", "use_qalora", "ensure_weight_tying", "arrow_config"), off),
+    **dict.fromkeys(
+        ("use_bdlora", "lora_ga_config", "kasa_config", "monteclora_config", "velora_config"), off
+    ),
+}
+
+
+_COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+_SETS = {
+    "torchtune.datasets.alpaca_dataset": {"data.path": "tatsu-lab/alpaca", "data.format": "alpaca"},
+    "torchtune.datasets.alpaca_cleaned_dataset": {
+        "data.path": "yahma/alpaca-cleaned",
+        "data.format": "alpaca",
+    },
+    "torchtune.datasets.chat_dataset": {"task": "chat"},
+    "torchtune.datasets.text_completion_dataset": {"task": "causal", "data.format": "text"},
+    "torchtune.datasets.instruct_dataset": {},
+}
+TORCHTUNE: Table = {
+    "model._component_": component,
+    "model.lora_attn_modules": attention,
+    "model.apply_lora_to_mlp": switch({"method.also": ["gate_proj", "up_proj", "down_proj"]}),
+    "model.apply_lora_to_output": switch({"method.also": ["lm_head"]}),
+    "model.lora_rank": to("method.r"),
+    "model.lora_alpha": to("method.alpha"),
+    "model.lora_dropout": to("method.dropout"),
+    "model.use_dora": DORA,
+    "checkpointer.checkpoint_dir": to("model", text),
+    "checkpointer._component_": already("torchtune.training.FullModelHFCheckpointer"),
+    "checkpointer.adapter_checkpoint": off,
+    "checkpointer.recipe_checkpoint": off,
+    "tokenizer.max_seq_len": either(off, to("data.max_length")),
+    "dataset._component_": lambda value: _SETS.get(value),
+    "dataset.source": to("data.path", text),
+    "dataset.data_files": to("data.files", text),
+    "dataset.split": split,
+    "dataset.packed": to("data.packing", truth),
+    "dataset.train_on_input": already(False),
+    "seed": either(off, to("seed")),
+    "shuffle": already(True),
+    "batch_size": to("batch_size"),
+    "epochs": to("epochs"),
+    "max_steps_per_epoch": off,
+    "gradient_accumulation_steps": to("accumulate"),
+    "clip_grad_norm": either(lambda value: {"clip": None} if value is None else None, clipping),
+    "optimizer._component_": already(*ADAMW),
+    "optimizer.fused": already(True, False),
+    "optimizer.lr": to("lr"),
+    "optimizer.weight_decay": to("weight_decay"),
+    "lr_scheduler._component_": lambda value: {"schedule": "cosine"} if value == _COSINE else None,
+    "lr_scheduler.num_warmup_steps": to("warmup"),
+    "loss._component_": already(
+        "torchtune.modules.loss.LinearCrossEntropyLoss",
+        "torchtune.modules.loss.CEWithChunkedOutputLoss",
+        "torch.nn.CrossEntropyLoss",
+    ),
+    "compile": to("compile", truth),
+    "device": one_of(cpu={"device": "cpu"}, cuda={"device": "cuda"}),
+    "dtype": one_of(**DTYPE),
+    "enable_activation_checkpointing": to("gradient_checkpointing", truth),
+    "enable_activation_offloading": off,
+    "resume_from_checkpoint": off,
+    "output_dir": to("out", text),
+    "metric_logger._component_": one_of(
+        **{
+            "torchtune.training.metric_logging.disklogger": {},
+            "torchtune.training.metric_logging.wandblogger": {"trackers": ["wandb"]},
+            "torchtune.training.metric_logging.tensorboardlogger": {"trackers": ["tensorboard"]},
+        }
+    ),
+    "log_every_n_steps": already(1, None),
+    "log_level": already("INFO"),
+    "profiler.enabled": off,
+}
+
+PROGRAMS: Mapping[str, Program] = {
+    "torchtune": Program(
+        "torchtune",
+        ("model._component_", "checkpointer._component_"),
+        TORCHTUNE,
+        {"schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": None},
+    ),
+    "peft": Program("peft", ("peft_type",), PEFT, {"method.name": "lora", "method.r": 8, "method.alpha": 8}),
+    "axolotl": Program(
+        "axolotl",
+        ("base_model", "micro_batch_size", "datasets.0.type"),
+        AXOLOTL,
+        {"method.name": "full", "schedule": "cosine", "epochs": 1, "batch_size": 1},
+    ),
+    "llamafactory": Program(
+        "LLaMA-Factory",
+        ("finetuning_type", "stage", "cutoff_len", "template", "lora_target"),
+        LLAMA_FACTORY,
+        TRAINER_DEFAULTS | {"method.name": "lora", "method.r": 8, "lr": 5e-5, "data.max_length": 2048},
+    ),
+    "trl": Program(
+        "TRL",
+        ("dataset_name", "use_peft", "per_device_train_batch_size", "num_train_epochs"),
+        TRL,
+        TRAINER_DEFAULTS
+        | {"method.name": "full", "lr": 2e-5, "data.max_length": 1024}
+        | {"method.r": 16, "method.alpha": 32, "method.dropout": 0.05},
+    ),
+}
+WHY: Mapping[str, str] = {
+    "load_in_4bit": "the base is held as the recipe's dtype says",
+    "load_in_8bit": "the base is held as the recipe's dtype says",
+    "quantization_bit": "the base is held as the recipe's dtype says",
+    "deepspeed": "several devices: see `parallel`",
+    "fsdp": "several devices: see `parallel`",
+    "template": "the tokenizer's own chat template is used",
+    "chat_template": "the tokenizer's own chat template is used",
+    "logging_steps": "every step is in metrics.jsonl",
+    "log_every_n_steps": "every step is in metrics.jsonl",
+    "dataset_dir": "data names a file, a folder or a hub id",
+    "resume_from_checkpoint": "petune train RECIPE --resume",
+    "val_set_size": "some rows are always held out: data.split",
+    "trust_remote_code": "code of a model's folder is never run",
+}
