@@ -1,1 +1,1 @@
-"""What `petune init` and `petune check` do before anything is trained."""
+"""What `petune init`, `check`, `convert` and `script` do before anything is trained."""

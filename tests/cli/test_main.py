@@ -63,6 +63,7 @@ def test_help_fits_a_screen_and_groups_the_verbs(type_: Type) -> None:
         "train",
         "sweep",
         "convert",
+        "script",
         "chat",
         "ls",
         "cp",

@@ -152,6 +152,13 @@ def test_init_writes_a_recipe_once(type_: Type, tmp_path: Path) -> None:
     assert shown.code == 2 and "there already" in shown.err
 
 
+def test_script_prints_a_job(type_: Type) -> None:
+    shown = type_("script", "llama_lora", "parallel=dp", "--slurm", "nodes=2")
+    assert shown.out.startswith("#!/bin/bash\n#SBATCH --job-name=llama_lora\n#SBATCH --nodes=2\n")
+    assert type_("script", "llama_lora", "nodes=2").code == 2
+    assert type_("script", "--slurm", "nodes=2").code == 2
+
+
 def test_convert_writes_a_recipe_and_lists_what_is_not_in_it(type_: Type, tmp_path: Path) -> None:
     Path("axolotl.yml").write_text("base_model: org/m\nadapter: lora\nload_in_4bit: true\n")
     assert "data=rows.csv" in type_("convert", "axolotl.yml").err
