@@ -31,6 +31,7 @@ from petune.methods.lora import LoraEmbedding, LoraLayer
 from petune.methods.pissa import in_difference_form
 from petune.methods.saving import plain_class
 from petune.methods.targets import within
+from petune.methods.wrapped import sole_tuning
 from petune.models.tuned_linear import tuned_layers
 from petune.saving.export import logits_of, probe
 from petune.saving.fingerprint import bare, plain_name, refuse_merged
@@ -111,7 +112,7 @@ def write_for(
 
 def _refuse(model: nn.Module, server: Server) -> None:
     """Raise UsageError for the first thing about a tuned model that `server` does not take."""
-    record = tuning(model)
+    record = sole_tuning(model)
     method = name_of(record.config)
     if method == "full":
         remedy = "write the whole model: petune export RUN --to hf"
@@ -137,11 +138,13 @@ def _refuse(model: nn.Module, server: Server) -> None:
         "tied": tied and "lm_head" in leaves,
     }
     for feature, there in found.items():
-        if there and feature in server.refuses:
+        if there and (feature in server.refuses or feature == method):
             what = f"{server.title} {server.version} does not take {_WORDS.get(feature, feature)}"
             where = ", ".join(map(str, there)) if isinstance(there, list | set) else None
             remedy = _LOAD if method == "side" or method == "adapter" else _MERGE
-            raise UsageError(what, where=where, found=server.refuses[feature], remedy=remedy)
+            raise UsageError(
+                what, where=where, found=server.refuses.get(feature, "its files are no LoRA"), remedy=remedy
+            )
     kind = str(model.config.model_type)
     if kind not in server.models:
         what = f"{server.title} is not known to load LoRA for a {kind}"

@@ -78,6 +78,7 @@ def test_a_narrow_base_and_a_table_of_tokens_are_served(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "dora": ("vllm", lambda: wrap(llama(), "dora"), "vLLM does not yet support DoRA"),
     "ia3": ("sglang", lambda: wrap(llama(), "ia3"), "peft_type must be lora"),
+    "miss": ("vllm", lambda: wrap(llama(), "miss", r=4), "does not take miss"),
     "adapter": ("vllm", lambda: wrap(llama(), "adapter"), r"petune\.load"),
     "side": ("ollama", lambda: wrap(llama(), "side", reduction=2), r"petune\.load"),
     "full": ("vllm", lambda: wrap(llama(), "full"), "--to hf"),
