@@ -32,8 +32,8 @@ def need_gguf(title: str) -> Any:
         return import_module("gguf")
     except ImportError:
         remedy = (
-            "pip install gguf, or petune export RUN --to peft --out LORA, and with llama.cpp's own script:"
-            " python convert_lora_to_gguf.py --base BASE --outfile adapter.gguf LORA"
+            "pip install 'petune[gguf]', or petune export RUN --to peft --out LORA, and with llama.cpp's own"
+            " script: python convert_lora_to_gguf.py --base BASE --outfile adapter.gguf LORA"
         )
         raise MachineError(f"{title} reads GGUF, which needs the package gguf", remedy=remedy) from None
 

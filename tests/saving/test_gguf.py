@@ -6,6 +6,7 @@ import builtins
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -15,7 +16,6 @@ from petune.saving.gguf import read_gguf, write_gguf
 from petune.saving.serve import write_for
 from tests.tiny_models import llama, llama_config, tuned
 
-gguf = pytest.importorskip("gguf")
 NAME = "model.layers.1.self_attn.k_proj"
 
 
