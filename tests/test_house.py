@@ -87,7 +87,6 @@ LONG_FILES = (
     "petune/kernels/reference.py",
     "petune/kernels/triton/attention.py",
     "petune/models/stack.py",
-    "petune/parallel/configs.py",
     "petune/parallel/launch/launcher.py",
     "petune/parallel/launch/process_group.py",
     "petune/parallel/plan.py",

@@ -23,14 +23,13 @@ from petune.errors import MachineError, Problem, UsageError
 from petune.estimate.balance import Room, parameters_of, plan_for, step_time
 from petune.estimate.comm_cost import Load, Transition, bubble, summed_over, transitions
 from petune.estimate.footprint import Footprint, Held, Pass, first_trained, footprint, held_by
-from petune.kernels.configs import BaseDtype
-from petune.kernels.fuse import fuse, unfuse
 from petune.log import human
 from petune.methods import count_parameters, describe, tune, tuned_parameters
 from petune.methods.configs import method_of
 from petune.methods.targets import head_modules
 from petune.models import FAMILIES
 from petune.models.loading import Head, kind_of, outline, packs, quiet, read_config
+from petune.models.quantise import quantise_blocks
 from petune.models.source import resolve_model
 from petune.models.spec import Family, Shape, StackName
 from petune.parallel import ParallelConfig, ParallelPlan, make_plan
@@ -160,8 +159,9 @@ def sketch(recipe: Recipe) -> Sketch:
         tune(model, recipe.method)
         for parameter in () if streams(recipe) else tuned_parameters(model).values():
             parameter.data = parameter.data.float()
-        if recipe.base_dtype is not None:
-            _quantise(model, family, recipe.base_dtype)
+        if recipe.base_dtype is not None and family is not None:
+            with suppress(UsageError):  # what a run would refuse is said where blocks are fused
+                quantise_blocks(model, family, recipe.base_dtype)
     work = Pass(
         rows=recipe.batch_size,
         tokens=_tokens(recipe, config, family),
@@ -175,13 +175,6 @@ def sketch(recipe: Recipe) -> Sketch:
         streamed=recipe.memory.stream == "fp32" if streams(recipe) else None,
     )
     return Sketch(recipe, model, config, family, "cuda" if cuda else "cpu", work, source.note)
-
-
-def _quantise(model: nn.Module, family: Family | None, base_dtype: BaseDtype) -> None:
-    """Put quantised weights where a run would; where it would refuse to, the weights stay as they are."""
-    with suppress(UsageError):
-        fuse(model, family, "reference", None, base_dtype)
-        unfuse(model)
 
 
 def _tokens(recipe: Recipe, config: Any, family: Family | None) -> dict[StackName, int]:

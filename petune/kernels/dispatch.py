@@ -42,6 +42,7 @@ class Ops:
     cross_entropy_: Callable[..., Any]
     quantise: Callable[..., Any]
     transposed: Callable[..., Any]
+    dense_into: Callable[..., Any]
     drop: Callable[..., Any]
     dropped_low: Callable[..., Any]
     dropped_low_backward: Callable[..., Any]
@@ -56,6 +57,7 @@ _FILES = {
     "activate_backward": "activation_backward",
     **dict.fromkeys(("add_low", "linear_low", "quantise"), "residual"),
     "transposed": "transpose",
+    "dense_into": "dequantise",
     "cross_entropy_": "loss",
     "drop": "dropout",
     **dict.fromkeys(("dropped_low", "dropped_low_backward", "add_dropped_low_"), "dropped_low"),

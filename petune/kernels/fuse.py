@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from petune.errors import UsageError
 from petune.kernels.block.call import Spec
-from petune.kernels.block.fp8 import refuse_fp8
 from petune.kernels.block.hooks import InDtype, NoCache, dense
 from petune.kernels.block.linear import Bank, bankable
 from petune.kernels.block.module import FusedBlock, fused_class
@@ -33,7 +32,8 @@ from petune.kernels.memory.offload import Store
 from petune.kernels.memory.policy_hook import GIB, Governor
 from petune.kernels.single_modules import fuse_sites, unfuse_sites
 from petune.log import say
-from petune.models.frozen_weight import QuantisedWeight, bytes_in, quantised
+from petune.models.frozen_weight import QuantisedWeight, bytes_in
+from petune.models.quantise import quantise_layers
 from petune.models.sharded import shards_of
 from petune.models.spec import Family
 from petune.models.stack import Stack, disown_stacks, ends_here, own_stacks, stacks_in, unownable
@@ -324,22 +324,11 @@ def _quantise(model: nn.Module, specs: Sequence[Spec], plan: Plan) -> None:
         return
     if shards_of(model) is not None:
         raise UsageError(
-            "base_dtype: fp8 quantises whole weights, and these are sharded",
+            f"base_dtype: {plan.base_dtype} quantises whole weights, and these are sharded",
             where="base_dtype",
             remedy="remove base_dtype, or use dp without shard",
         )
-    layers: list[Any] = [layer for spec in specs for group in spec.layers for layer in group]
-    for weight in (layer.weight for layer in layers):
-        if weight.requires_grad:
-            raise UsageError(
-                "base_dtype: fp8 needs weights that do not train",
-                where="base_dtype",
-                remedy="use method: lora",
-            )
-        refuse_fp8(weight.device, weight.dtype, (weight.shape[0], weight.shape[1]))
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in layers:
-        layer.weight = made.setdefault(layer.weight, quantised(layer.weight, plan.base_dtype))
+    quantise_layers([layer for spec in specs for group in spec.layers for layer in group], plan.base_dtype)
 
 
 def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> Bank | None:
@@ -350,12 +339,11 @@ def _bank(layers: Sequence[nn.Module], plan: Plan, room: bool, alone: bool) -> B
     """
     if not bankable(layers):
         return None
-    if isinstance(layers[0].weight, QuantisedWeight):
-        return Bank(layers, plan.ops)
     parts = [cast("LowRank", linear_of(layer)) for layer in layers]
     rank = sum(0 if part.a is None else len(part.a) for part in parts) if room else 0
-    single = len(layers) == 1 and (not rank or (alone and rank <= FOLDED))
-    return None if single else Bank(layers, plan.ops, rank)
+    rank = 0 if alone and len(layers) == 1 and rank <= FOLDED else rank
+    dense = not isinstance(layers[0].weight, QuantisedWeight)
+    return None if dense and len(layers) == 1 and not rank else Bank(layers, plan.ops, rank)
 
 
 def fused_blocks(model: nn.Module) -> list[nn.Module]:

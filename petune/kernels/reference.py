@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petune.models import fp8
+from petune.models.form import Form
 from petune.rng.dropout import Drop, dropped
 
 Low = tuple[Tensor, Tensor]  # s [rows, r], b [columns, r]: + s b^T
@@ -357,6 +358,15 @@ def cross_entropy_(
 
 quantise = fp8.quantise
 transposed = fp8.transposed
+
+
+# ------------------------------------------------------------------ weights that are made dense
+
+
+def dense_into(form: Form, out: Tensor) -> None:
+    """Write the values of a quantised weight [n, k] into `out`, whose rows may lie apart, rounded to its
+    dtype."""
+    form.dense_into(out)
 
 
 # ------------------------------------------------------------------ dropout

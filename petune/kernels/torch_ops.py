@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, custom_op
 
-from petune.kernels.block.linear import matmul32
+from petune.kernels.block.dense import matmul32
 from petune.kernels.dispatch import Ops, reference_ops, select
 from petune.kernels.reference import Low
 

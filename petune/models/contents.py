@@ -2,7 +2,9 @@
 
 A model is built, tuned and cut on the meta device. Its contents are known by name all the while, so that each
 rank allocates its own parts alone and fills them: `allocate`, then `Contents.fill`. Values are rounded to the
-dtype that the base is loaded in, then cast to that of the tensor they go to, a tensor at a time.
+dtype that the base is loaded in, then cast to that of the tensor they go to, a tensor at a time. A tensor
+that is quantised is read whole, quantised where it goes, and narrowed then: so the model is never there in
+the dtype it had, and a slice is that of the quantised whole.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from petune.files.ranges import RangeReader, Source, overlap
 from petune.files.safetensors import is_finite
 from petune.models.checksums import checksum, checksums
 from petune.models.fresh import draw, holding, initialiser, tuned_owner
-from petune.models.frozen_weight import POINTS
+from petune.models.frozen_weight import POINTS, QuantisedWeight
 from petune.models.read_plan import ReadPlan
 from petune.models.tuned_linear import TunedLinear
 
@@ -76,11 +78,22 @@ class Contents:
             for part, following in zip(wanted, [*wanted[1:], None], strict=False):
                 if following is not None and (piece := self.plan.pieces.get(following.name)) is not None:
                     reader.expect(piece.source)
-                if not self._put(part, reader):
-                    self._draw(part, reader)
-                elif not is_finite(part.out.detach()):
+                dense = self._dense(part)
+                if not self._put(dense, reader):
+                    self._draw(dense, reader)
+                elif not is_finite(dense.out.detach()):
                     bad.append(part.name)
+                if isinstance(part.out, QuantisedWeight):
+                    part.out.hold(dense.out, part.start)
         return bad
+
+    def _dense(self, part: Part) -> Part:
+        """Where a part is read: a quantised one as the whole tensor it is of, which is dropped when the part
+        holds it."""
+        if not isinstance(part.out, QuantisedWeight):
+            return part
+        whole = torch.empty(self._like(part.name).shape, dtype=part.out.dtype, device=part.out.device)
+        return Part(part.name, whole, (0,) * whole.dim())
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of its own, on the CPU, in the dtype it has in the model or in another."""

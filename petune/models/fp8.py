@@ -9,12 +9,13 @@ products are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from petune.models.form import ScaledRows
 
 LARGEST = 448  # of float8_e4m3fn
 
@@ -48,73 +49,28 @@ def product(left: tuple[Tensor, Tensor], y: Tensor, y_scale: Tensor, dtype: torc
     return ((x.to(wide) * x_scale) @ (y.to(wide) * y_scale).T).to(dtype)
 
 
-@dataclass(frozen=True)
-class Fp8:
-    """A frozen weight [n, k] in eight-bit floats; see petune.models.frozen_weight.FrozenWeight.
+class Fp8(ScaledRows):
+    """A frozen weight [n, k] in eight-bit floats, with products of its own; see petune.models.form.Form.
 
     q: float8_e4m3fn [n, k]; scale: float32 [n, 1]; dtype: of the weight that it stands for.
     """
 
-    q: Tensor
-    scale: Tensor
-    dtype: torch.dtype
     name: ClassVar[str] = "fp8"
+    needs: ClassVar[str] = "a CUDA device of compute capability 8.9, bf16 weights, sizes divisible by 16"
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, weight: Tensor) -> Fp8:
-        """`weight` [n, k] quantised."""
-        return cls(*quantise(weight.detach()), weight.dtype)
+    def refused(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+        """What is missing: devices multiply matrices of whole lines alone."""
+        if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < (8, 9):
+            return f"compute capability {'.'.join(map(str, has))}"
+        if device.type == "cuda" and dtype != torch.bfloat16:
+            return str(dtype).removeprefix("torch.")
+        return f"a weight of {shape[0]} x {shape[1]}" if any(size % 16 for size in shape) else None
 
     @classmethod
-    def together(cls, forms: Sequence[Fp8]) -> Fp8:
-        """The rows of several weights of one dtype, one below the other, in memory of their own."""
-        q = torch.cat([form.q.view(torch.uint8) for form in forms]).view(torch.float8_e4m3fn)
-        return cls(q, torch.cat([form.scale for form in forms]), forms[0].dtype)
-
-    def __reduce__(self) -> Any:
-        """As plain bytes: torch cannot unpickle eight-bit floats."""
-        return _of_bytes, (self.q.view(torch.uint8), self.scale, self.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        """(n, k)."""
-        return self.q.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What it is held in."""
-        return self.q, self.scale
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(value.nbytes for value in self.tensors)
-
-    def each(self, act: Callable[[Tensor], Tensor]) -> Fp8:
-        """The same made of act(tensor) for each of its tensors: a copy, or a move to another device."""
-        return replace(self, q=act(self.q), scale=act(self.scale))
-
-    def to(self, dtype: torch.dtype) -> Fp8:
-        """The same eight-bit floats, standing for a weight of another dtype."""
-        return replace(self, dtype=dtype)
-
-    def dense(self) -> Tensor:
-        """The weight [n, k] that its products see, rounded to its dtype."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return (self.q.to(wide) * self.scale).to(self.dtype)
-
-    def narrow(self, dim: int, start: int, length: int) -> Fp8:
-        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them: views, with the scales of
-        whole rows."""
-        q = self.q.narrow(dim, start, length)
-        return replace(self, q=q, scale=self.scale if dim else self.scale.narrow(0, start, length))
-
-    @torch.no_grad()
-    def write(self, weight: Tensor) -> None:
-        """Quantise another weight [n, k] into the memory of this one."""
-        for own, new in zip(self.tensors, quantise(weight.detach()), strict=True):
-            own.copy_(new)
+    def quantised(cls, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(q, scale), see `quantise`."""
+        return quantise(weight)
 
     def linear(self, x: Tensor) -> Tensor:
         """x W^T, [m, k] -> [m, n]."""
@@ -143,7 +99,3 @@ class Fp8:
         """dy W of a quantised dy * factors [m, n]. columns: the transposed `rows`, as products in eight bits
         sum along rows."""
         return product(dy, columns, torch.ones_like(columns[:, :1], dtype=torch.float32), dtype)
-
-
-def _of_bytes(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Fp8:
-    return Fp8(q.view(torch.float8_e4m3fn), scale, dtype)

@@ -10,8 +10,8 @@ else reads its values, which `dense_of` gives, and a view is a copy of them. It 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,65 +20,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from petune.errors import UsageError
+from petune.models.form import Form
 from petune.models.fp8 import Fp8
+from petune.models.int8 import Int8
+from petune.models.nf4 import Nf4
 
-FORMS: Mapping[str, type[Fp8]] = {"fp8": Fp8}  # as `base_dtype` names them
+FORMS: Mapping[str, type[Form]] = {one.name: one for one in (Fp8, Int8, Nf4)}  # as `base_dtype` names them
 POINTS = 4  # values of a tensor that tell it from another
-
-
-class FrozenWeight(Protocol):
-    """A weight [n, k] that does not train, in a form of fewer bytes; it stands for a weight of `dtype`."""
-
-    name: ClassVar[str]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight that it stands for."""
-        ...
-
-    @property
-    def shape(self) -> torch.Size:
-        """(n, k)."""
-        ...
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What it is held in; the first has n rows."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        ...
-
-    def each(self, act: Callable[[Tensor], Tensor]) -> FrozenWeight:
-        """The same made of act(tensor) for each of its tensors."""
-        ...
-
-    def to(self, dtype: torch.dtype) -> FrozenWeight:
-        """The same tensors, standing for a weight of another dtype."""
-        ...
-
-    def dense(self) -> Tensor:
-        """The weight [n, k] that its products see, rounded to `dtype`."""
-        ...
-
-    def narrow(self, dim: int, start: int, length: int) -> FrozenWeight:
-        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them. Nothing is quantised
-        again."""
-        ...
-
-    def write(self, weight: Tensor) -> None:
-        """Quantise another weight [n, k] into its memory."""
-        ...
-
-    def linear(self, x: Tensor) -> Tensor:
-        """x W^T, [m, k] -> [m, n]."""
-        ...
-
-    def dlinear(self, dy: Tensor) -> Tensor:
-        """dy W, [m, n] -> [m, k]."""
-        ...
 
 
 class QuantisedWeight(Tensor):
@@ -88,12 +36,12 @@ class QuantisedWeight(Tensor):
     None of a slice.
     """
 
-    form: FrozenWeight
+    form: Form
     part: bool
     _sampled: list[Tensor | None]  # one, shared by all that share the memory
 
     @staticmethod
-    def __new__(cls, form: FrozenWeight, samples: Tensor | None = None, *, part: bool = False) -> Self:
+    def __new__(cls, form: Form, samples: Tensor | None = None, *, part: bool = False) -> Self:
         """Of a form, whose memory it shares. part: of some rows or columns of another weight."""
         made = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.tensors[0].device)
         made.form, made.part, made._sampled = form, part, [samples]
@@ -165,15 +113,26 @@ class QuantisedWeight(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantisedWeight:
         if id(self) not in memo:
             form = self.form.each(lambda value: copy.deepcopy(value, memo))
-            memo[id(self)] = _remade(form, self.samples, isinstance(self, nn.Parameter))
+            memo[id(self)] = _remade(form, self.samples, isinstance(self, nn.Parameter), self.part)
         return cast("QuantisedWeight", memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remade, (self.form, self.samples, isinstance(self, nn.Parameter))
+        return _remade, (self.form, self.samples, isinstance(self, nn.Parameter), self.part)
+
+    @torch.no_grad()
+    def hold(self, whole: Tensor, start: Sequence[int]) -> None:
+        """Quantise a dense weight and hold the box of it of this shape that begins at `start`, in the memory
+        that is here."""
+        form = type(self.form).of(whole)
+        for dim, (first, length) in enumerate(zip(start, self.shape, strict=True)):
+            form = form.narrow(dim, first, length)
+        self.form.take(form)
+        self.part = whole.shape != self.shape
+        self.samples = None if self.part else sampled(whole)
 
 
-def _remade(form: FrozenWeight, samples: Tensor | None, parameter: bool) -> Tensor:
-    made = QuantisedWeight(form, samples)
+def _remade(form: Form, samples: Tensor | None, parameter: bool, part: bool) -> Tensor:
+    made = QuantisedWeight(form, samples, part=part)
     return nn.Parameter(made, requires_grad=False) if parameter else made
 
 
@@ -202,7 +161,14 @@ def _shared(weight: QuantisedWeight) -> QuantisedWeight:
 
 
 def _cloned(weight: QuantisedWeight, memory_format: Any = None) -> QuantisedWeight:
-    return QuantisedWeight(weight.form.each(_dense_clone), weight.samples)
+    return QuantisedWeight(weight.form.each(_dense_clone), weight.samples, part=weight.part)
+
+
+def _like(weight: QuantisedWeight, *, device: Any = None, **_: Any) -> QuantisedWeight:
+    """In memory that holds nothing."""
+    return QuantisedWeight(
+        weight.form.each(lambda value: torch.empty_like(value, device=device)), part=weight.part
+    )
 
 
 def _dense_clone(value: Tensor) -> Tensor:
@@ -223,9 +189,9 @@ def _moved(
         lambda value: value.to(device=device or value.device, non_blocking=non_blocking, copy=True)
     )
     samples = weight.samples
-    if dtype is None or samples is None:
-        return QuantisedWeight(form if dtype is None else form.to(dtype), samples)
-    return QuantisedWeight(form.to(dtype), samples.to(dtype).to(samples.dtype))
+    if dtype is not None:
+        form, samples = form.to(dtype), None if samples is None else samples.to(dtype).to(samples.dtype)
+    return QuantisedWeight(form, samples, part=weight.part)
 
 
 def _sliced(
@@ -252,8 +218,7 @@ def _written(weight: QuantisedWeight, source: Tensor, non_blocking: bool = False
         return weight
     if type(source.form) is not type(weight.form):
         return _written(weight, source.form.dense())
-    for own, other in zip(weight.form.tensors, source.form.tensors, strict=True):
-        own.copy_(other)
+    weight.form.take(source.form)
     samples = source.samples
     weight.samples = None if samples is None else samples.to(weight.dtype).to(samples.dtype)
     return weight
@@ -265,6 +230,7 @@ _KEEP: dict[Any, Callable[..., Any]] = {
     _ATEN.detach.default: _shared,
     _ATEN.alias.default: _shared,
     _ATEN.clone.default: _cloned,
+    _ATEN.empty_like.default: _like,
     _ATEN._to_copy.default: _moved,
     _ATEN.slice.Tensor: _sliced,
     _ATEN.copy_.default: _written,
@@ -291,7 +257,7 @@ def _linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> T
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, form: FrozenWeight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, form: Form) -> Tensor:
         ctx.form = form
         with torch.autocast(x.device.type, enabled=False):
             return form.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], form.shape[0])

@@ -166,9 +166,9 @@ class ParallelConfig:
         return OVERLAPPED if any(axis.overlap for axis in cuts) else None
 
     @property
-    def cuts_blocks(self) -> bool:
-        """Whether a process holds less than whole blocks of the whole model."""
-        return any(_cuts_blocks(name, axis) for name, axis in self.axes.items())
+    def shards(self) -> bool:
+        """Whether weights are spread over replicas."""
+        return any(isinstance(axis, DpConfig) and axis.shard for axis in self.axes.values())
 
     def __str__(self) -> str:
         """`dp 2 x tp 2`, `pp` for an axis without a size, `none` for one process."""
@@ -231,15 +231,6 @@ def layouts(name: str, cut: CutConfig) -> dict[str, str | None]:
 
 OVERLAPPED = "overlap hides communication behind matmuls tile by tile"
 STAGES_SHARDED = "the parallel plan cuts the model into stages and shards their weights"
-
-
-def _cuts_blocks(name: str, axis: AxisConfig) -> bool:
-    """Whether a process holds less than whole blocks along this axis: by tokens alone, and in stages, they
-    stay whole."""
-    if isinstance(axis, DpConfig):
-        return axis.shard
-    narrowed = isinstance(axis, CutConfig) and set(layouts(name, axis).values()) != {"sequence"}
-    return narrowed and size_of(axis) != 1
 
 
 def row_name(found: Mapping[str, str | None]) -> str:

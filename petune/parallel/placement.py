@@ -3,6 +3,7 @@ be done.
 
     stack       blocks become stacks, which recompute and draw dropout by themselves      (whole model, on the
                 CPU)
+    quantise    frozen weights take the form that they are held in
     cut         tensors are narrowed to this rank's slices, embedding and head by rows     tp, sp
     stages      what other stages hold is taken out                                        pp
     move        what is left goes to the device; what has no memory gets it and is read there
@@ -32,6 +33,7 @@ from petune.models import attention
 from petune.models.contents import Contents, Part, allocate, detach
 from petune.models.damage import refuse_not_finite
 from petune.models.load_errors import room_for
+from petune.models.quantise import quantise_blocks
 from petune.models.spec import Family
 from petune.models.stack import own_stacks, unownable
 from petune.parallel.fsdp import allocated, first_row, is_sharded, local, settle, shard
@@ -79,18 +81,22 @@ def parallelize(
     *,
     recompute: bool = False,
     streams: bool = False,
+    base_dtype: str | None = None,
 ) -> Placement:
     """Cut and place `model`, which is whole, on the CPU or on the meta device with its contents, in place.
 
-    tuned: what trains in a model, by name. streams: it is left on the CPU, to be streamed. Raises UsageError
-    for a layer that says nothing of how it is cut, FileError for values that are not finite in what any rank
-    has read, PetuneError if placing changed what trains.
+    tuned: what trains in a model, by name. streams: it is left on the CPU, to be streamed. base_dtype: the
+    form in which the linears of its blocks are held. Raises UsageError for a layer that says nothing of how
+    it is cut, FileError for values that are not finite in what any rank has read, PetuneError if placing
+    changed what trains.
     """
     whole, contents = tuned(model), detach(model)
     shapes = {name: (value.shape, value.dtype) for name, value in whole.items()}
     aliases = _aliases(model, whole)
     vocabulary = _vocabulary(model, plan)
     owned = _stack(model, family, plan, recompute)
+    if base_dtype is not None and family is not None:
+        quantise_blocks(model, family, base_dtype)
     placed = _cut(model, family, plan, mesh, vocabulary)
     modules = cut_stages(model, family, plan, mesh.at) if family is not None and plan.pp > 1 else [model]
     read = partial(_read, modules, contents, placed, mesh, streams)

@@ -104,8 +104,7 @@ _LEAVES_NONE_FUSED: Mapping[str, tuple[Callable[[Recipe], bool], str, str]] = {
         "use dp, tp, sp, galaxy or pp",
     ),
 }
-# single modules are fused then; a rule of its own
-_EITHER = {"kernels": "parallel", "base_dtype": "parallel"}
+_EITHER = {"kernels": "parallel"}  # single modules are fused then
 
 
 def _fused(asking: str, leaving_none: str) -> Rule:
@@ -326,9 +325,11 @@ RULES = (
     *CACHED,
     Rule(
         ("base_dtype", "parallel"),
-        lambda recipe: recipe.base_dtype is None or not recipe.parallel.cuts_blocks,
-        "it quantises whole weights, and the parallel plan cuts them",
-        "remove base_dtype, or use dp without shard, sp or pp",
+        lambda recipe: (
+            recipe.base_dtype is None or recipe.parallel.unfused is not None or not recipe.parallel.shards
+        ),
+        "it quantises whole weights, and shard: true spreads their rows over ranks",
+        "remove base_dtype, or use dp without shard, tp, sp, galaxy or pp",
     ),
     Rule(
         ("base_dtype", "method"),

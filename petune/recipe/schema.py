@@ -134,7 +134,11 @@ class Recipe(BaseModel):
         ),
     )
     base_dtype: BaseDtype | None = Field(
-        None, description="fp8: hold frozen weights of fused blocks in one byte each; not exact"
+        None,
+        description=(
+            "hold frozen weights of fused blocks in fewer bytes: nf4 (4.13 bits), int8, fp8 (multiplies in"
+            " them); not exact"
+        ),
     )
     cache: bool | Literal["fp32", "bf16", "fp8"] = Field(
         False, description="side: run the frozen backbone once for each row; true, or the dtype to store"

@@ -88,7 +88,18 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("tiled_mlp", "mlp_tile", "tile_size"), "memory.tile"),
     **dict.fromkeys(("gpu_memory", "max_memory", "gpu_memory_limit"), "memory.budget"),
     **dict.fromkeys(("pinned_memory", "cpu_memory", "host_memory"), "memory.host"),
-    **dict.fromkeys(("load_in_8bit", "fp8", "base_quantization"), "base_dtype"),
+    **dict.fromkeys(
+        (
+            "load_in_4bit",
+            "load_in_8bit",
+            "fp8",
+            "nf4",
+            "quantization",
+            "quantization_bit",
+            "base_quantization",
+        ),
+        "base_dtype",
+    ),
     **dict.fromkeys(
         ("data_parallel_size", "data_parallel", "dp_size", "ddp", "num_processes", "nproc_per_node"),
         "parallel.dp",
@@ -115,10 +126,6 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("resume_from_checkpoint", "resume"), "to resume:  petune train RECIPE --resume"),
     **dict.fromkeys(
         ("overwrite_output_dir", "overwrite"), "to start afresh:  petune train RECIPE --overwrite"
-    ),
-    **dict.fromkeys(
-        ("load_in_4bit", "quantization", "quantization_bit"),
-        "not supported: frozen weights are whole, or of 8 bits with base_dtype: fp8",
     ),
     "fp16": "not supported: use dtype: bf16 or dtype: fp32",
     **dict.fromkeys(("optim", "optimizer"), "the optimizer is AdamW (weight_decay, beta1, beta2)"),
@@ -156,7 +163,9 @@ _VALUE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("torch", "pytorch"), "reference"),
     **dict.fromkeys(("liger", "fused"), "triton"),
     **dict.fromkeys(("checkpoint", "checkpointing", "recompute", "minimal"), "input"),
-    **dict.fromkeys(("float8", "e4m3", "8bit", "int8"), "fp8"),
+    **dict.fromkeys(("float8", "e4m3"), "fp8"),
+    **dict.fromkeys(("4bit", "int4", "fp4", "bnb"), "nf4"),
+    "8bit": "int8",
 }
 
 _ALL = "   (all settings: petune check --full)"

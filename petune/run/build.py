@@ -295,7 +295,14 @@ def run_on(model: nn.Module, prepared: Prepared, mesh: Mesh, weights: Tensor | N
     unread = contents_of(model) is not None
     with phase("reading the weights" if unread else f"moving the model to {mesh.device}"):
         where = parallelize(
-            model, family, mesh.plan, mesh, objective.tuned, recompute=again, streams=streams(recipe)
+            model,
+            family,
+            mesh.plan,
+            mesh,
+            objective.tuned,
+            recompute=again,
+            streams=streams(recipe),
+            base_dtype=recipe.base_dtype,
         )
         runner = Runner(where, objective)
     with phase("fusing the blocks"):

@@ -96,3 +96,24 @@ def test_what_is_written_is_quantised_in_the_same_memory() -> None:
     before = form.q.data_ptr()
     form.write(other)
     assert form.q.data_ptr() == before and torch.equal(form.dense(), Fp8.of(other).dense())
+
+
+@pytest.mark.parametrize("sizes", [(24, 32), (32, 40), (8, 8)])
+def test_sizes_that_are_no_multiples_of_sixteen_are_refused(sizes: tuple[int, int]) -> None:
+    assert Fp8.refused(torch.device("cpu"), torch.bfloat16, sizes) == f"a weight of {sizes[0]} x {sizes[1]}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "found"),
+    [
+        ((9, 0), torch.bfloat16, None),
+        ((8, 9), torch.bfloat16, None),
+        ((8, 0), torch.bfloat16, "compute capability 8.0"),
+        ((9, 0), torch.float32, "float32"),
+    ],
+)
+def test_what_a_device_must_be(
+    capability: tuple[int, int], dtype: torch.dtype, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert Fp8.refused(torch.device("cuda"), dtype, (32, 32)) == found

@@ -186,27 +186,21 @@ def test_a_plan_that_leaves_blocks_unfused_refuses_their_settings(asking: dict[s
         return
     found = problems_of({**NEEDED, "parallel": plan, **asking})
     assert len(found) == 1
-    reason = (
-        "it quantises whole weights"
-        if "base_dtype" in asking
-        else "it is about fused blocks, and under this plan"
-    )
+    reason = "it is about fused blocks, and under this plan"
     assert found[0].startswith(f"argument  {next(iter(asking))}: {reason}")
     assert "or use dp" in found[0]
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 @pytest.mark.parametrize("plan", CUTTING, ids=str)
-def test_a_plan_that_cuts_fused_blocks_takes_their_settings_but_base_dtype(
+def test_a_plan_that_cuts_fused_blocks_takes_their_settings_unless_it_shards(
     asking: dict[str, Any], plan: Any
 ) -> None:
-    if "base_dtype" not in asking:
+    if "base_dtype" not in asking or "shard" not in str(plan):
         load_recipe({**NEEDED, "parallel": plan, **asking})
         return
     (found,) = problems_of({**NEEDED, "parallel": plan, **asking})
-    assert found.startswith(
-        "argument  base_dtype: it quantises whole weights, and the parallel plan cuts them"
-    )
+    assert found.startswith("argument  base_dtype: it quantises whole weights, and shard: true spreads")
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
@@ -357,9 +351,9 @@ WRONG: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "a truth for kernels": ("kernels: true", 4, ("kernels does not take this value", "found true")),
     "no kernels": ("kernels:", 4, ("kernels does not take this value", "found nothing")),
     "another base": (
-        "base_dtype: int8",
+        "base_dtype: int4",
         4,
-        ("base_dtype does not take this value", "expected fp8, or null", "did you mean: fp8"),
+        ("base_dtype does not take this value", "expected fp8, int8, nf4, or null", "did you mean: nf4"),
     ),
     "another keep": (
         "memory: inptu",
@@ -414,7 +408,7 @@ WRONG: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "dots in a file": ("memory.keep: input", 4, ("nest it:  memory: {keep: ...}",)),
     "kernels in a name of another toolkit": ("use_liger_kernel: true", 4, ("did you mean: kernels ",)),
     "8 bit": ("load_in_8bit: true", 4, ("did you mean: base_dtype ",)),
-    "quantization": ("quantization: 4", 4, ("not supported", "base_dtype: fp8")),
+    "quantization": ("quantization: 4", 4, ("did you mean: base_dtype ",)),
     "set twice": ("memory:\n  keep: input\n  keep: all", 6, ("memory.keep is set twice",)),
 }
 
@@ -474,7 +468,7 @@ _RECIPES = st.fixed_dictionaries(
     optional={
         "kernels": st.sampled_from(["auto", "reference", "triton", "off"]) | _LEAVES,
         "memory": _TYPED | _SECTION | _LEAVES | st.lists(_LEAVES, max_size=2),
-        "base_dtype": st.sampled_from([None, "fp8"]) | _LEAVES,
+        "base_dtype": st.sampled_from([None, "fp8", "nf4"]) | _LEAVES,
         "compile": st.booleans(),
         "gradient_checkpointing": st.booleans(),
         "parallel": st.sampled_from(["none", "dp", "tp", "sp", "pp"]),
@@ -496,7 +490,7 @@ def test_any_settings_are_taken_or_refused_and_never_anything_else(
     kernels = recipe.kernels != "off" and not recipe.compile
     assert kernels or recipe.kernels in ("auto", "off")
     assert (kernels and not recipe.parallel.unfused) or recipe.memory == AUTO
-    assert (kernels and not recipe.parallel.cuts_blocks) or recipe.base_dtype is None
+    assert kernels or recipe.base_dtype is None
     assert not (recipe.gradient_checkpointing and recipe.memory.keep in ("all", "projections", "attention"))
     assert (recipe.memory.keep, recipe.memory.offload) != ("input", "attention")
     assert recipe.memory.keep != "all" or recipe.memory.tile is None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petune.kernels.block.linear import matmul32
+from petune.kernels.block.dense import matmul32
 from petune.kernels.block.steps import Charge, Run, Step, Values
 from petune.kernels.configs import Level
 from petune.kernels.memory.op_cost import Cost, activate, activate_backward, add_low, matmul

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from petune.errors import UsageError
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Low
 from petune.models.fp8 import Fp8
@@ -24,6 +23,7 @@ class PackedFp8:
 
     rate: ClassVar[Literal["matmul_fp8"]] = "matmul_fp8"
     recordable: ClassVar[bool] = False
+    made: ClassVar[float] = 0
 
     def __init__(self, form: Fp8, bias: Tensor | None, ops: Ops) -> None:
         self.form, self.bias, self.ops = form, bias, ops
@@ -56,24 +56,3 @@ class PackedFp8:
     def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See PackedWeight."""
         return self.dlinear(dy), dy @ b
-
-
-def refuse_fp8(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
-    """Raise UsageError where fp8 products cannot be had: they need compute capability 8.9, bf16 models and
-    sizes divisible by 16."""
-    found = None
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        found = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
-    elif device.type == "cuda" and dtype != torch.bfloat16:
-        found = str(dtype).removeprefix("torch.")
-    elif any(size % 16 for size in sizes):
-        found = f"a weight of {sizes[0]} x {sizes[1]}"
-    if found is not None:
-        expected = "a CUDA device of compute capability 8.9, bf16 weights, sizes divisible by 16"
-        raise UsageError(
-            "base_dtype: fp8 cannot be had here",
-            where="base_dtype",
-            expected=expected,
-            found=found,
-            remedy="leave it out",
-        )

@@ -1,9 +1,5 @@
-"""Frozen linears that share an input, moved into one tensor: a base weight of fused blocks, and products with
-it.
-
-A weight with room behind it is [W | b], b [n, r] the factor of its low-rank update. Then one product is x W^T
-+ s b^T of [x | s], summed in float32 and rounded once, and one product gives dy W and dy b.
-"""
+"""Frozen linears that share an input, moved into one tensor or held in a form of fewer bytes: a base weight
+of fused blocks, and products with it."""
 
 from __future__ import annotations
 
@@ -12,32 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from petune.kernels.block.dense import Dense, whole_lines
+from petune.kernels.block.dequantised import PackedForms
 from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Low
+from petune.models.form import Form
 from petune.models.fp8 import Fp8
 from petune.models.frozen_weight import QuantisedWeight, bytes_in
 from petune.models.tuned_linear import LowRank
-
-
-def matmul32(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * x y, summed and given in float32 (float64 for float64)."""
-    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
-        if scale == 1.0:
-            return torch.mm(x, y, out_dtype=torch.float32)
-        nothing = torch.empty(1, 1, dtype=torch.float32, device=x.device)  # beta = 0: not read
-        return torch.addmm(nothing, x, y, torch.float32, beta=0, alpha=scale)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type == "cpu":  # whose product would be rounded on its way
-        x, y = x.to(wide), y.to(wide)
-    product = (x @ y).to(wide)
-    return product if scale == 1.0 else product.mul_(scale)
-
-
-WIDE = 2  # times as many outputs as inputs, from which on one product gives dy W and dy b sooner than two
 
 
 class PackedWeight(Protocol):
@@ -52,6 +33,11 @@ class PackedWeight(Protocol):
     @property
     def recordable(self) -> bool:
         """Whether CUDA graphs may record its products."""
+        ...
+
+    @property
+    def made(self) -> float:
+        """Bytes a number of what is made dense for each product, 0 where nothing is."""
         ...
 
     def linear(self, x: Tensor) -> Tensor:
@@ -81,78 +67,6 @@ class PackedWeight(Protocol):
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Weight [n, k] and bias [n] as they are."""
-
-    weight: Tensor
-    bias: Tensor | None
-    room: Tensor | None = None  # [n, k + r]: the weight and behind it room for b
-    rate: ClassVar[Literal["matmul"]] = "matmul"
-    recordable: ClassVar[bool] = True
-
-    def linear(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
-        return F.linear(x, self.weight, self.bias)
-
-    def linear32(self, x: Tensor) -> Tensor:
-        """See PackedWeight."""
-        y = matmul32(x, self.weight.T)
-        return y if self.bias is None else y.add_(self.bias)
-
-    def inlet(self, m: int, rank: int) -> Tensor | None:
-        """See PackedWeight."""
-        if not self._has_room(rank):
-            return None
-        columns = self.weight.shape[1] + rank
-        whole = self.weight.new_empty(m, _whole_lines(columns))
-        if whole.device.type == "cpu":
-            # oneDNN reads behind rows of bf16 and multiplies by zero, which leaves NaN what is NaN
-            whole[:, columns:] = 0
-        return whole[:, :columns]
-
-    def linear_low(self, x: Tensor, low: Low, ops: Ops, inlet: Tensor | None) -> Tensor:
-        """See PackedWeight."""
-        s, b = low
-        if not self._has_room(s.shape[1]):
-            product: Tensor = ops.linear_low(x, self.weight, self.bias, low)
-            return product
-        if inlet is None:
-            inlet = torch.cat((x, s), 1)
-        else:
-            inlet[:, x.shape[1] :].copy_(s)
-        return F.linear(inlet, self._with(b), self.bias)
-
-    def _has_room(self, rank: int) -> bool:
-        return self.room is not None and self.room.shape[1] >= self.weight.shape[1] + rank
-
-    def _with(self, b: Tensor) -> Tensor:
-        """[W | b]."""
-        assert self.room is not None
-        k = self.weight.shape[1]
-        self.room[:, k : k + b.shape[1]].copy_(b)
-        return self.room[:, : k + b.shape[1]]
-
-    def dlinear(self, dy: Tensor) -> Tensor:
-        """See PackedWeight."""
-        return dy @ self.weight
-
-    def dlinear_with(self, dy: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See PackedWeight."""
-        outputs, k = self.weight.shape
-        if not self._has_room(b.shape[1]) or outputs <= WIDE * k:
-            return dy @ self.weight, dy @ b
-        both = dy @ self._with(b)
-        return both[:, :k], both[:, k:]
-
-
-def _whole_lines(columns: int) -> int:
-    """Columns so that rows of 16-bit numbers begin where lines of the cache do; in a narrow matrix, where
-    loads of 16 bytes do."""
-    unit = 64 if columns > 1024 else 8
-    return -(-columns // unit) * unit
-
-
-@dataclass(frozen=True)
 class Apart:
     """Quantised weights that lie in places of their own, one product each: after a copy, a move or a merge of
     one of them."""
@@ -161,6 +75,7 @@ class Apart:
     widths: Sequence[int]
     rate: ClassVar[Literal["matmul"]] = "matmul"
     recordable: ClassVar[bool] = False
+    made: ClassVar[float] = 0
 
     def linear(self, x: Tensor) -> Tensor:
         """See PackedWeight."""
@@ -195,11 +110,15 @@ class Apart:
 
 def packed(weight: Tensor, bias: Tensor | None, ops: Ops) -> PackedWeight:
     """The frozen weight of one linear, dense or quantised."""
-    return (
-        PackedFp8(cast("Fp8", weight.form), bias, ops)
-        if isinstance(weight, QuantisedWeight)
-        else Dense(weight, bias)
-    )
+    return _packed([weight.form], bias, ops) if isinstance(weight, QuantisedWeight) else Dense(weight, bias)
+
+
+def _packed(forms: Sequence[Form], bias: Tensor | None, ops: Ops, room: int = 0) -> PackedWeight:
+    """Forms of one kind, one below the other."""
+    if isinstance(forms[0], Fp8):
+        own = cast("Sequence[Fp8]", forms)
+        return PackedFp8(own[0] if len(own) == 1 else Fp8.together(own), bias, ops)
+    return PackedForms(forms, bias, ops, room)
 
 
 class Bank:
@@ -207,8 +126,8 @@ class Bank:
     layers keep views of it.
 
     A layer whose weight is replaced later (moved, copied, merged) no longer lies in the bank, and `intact`
-    says so. With `room`, rows have so many columns more, for the factors b. Quantised weights are moved
-    together as what they are held in.
+    says so. With `room`, rows have so many columns more, for the factors b. Of quantised weights those in
+    eight-bit floats are moved together as what they are held in; the others stay where they are.
     """
 
     base: PackedWeight
@@ -220,23 +139,24 @@ class Bank:
         self.bias = _moved_together(biases, 0)[0] if len(biases) == len(layers) else None
         self.quantised = isinstance(weights[0], QuantisedWeight)
         if self.quantised:
-            form = _forms_together(cast("Any", weights))
-            self.tensors, self.base = form.tensors, PackedFp8(form, self.bias, ops)
+            held = cast("Any", weights)
+            self.base = _packed([weight.form for weight in held], self.bias, ops, room)
+            if isinstance(self.base, PackedFp8):
+                _become_views(held, self.base.form)
+            self.tensors: tuple[Tensor, ...] = sum(map(bytes_in, weights), ())
         else:
             weight, whole = _moved_together(weights, room)
             self.tensors, self.base = (weight,), Dense(weight, self.bias, whole if room else None)
 
     def intact(self, parts: Sequence[LowRank]) -> bool:
-        """Whether these parts' weights and biases are still the views of the bank."""
+        """Whether these parts' weights and biases are still those of the bank."""
         biases = [part.bias for part in parts if part.bias is not None]
         if bool(biases) if self.bias is None else not _lie_in(self.bias, biases):
             return False
         if not self.quantised:
             return _lie_in(self.tensors[0], [part.weight for part in parts])
-        held = [bytes_in(part.weight) for part in parts]
-        return all(len(own) == len(self.tensors) for own in held) and all(
-            map(_lie_in, self.tensors, zip(*held, strict=True))
-        )
+        held = [value for part in parts for value in bytes_in(part.weight)]
+        return [value.data_ptr() for value in held] == [value.data_ptr() for value in self.tensors]
 
     def again(self, layers: Sequence[nn.Module]) -> Bank | None:
         """A bank of the weights as they are now; None where there can be none, but for quantised ones, which
@@ -283,15 +203,11 @@ def _lie_in(whole: Tensor, values: Sequence[Tensor]) -> bool:
     return at == whole.data_ptr() + len(whole) * stride * whole.itemsize
 
 
-def _forms_together(weights: Sequence[QuantisedWeight]) -> Fp8:
-    """The forms of `weights` in one, one below the other, of which they become views."""
-    forms = [cast("Fp8", weight.form) for weight in weights]
-    if len(forms) == 1:
-        return forms[0]
-    whole, at = Fp8.together(forms), 0
-    for weight in weights:
+def _become_views(weights: Sequence[QuantisedWeight], whole: Fp8) -> None:
+    """Let `weights` be the rows of `whole`, one after the other."""
+    at = 0
+    for weight in weights if len(weights) > 1 else ():
         weight.form, at = whole.narrow(0, at, len(weight)), at + len(weight)
-    return whole
 
 
 @torch.no_grad()
@@ -301,9 +217,7 @@ def _moved_together(values: Sequence[nn.Parameter], room: int) -> tuple[Tensor, 
     if len(values) == 1 and not room:
         return values[0].detach(), values[0].detach()
     rest = list(values[0].shape[1:])
-    whole = values[0].new_zeros(
-        sum(map(len, values)), *(rest if not room else [_whole_lines(rest[0] + room)])
-    )
+    whole = values[0].new_zeros(sum(map(len, values)), *(rest if not room else [whole_lines(rest[0] + room)]))
     together = whole[:, : rest[0]] if room else whole
     for value, piece in zip(values, together.split([len(value) for value in values]), strict=True):
         value.data = piece.copy_(value.detach())

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petune.kernels.block.linear import Dense, PackedWeight, matmul32
+from petune.kernels.block.dense import Dense, matmul32
+from petune.kernels.block.linear import PackedWeight
 from petune.kernels.dispatch import Ops
 from petune.kernels.reference import Added, Low
 from petune.models.tuned_linear import LowRank

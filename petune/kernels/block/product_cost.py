@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from petune.kernels.block.linear import WIDE
+from petune.kernels.block.dense import WIDE
 from petune.kernels.block.packed_linear import FOLDED
 from petune.kernels.block.steps import Charge
 from petune.kernels.memory.op_cost import (
@@ -59,7 +59,9 @@ def _sums(shape: BlockShape, place: GroupPlace) -> bool:
 
 
 def _weighted(shape: BlockShape, rows: float, inner: int, columns: int) -> Iterator[Charge]:
-    """A product with a weight, which in eight bits quantises what it reads first."""
+    """A product with a weight, which in eight bits quantises what it reads first, or is made dense."""
+    if shape.made:
+        yield "memory", Cost(0, (shape.made + shape.itemsize) * inner * columns)
     if shape.fp8:
         yield "memory", quantise(rows, inner, shape.itemsize)
     yield "matmul_fp8" if shape.fp8 else "matmul", matmul(rows, inner, columns, shape.itemsize)

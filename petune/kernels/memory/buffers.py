@@ -148,18 +148,20 @@ def working_set(shape: BlockShape, keep: Level, tokens: int, tile: int | None = 
     float32 until its end, and its bottlenecks in the dtype of the computation.
 
     A weight that trains has its gradient summed over tiles, so that the largest is there twice. A weight in
-    eight bits is turned for its backward product.
+    eight-bit floats is turned for its backward product, one in another form is made dense for each.
     """
     twice = shape.width * shape.gu if _is_tiled(keep, tokens, tile) else 0
     tuned = _stacked(shape) + shape.bottlenecks
     gradients = shape.bottlenecks * shape.itemsize + 4 * (tuned + (shape.parameters + twice) * shape.trained)
-    return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients + _turned(shape)
+    return max(phase.bytes for phase in phases(shape, keep, tokens, tile)) + gradients + _made(shape)
 
 
-def _turned(shape: BlockShape) -> int:
-    """Bytes of the largest group's weights in eight bits."""
-    sizes = (shape.linears(place) for place in of_shape(shape).groups)
-    return max(inputs * outputs for inputs, outputs, _ in sizes) * shape.fp8
+def _made(shape: BlockShape) -> int:
+    """Bytes of what is made of the largest group's weights for a product: turned in eight bits, or dense with
+    room for its factors."""
+    itemsize = shape.itemsize if shape.made else shape.fp8
+    groups = (shape.linears(place) for place in of_shape(shape).groups)
+    return itemsize * max((inputs + rank * bool(shape.made)) * outputs for inputs, outputs, rank in groups)
 
 
 def _is_tiled(keep: Level, tokens: int, tile: int | None) -> bool:
@@ -179,10 +181,10 @@ def head_bytes(tokens: int, width: int, vocabulary: int, itemsize: int = 2) -> i
 
 def standing_bytes(shape: BlockShape) -> int:
     """Bytes that a block holds beside its parameters while a step runs: its factors stacked, in the dtype of
-    the computation, and the room for them behind frozen weights, which those in eight bits have not."""
+    the computation, and the room for them behind frozen weights that are dense."""
     ranks = shape.ranks
     up = ranks.gu * shape.gu if shape.gated or not shape.defers else 0
-    room = 0 if shape.fp8 else ranks.qkv * shape.qkv + up + ranks.down * shape.width
+    room = 0 if shape.fp8 or shape.made else ranks.qkv * shape.qkv + up + ranks.down * shape.width
     return (_stacked(shape) + room) * shape.itemsize
 
 

@@ -320,6 +320,7 @@ def shape_of(spec: Spec, dtype: torch.dtype | None = None) -> BlockShape:
         described=program.sublayers,
         causal=program.attends[0].causal,
         fp8=any(bank is not None and bank.base.rate == "matmul_fp8" for bank in spec.banks),
+        made=max(0 if bank is None else bank.base.made for bank in spec.banks),
         drops=any(part is not None and part.dropout > 0 for part in parts.values()),
         dropouts=any(spec.probabilities),
     )

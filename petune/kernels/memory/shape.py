@@ -59,7 +59,8 @@ class GroupPlace:
 class BlockShape:
     """The sizes of a transformer block. columns: of the MLP; trained: its weights train too; itemsize: bytes
     of an activation and of a weight; norm: rms before each sub-layer, or layer after it; fp8: frozen weights
-    multiply in eight bits. drops: the inputs of its updates drop out; dropouts: so do its own values.
+    multiply in eight bits; made: bytes a number in which they are held that are made dense for each product,
+    0 where they are dense. drops: the inputs of its updates drop out; dropouts: so do its own values.
     described: its sub-layers, where they are others than these."""
 
     width: int
@@ -74,6 +75,7 @@ class BlockShape:
     norm: Literal["rms", "layer"] = "rms"
     causal: bool = True
     fp8: bool = False
+    made: float = 0.0
     drops: bool = False
     dropouts: bool = False
     described: tuple[SubLayer, ...] | None = None

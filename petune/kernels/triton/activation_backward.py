@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petune.kernels.block.linear import matmul32
+from petune.kernels.block.dense import matmul32
 from petune.kernels.block.packed_linear import SUMMED
 from petune.kernels.reference import Added, Low
 from petune.kernels.triton.activation import FORMS, Act, draw_of, rows_of, signature_of, valued

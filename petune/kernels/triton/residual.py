@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petune.kernels import reference
-from petune.kernels.block.linear import matmul32
+from petune.kernels.block.dense import matmul32
 from petune.kernels.reference import Low
 
 Variant = tuple[Any, dict[str, str], dict[str, Any], int, int]  # kernel, signature, constexprs, warps, stages

@@ -15,7 +15,7 @@ from torch import Tensor
 from petune.kernels.block import attention as attending
 from petune.kernels.block import fold
 from petune.kernels.block.attention import How
-from petune.kernels.block.linear import Dense
+from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import Group
 from petune.kernels.block.program import Program, Sizes, compiled, remade
 from petune.kernels.block.steps import Run

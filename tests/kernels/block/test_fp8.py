@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import petune
 from petune.errors import UsageError
-from petune.kernels.block.fp8 import PackedFp8, refuse_fp8
+from petune.kernels.block.fp8 import PackedFp8
 from petune.kernels.dispatch import Ops, reference_ops, triton_ops
 from petune.kernels.fuse import fuse, fuse_modules, unfuse
 from petune.kernels.single_modules import FusedLora
@@ -111,33 +111,6 @@ def test_no_rows_are_no_rows(ops: Ops) -> None:
     eight = PackedFp8(Fp8.of(torch.randn(16, 32)), torch.randn(16), ops)
     assert eight.linear(torch.empty(0, 32)).shape == (0, 16)
     assert eight.dlinear(torch.empty(0, 16)).shape == (0, 32)
-
-
-@pytest.mark.parametrize("sizes", [(24, 32), (32, 40), (8, 8)])
-def test_sizes_that_are_no_multiples_of_sixteen_are_refused(sizes: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match="base_dtype") as caught:
-        refuse_fp8(CPU, torch.bfloat16, sizes)
-    assert f"{sizes[0]} x {sizes[1]}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "fits"),
-    [
-        ((9, 0), torch.bfloat16, True),
-        ((8, 9), torch.bfloat16, True),
-        ((8, 0), torch.bfloat16, False),
-        ((9, 0), torch.float32, False),
-    ],
-)
-def test_what_a_device_must_be(
-    capability: tuple[int, int], dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    if fits:
-        refuse_fp8(torch.device("cuda"), dtype, (32, 32))
-    else:
-        with pytest.raises(UsageError, match="base_dtype"):
-            refuse_fp8(torch.device("cuda"), dtype, (32, 32))
 
 
 # ------------------------------------------------------------------ in a model

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petune.kernels import reference
-from petune.kernels.block.linear import Bank, Dense, matmul32
+from petune.kernels.block.dense import Dense, matmul32
+from petune.kernels.block.linear import Bank
 from petune.kernels.block.packed_linear import Group, Rows, Sink, spans
 from petune.kernels.dispatch import reference_ops
 from petune.methods.configs import LoraConfig

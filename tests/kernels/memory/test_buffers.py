@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from petune.kernels.block import attention as attending
-from petune.kernels.block import fold, linear
-from petune.kernels.block.linear import Dense
+from petune.kernels.block import dense, fold
+from petune.kernels.block.dense import Dense
 from petune.kernels.block.packed_linear import SUMMED, Group
 from petune.kernels.block.part import Part
 from petune.kernels.block.program import Program, needs_of, of_shape
@@ -115,6 +115,7 @@ def test_the_stacked_factors_of_a_block_stand_beside_it() -> None:
     room = 48 * 6144 + 32 * 28672 + 16 * 4096
     assert buffers.standing_bytes(LLAMA) == 2 * (by_hand + room)
     assert buffers.standing_bytes(replace(LLAMA, fp8=True)) == 2 * by_hand
+    assert buffers.standing_bytes(replace(LLAMA, made=0.516)) == 2 * by_hand
 
 
 def test_a_weight_in_eight_bits_is_there_turned_while_the_block_goes_back() -> None:
@@ -123,6 +124,11 @@ def test_a_weight_in_eight_bits_is_there_turned_while_the_block_goes_back() -> N
         phase.bytes for phase in buffers.phases(LLAMA, "all", 1)
     )
     assert buffers.working_set(replace(LLAMA, fp8=True), "all", 1) == phases + gradients + 4096 * 28672
+
+
+def test_a_weight_that_is_made_dense_is_there_once_with_room_for_its_factors() -> None:
+    more = [buffers.working_set(shape, "all", 1) for shape in (LLAMA, replace(LLAMA, made=0.516))]
+    assert more[1] - more[0] == 2 * (4096 + 32) * 28672
 
 
 def test_the_head_holds_hidden_states_three_times_and_one_chunk_of_logits() -> None:
@@ -252,6 +258,7 @@ def hollow() -> Ops:
         activate_backward=activate_backward,
         linear_low=linear_low,
         add_low=add_low,
+        dense_into=lambda *_: None,
         dropped_low=dropped_low,
         dropped_low_backward=dropped_low_backward,
         add_dropped_low_=lambda dx, *_: dx,
@@ -442,7 +449,7 @@ def test_the_tables_say_what_the_engine_holds(
     monkeypatch.setattr(attending, "forward", hollow_attention)
     monkeypatch.setattr(attending, "backward", hollow_attention_backward)
     # as on CUDA
-    monkeypatch.setattr(linear, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))
+    monkeypatch.setattr(dense, "matmul32", lambda x, y, *_: made(x, len(x), y.shape[1], dtype=torch.float32))
     tokens = 8192
     program, run, needs = engine(shape, hollow())
     run.boundaries = {0: Nobody(), 1: Nobody()}  # type: ignore[dict-item]

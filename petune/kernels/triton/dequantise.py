@@ -1,0 +1,106 @@
+"""Quantised weights made dense, to the bit as the forms' own plain torch makes them.
+
+A program makes blocks of one row. Levels are looked up in tables of 16 and of 256 numbers, which stay in the
+cache; a product and a sum are rounded one after the other (no fused multiply-add), as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petune.kernels.triton.residual import Variant
+from petune.models.form import Form
+from petune.models.int8 import Int8
+from petune.models.nf4 import BLOCK, NESTED, Nf4, dynamic_levels, levels
+
+BLOCKS = 32  # of 64 numbers, that a program makes
+COLUMNS = BLOCKS * BLOCK
+WARPS = 4
+
+
+def dense_into(form: Form, out: Tensor) -> None:
+    """`petune.kernels.reference.dense_into`."""
+    rows, columns = form.shape
+    grid = (rows, triton.cdiv(columns, COLUMNS))
+    if not out.numel():
+        return
+    if isinstance(form, Nf4):
+        tables = levels(out.device), dynamic_levels(out.device)
+        strides = form.q.stride(0), form.scales.stride(0), out.stride(0)
+        _nf4_kernel[grid](
+            *form.tensors,
+            *tables,
+            out,
+            columns // BLOCK,
+            *strides,
+            form.stride,
+            form.first,
+            BLOCKS=BLOCKS,
+            SIZE=BLOCK,
+            NESTED=NESTED,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+    elif isinstance(form, Int8):
+        apart = form.q.stride(0), out.stride(0)
+        _int8_kernel[grid](*form.tensors, out, columns, *apart, COLUMNS=COLUMNS, num_warps=WARPS)
+    else:
+        form.dense_into(out)
+
+
+@triton.jit
+def _nf4_kernel(
+    q,
+    scales,
+    nested,
+    mean,
+    levels,
+    dynamic,
+    out,
+    blocks,
+    q_stride,
+    scales_stride,
+    out_stride,
+    stride,
+    first,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    place = tl.load(scales + row * scales_stride + block, mask=inside, other=0).to(tl.int32)
+    largest = tl.load(nested + (first + row * stride + block) // NESTED, mask=inside, other=0.0)
+    scale = tl.load(dynamic + place) * largest + tl.load(mean)
+    byte = block[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+    pair = tl.load(q + row * q_stride + byte, mask=inside[:, None], other=0).to(tl.int32)
+    value = tl.interleave(tl.load(levels + (pair >> 4)), tl.load(levels + (pair & 15))) * scale[:, None]
+    column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _int8_kernel(q, scale, out, columns, q_stride, out_stride, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value = tl.load(q + row * q_stride + column, mask=column < columns, other=0).to(tl.float32)
+    value = value * tl.load(scale + row)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=column < columns)
+
+
+# ------------------------------------------------------------------ what is launched
+
+
+def variants() -> Iterator[Variant]:
+    """See tests/kernels/gate.py."""
+    for kind in ("*bf16", "*fp16", "*fp32"):
+        of_nf4 = dict.fromkeys(_nf4_kernel.arg_names, "i32") | {"q": "*u8", "scales": "*u8", "out": kind}
+        of_nf4 |= dict.fromkeys(("nested", "mean", "levels", "dynamic"), "*fp32")
+        yield _nf4_kernel, of_nf4, {"BLOCKS": BLOCKS, "SIZE": BLOCK, "NESTED": NESTED}, WARPS, 3
+        of_int8 = dict.fromkeys(_int8_kernel.arg_names, "i32") | {"q": "*i8", "scale": "*fp32", "out": kind}
+        yield _int8_kernel, of_int8, {"COLUMNS": COLUMNS}, WARPS, 3

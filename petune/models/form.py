@@ -1,0 +1,152 @@
+"""The forms of fewer bytes in which a frozen weight can be held: what all have, and what those share that
+have a scale for each row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+
+class Form(ABC):
+    """A weight [n, k] that does not train, in a form of fewer bytes; it stands for a weight of `dtype`.
+
+    Its products are those of the dense weight, whose values are made for each of them and dropped, unless it
+    has products of its own.
+    """
+
+    name: ClassVar[str]  # as `base_dtype` has it
+    needs: ClassVar[str]  # of a device and of a weight
+    dtype: torch.dtype
+
+    @classmethod
+    @abstractmethod
+    def refused(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+        """What of a device, or of a weight of this dtype and shape, is not what it `needs`, or None."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, weight: Tensor) -> Self:
+        """`weight` [n, k] quantised."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """(n, k)."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is held in; the first has n rows."""
+
+    @abstractmethod
+    def each(self, act: Callable[[Tensor], Tensor]) -> Self:
+        """The same made of act(tensor) for each of its tensors: a copy, or a move to another device."""
+
+    @abstractmethod
+    def narrow(self, dim: int, start: int, length: int) -> Self:
+        """Its outputs (dim 0) or inputs (dim 1) from `start` on, `length` of them: views. Nothing is
+        quantised again. Raises UsageError for a slice that it cannot be cut into."""
+
+    @abstractmethod
+    def dense_into(self, out: Tensor) -> None:
+        """Write the weight [n, k] that its products see into `out`, rounded to the dtype of that."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(value.nbytes for value in self.tensors)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same tensors, standing for a weight of another dtype."""
+        return replace(self, dtype=dtype)  # type: ignore[type-var]  # every form is a dataclass
+
+    def dense(self) -> Tensor:
+        """The weight [n, k] that its products see, rounded to `dtype`."""
+        return self._in(self.dtype)
+
+    def _in(self, dtype: torch.dtype) -> Tensor:
+        made = torch.empty(self.shape, dtype=dtype, device=self.tensors[0].device)
+        self.dense_into(made)
+        return made
+
+    def write(self, weight: Tensor) -> None:
+        """Quantise another weight [n, k] into its memory."""
+        self.take(self.of(weight))
+
+    @torch.no_grad()
+    def take(self, other: Form) -> None:
+        """Copy what another weight of this form and shape is held in."""
+        for own, new in zip(self.tensors, other.tensors, strict=True):
+            own.copy_(new)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x W^T, [m, k] -> [m, n]."""
+        return x @ self._in(x.dtype).T
+
+    def dlinear(self, dy: Tensor) -> Tensor:
+        """dy W, [m, n] -> [m, k]."""
+        return dy @ self._in(dy.dtype)
+
+
+@dataclass(frozen=True)
+class ScaledRows(Form):
+    """A weight scale * q with q [n, k] of a byte a number and scale float32 [n, 1]."""
+
+    q: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def quantised(cls, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(q, scale) of a weight [n, k]."""
+        raise NotImplementedError
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor) -> Self:
+        """`weight` [n, k] quantised."""
+        return cls(*cls.quantised(weight.detach()), weight.dtype)
+
+    @classmethod
+    def together(cls, forms: Sequence[Self]) -> Self:
+        """The rows of several weights of one dtype, one below the other, in memory of their own."""
+        q = torch.cat([form.q.view(torch.uint8) for form in forms]).view(forms[0].q.dtype)
+        return cls(q, torch.cat([form.scale for form in forms]), forms[0].dtype)
+
+    def __reduce__(self) -> Any:
+        """As plain bytes: torch cannot unpickle eight-bit floats."""
+        return _of_bytes, (type(self), self.q.view(torch.uint8), self.q.dtype, self.scale, self.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(n, k)."""
+        return self.q.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is held in."""
+        return self.q, self.scale
+
+    def each(self, act: Callable[[Tensor], Tensor]) -> Self:
+        """The same made of act(tensor) for each of its tensors."""
+        return replace(self, q=act(self.q), scale=act(self.scale))
+
+    def narrow(self, dim: int, start: int, length: int) -> Self:
+        """Its outputs or inputs from `start` on, with the scales of whole rows."""
+        q = self.q.narrow(dim, start, length)
+        return replace(self, q=q, scale=self.scale if dim else self.scale.narrow(0, start, length))
+
+    def dense_into(self, out: Tensor) -> None:
+        """scale * q, multiplied in float32, or in float64 where `out` has it."""
+        out.copy_(self.q.to(torch.promote_types(out.dtype, torch.float32)).mul_(self.scale))
+
+
+def _of_bytes(
+    kind: type[ScaledRows], q: Tensor, held: torch.dtype, scale: Tensor, dtype: torch.dtype
+) -> ScaledRows:
+    return kind(q.view(held), scale, dtype)

@@ -1,0 +1,46 @@
+"""Quantised weights made dense by kernels: every bit as the forms' own torch makes it, of wholes and of
+slices, into rows that lie apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from petune.kernels import reference
+from petune.kernels.triton.dequantise import COLUMNS, dense_into
+from petune.models.form import Form
+from petune.models.frozen_weight import FORMS
+from tests.kernels.exactness import DEVICE
+
+SIZES = [(1, 64), (5, 192), (3, COLUMNS + 64)]
+
+
+def quantised(name: str, n: int, k: int) -> Form:
+    """A weight with rows of different sizes."""
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k))
+    return FORMS[name].of((weight * torch.logspace(-3, 3, n)[:, None]).to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_bit_is_the_references(name: str, n: int, k: int, dtype: torch.dtype) -> None:
+    form, found, expected = quantised(name, n, k), *torch.full((2, n, k + 8), 7.0, dtype=dtype, device=DEVICE)
+    dense_into(form, found[:, :k])
+    reference.dense_into(form, expected[:, :k])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_slices_of_slices_are_those_of_the_whole(name: str) -> None:
+    whole = quantised(name, 48, 1024)
+    part = whole.narrow(0, 9, 39).narrow(1, 128, 832).narrow(0, 22, 7)
+    found = torch.empty(part.shape, device=DEVICE)
+    dense_into(part, found)
+    assert torch.equal(found, whole.dense()[31:38, 128:960])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_rows_are_no_rows(name: str) -> None:
+    part = quantised(name, 4, 64).narrow(0, 2, 0)
+    dense_into(part, torch.empty(0, 64, device=DEVICE))
