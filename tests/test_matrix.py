@@ -220,6 +220,32 @@ def test_padding_that_a_decoder_leaves_out_is_left_out_of_what_it_reads_across()
     check(replace(one, blocks=KEPT[2]))
 
 
+EVEN = {"heads": (4, 4), "kv_heads": (2, 2), "columns": (64, 64)}  # no share cuts a block of NF4
+
+
+@pytest.mark.parametrize(
+    ("backend", "base_dtype", "method", "name"),
+    [
+        ("tp", "nf4", "lora", "llama-causal"),
+        ("galaxy", "nf4", "adapter", "qwen3-causal"),
+        ("galaxy2", "int8", "lora", "t5-seq2seq"),
+        ("tp", "int8", "side", "bert-classify"),
+        ("pp-1f1b", "nf4", "lora", "bart-seq2seq"),
+    ],
+)
+def test_a_quantised_base_that_is_cut_trains_as_in_one_process(
+    backend: str, base_dtype: str, method: str, name: str
+) -> None:
+    plan, settings = BACKENDS[backend](name, 2), dict[str, Any]()
+    if base_dtype == "nf4":
+        wide = ("encoder_ffn_dim", "decoder_ffn_dim") if name == "bart-seq2seq" else ("intermediate_size",)
+        settings = dict.fromkeys(wide, 128)
+    if base_dtype == "nf4" and plan.cut is not None:
+        plan, settings = replace(plan, cut=replace(plan.cut, **EVEN)), settings | {"head_dim": 16}
+    one = case(name, method, plan, steps=1, blocks=KEPT[2], base_dtype=base_dtype)
+    check(replace(one, settings=(*one.settings, *settings.items())))
+
+
 @pytest.mark.parametrize("composed", ["dp x tp", "dp x galaxy", "shard x tp"])
 def test_fused_blocks_that_are_cut_in_every_replica(composed: str) -> None:
     check(case("llama-causal", "lora", COMPOSED[composed]("llama-causal"), blocks=KEPT[2]))

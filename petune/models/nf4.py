@@ -23,7 +23,7 @@ from petune.errors import UsageError
 from petune.models.form import Form
 
 BLOCK, NESTED = 64, 256  # numbers of a scale, scales of a scale of them
-AT_ONCE = 1 << 22  # numbers that are made dense, or quantised, at once
+AT_ONCE = 1 << 21  # numbers that are made dense, or quantised, at once
 GRID = 65535  # steps from -1 to 1
 _LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),

@@ -37,6 +37,8 @@ from petune.methods import tuned_parameters
 from petune.methods.configs import make_config
 from petune.methods.registry import tune
 from petune.models import family_of
+from petune.models.frozen_weight import restore_dense
+from petune.models.quantise import quantise_blocks
 from petune.models.stack import stacks_in
 from petune.parallel.fsdp import local
 from petune.parallel.mesh import make_mesh
@@ -85,6 +87,7 @@ class Case:
     steps: int = 2
     fused: bool = field(default=False, compare=False)  # single modules, on the ranks of the plan
     blocks: MemoryConfig | None = field(default=None, compare=False)  # fused blocks there, and what they keep
+    base_dtype: str | None = None  # of the ranks' base; one process has a dense one with its values
     # rows are of two samples, which positions tell and no mask; a decoder beside an encoder has its own mask
     packed: bool = False
 
@@ -247,6 +250,9 @@ def oracle(case: Case) -> Trace:
     if case.dropout:
         return steps(case, ALONE, limit=None)
     model = build(case)
+    if case.base_dtype is not None and (family := family_of(model)) is not None:
+        quantise_blocks(model, family, case.base_dtype)
+        restore_dense(model)
     tuned = tuned_parameters(model)
     trace = Trace(tuple(tuned))
     with torch.no_grad():
@@ -281,7 +287,8 @@ def place(case: Case, plan: ParallelPlan, model: nn.Module | None = None) -> Run
     """The case's model on this rank; `model` where it need not be a copy."""
     model = build(case) if model is None else model
     mesh = make_mesh(plan, CPU)
-    where = parallelize(model, family_of(model), plan, mesh, tuned_parameters, recompute=case.recompute)
+    own: Any = {"recompute": case.recompute, "base_dtype": case.base_dtype}
+    where = parallelize(model, family_of(model), plan, mesh, tuned_parameters, **own)
     runner = Runner(where, objective(case))
     if case.fused and plan is case.plan:
         assert fuse_modules(runner.modules, "reference", CPU, "blocks are cut").sites

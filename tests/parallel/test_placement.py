@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.load_memory import anonymous
-from petune.errors import FileError
+from petune.errors import FileError, UsageError
 from petune.methods import tune, tuned_parameters
 from petune.methods.configs import make_config
 from petune.models import family_of
 from petune.models.contents import attach
 from petune.models.fresh import draw_tuned
+from petune.models.frozen_weight import QuantisedWeight, dense_of
 from petune.models.loading import AUTO, Head, load_model
 from petune.models.source import resolve_model
 from petune.parallel import ALONE, Mesh, ParallelPlan, alone, make_mesh, parallelize
@@ -64,11 +65,13 @@ def whole(folder: Path, head: Head, method: str, dtype: torch.dtype) -> nn.Modul
     return model  # type: ignore[no-any-return]
 
 
-def parts(model: nn.Module, plan: ParallelPlan, rank: int) -> list[dict[str, Tensor]]:
+def parts(
+    model: nn.Module, plan: ParallelPlan, rank: int, base_dtype: str | None = None
+) -> list[dict[str, Tensor]]:
     """What one rank holds of each of its stages. Nobody is there to talk to."""
     groups: Any = dict.fromkeys(("pp", "dp", "tp"), SimpleNamespace())
     mesh = Mesh(plan, rank, coordinate(plan, rank), CPU, groups)
-    where = parallelize(model, family_of(model), plan, mesh, tuned_parameters)
+    where = parallelize(model, family_of(model), plan, mesh, tuned_parameters, base_dtype=base_dtype)
     assert not any(value.is_meta for one in where.modules for value in (*one.parameters(), *one.buffers()))
     return [{**dict(one.named_buffers()), **one.state_dict()} for one in where.modules]
 
@@ -124,6 +127,47 @@ def test_a_single_process_reads_all_of_it(name: str, tmp_path: Path) -> None:
     for method in ("lora", "full"):
         found = parts(unread(tmp_path, head, method, torch.float32), ALONE, 0)
         assert_same(found, parts(whole(tmp_path, head, method, torch.float32), ALONE, 0))
+
+
+@pytest.mark.parametrize("base_dtype", ["int8", "nf4"])
+def test_each_rank_reads_the_slice_of_the_quantised_whole(
+    base_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("petune.parallel.placement.cross", lambda *_: None)
+    name = "llama-causal"
+    plan = plan_of("tp-whole-vocabulary", name)
+    assert plan.cut is not None
+    cut = replace(plan.cut, heads=(4, 4), kv_heads=(2, 2), columns=(128, 64))
+    plan = replace(plan, cut=cut)
+    head = written(tmp_path, name, intermediate_size=192, head_dim=16)
+    (alike,) = parts(unread(tmp_path, head, "lora", torch.bfloat16), ALONE, 0, base_dtype)
+    both = [parts(unread(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype) for rank in (0, 1)]
+    for rank, found in enumerate(both):
+        assert_same(found, parts(whole(tmp_path, head, "lora", torch.bfloat16), plan, rank, base_dtype))
+    cuts = {"q_proj": 0, "o_proj": 1, "up_proj": 0, "down_proj": 1}
+    for path, dim in (
+        (path, cuts.get(path.split(".")[-2])) for path in alike if path.endswith("proj.weight")
+    ):
+        if dim is None:
+            continue
+        slices = [held[0][path] for held in both]
+        assert all(isinstance(value, QuantisedWeight) for value in slices)
+        assert torch.equal(torch.cat([dense_of(value) for value in slices], dim), dense_of(alike[path]))
+
+
+def test_a_share_that_cuts_a_block_of_weights_in_four_bits_is_refused(tmp_path: Path) -> None:
+    head = written(tmp_path, "llama-causal", intermediate_size=128)
+    plan = BACKENDS["tp"]("llama-causal", 2)
+    with pytest.raises(UsageError, match=r"holds inputs in blocks(.|\n)*multiples of 64(.|\n)*int8"):
+        parts(unread(tmp_path, head, "lora", torch.bfloat16), plan, 0, "nf4")
+
+
+def test_a_value_that_is_not_finite_is_found_before_it_is_quantised(tmp_path: Path) -> None:
+    model = tiny("llama-causal")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(FileError, match="up_proj"):
+        parts(unread(tmp_path, "causal", "lora", torch.float32), ALONE, 0, "int8")
 
 
 # ---------------------------------------------------------------- shards
@@ -211,14 +255,14 @@ def taken(make: Callable[[], Any]) -> int:
     return after
 
 
-def read_part(folder: Path, plan: ParallelPlan, method: str) -> int:
+def read_part(folder: Path, plan: ParallelPlan, method: str, base_dtype: str | None = None) -> int:
     """What a rank takes to read its part, and what it holds then."""
     mesh = make_mesh(plan, CPU) if plan.world > 1 else alone(CPU)
     dist.barrier()
 
     def make() -> Any:
         model = unread(folder, "causal", method, torch.float32)
-        return parallelize(model, family_of(model), plan, mesh, tuned_parameters)
+        return parallelize(model, family_of(model), plan, mesh, tuned_parameters, base_dtype=base_dtype)
 
     return taken(make)
 
@@ -262,3 +306,10 @@ def test_no_rank_takes_more_memory_than_its_part(backend: str, heavy: tuple[Path
     for found in run(2, read_part, folder, HALVES[backend], "full"):
         assert found > 0.4 * size, "it was not measured"
         assert found < 1.1 * size / 2 + 24 * MIB, "half of it, a portion, and the modules"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells what memory was taken")
+def test_a_model_that_is_quantised_as_it_is_read_is_never_there_dense(heavy: tuple[Path, int]) -> None:
+    folder, size = heavy
+    (found,) = run(1, read_part, folder, ALONE, "lora", "nf4")
+    assert 0.12 * size < found < 0.5 * size, "4.13 of 32 bits, what a tensor takes meanwhile, the modules"
