@@ -102,7 +102,8 @@ OTHER_TASKS: dict[str, dict[str, Any]] = {  # of bert_lora
     },
 }
 VARIANTS: dict[str, dict[str, Any]] = {  # of a family's recipe of lora
-    "rslora": {"name": "lora", "r": 64, "alpha": 16, "rslora": True},
+    "rslora": {"method": {"name": "lora", "r": 64, "alpha": 16, "rslora": True}},
+    "qlora": {"base_dtype": "nf4", "kernels": "reference"},  # as a CPU can, too
 }
 NAMES = [
     *ALONE,
@@ -123,13 +124,17 @@ def test_the_recipes_of_the_table_are_there_and_no_others() -> None:
 def test_a_recipe_is_its_row_of_the_table(name: str) -> None:
     family, written, *over = name.split("_", 2)
     method = "lora" if written in VARIANTS else written
-    row = {
-        **SHARED,
-        **FAMILIES[family],
-        "method": VARIANTS.get(written, method),
-        "lr": LR[family][METHODS.index(method)],
-        "out": f"runs/{name}",
-    } | {"name": name}
+    row = (
+        {
+            **SHARED,
+            **FAMILIES[family],
+            "method": method,
+            "lr": LR[family][METHODS.index(method)],
+            "out": f"runs/{name}",
+        }
+        | {"name": name}
+        | VARIANTS.get(written, {})
+    )
     if over == ["streamed"]:
         row |= STREAMED
     elif over == ["cache"]:

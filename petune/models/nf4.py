@@ -83,7 +83,7 @@ def _quantised_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     on_grid = ((scaled.clamp(-1, 1) + 1) * 0.5 * GRID + 0.5).floor()
     places = torch.bucketize(-1 + 2 * on_grid / GRID, _between(dynamic_levels(scales.device)))
     places = torch.where(largest.unsqueeze(1) > 0, places, 0)
-    return places.to(torch.uint8).view(-1)[: len(scales)], largest
+    return places.view(-1)[: len(scales)].to(torch.uint8), largest
 
 
 @dataclass(frozen=True)

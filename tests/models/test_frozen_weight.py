@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from petune.errors import UsageError
 from petune.models.frozen_weight import (
+    FORMS,
     QuantisedWeight,
     dense_of,
     quantised,
@@ -29,10 +31,10 @@ def _seed() -> Iterator[None]:
     yield
 
 
-def layer(bias: bool = True) -> nn.Linear:
+def layer(bias: bool = True, name: str = "fp8") -> nn.Linear:
     """A frozen linear whose weight is quantised."""
     made = nn.Linear(64, 48, bias=bias).requires_grad_(False)
-    made.weight = quantised(made.weight, "fp8")
+    made.weight = quantised(made.weight, name)
     return made
 
 
@@ -64,10 +66,13 @@ def test_it_is_the_same_parameter_in_a_quarter_of_the_bytes() -> None:
     )
 
 
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 5, 64), (0, 64)], ids=str)
-def test_a_layer_multiplies_in_its_form_forward_and_backward(shape: tuple[int, ...], bias: bool) -> None:
-    made, x, dy = layer(bias), torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 48)
+def test_a_layer_multiplies_in_its_form_forward_and_backward(
+    shape: tuple[int, ...], bias: bool, name: str
+) -> None:
+    made, x, dy = layer(bias, name), torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 48)
     y = made(x)
     y.backward(dy)
     form, rows = made.weight.form, x.detach().reshape(-1, 64)
@@ -112,14 +117,15 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _loaded(module: nn.Module) -> nn.Module:
-    other = layer()
+    other = layer(name=cast("Any", module.weight).form.name)
     other.load_state_dict(module.state_dict())
     return other
 
 
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_is_the_same_to_the_bit_in_memory_of_its_own(how: str) -> None:
-    made = layer()
+def test_a_copy_is_the_same_to_the_bit_in_memory_of_its_own(how: str, name: str) -> None:
+    made = layer(name=name)
     again = COPIES[how](made)
     one, two = made.weight, again.weight
     assert isinstance(two, QuantisedWeight) and isinstance(two, nn.Parameter) and not two.requires_grad
@@ -144,11 +150,12 @@ def test_a_move_takes_the_form_along() -> None:
     )
 
 
-def test_dense_weights_that_are_loaded_are_quantised_and_quantised_ones_made_dense() -> None:
-    made, plain = layer(), nn.Linear(64, 48)
+@pytest.mark.parametrize("name", FORMS)
+def test_dense_weights_that_are_loaded_are_quantised_and_quantised_ones_made_dense(name: str) -> None:
+    made, plain = layer(name=name), nn.Linear(64, 48)
     made.load_state_dict(plain.state_dict())
     assert isinstance(made.weight, QuantisedWeight) and torch.equal(
-        dense_of(made.weight), quantised(plain.weight, "fp8").form.dense()
+        dense_of(made.weight), quantised(plain.weight, name).form.dense()
     )
     assert torch.equal(sampled(made.weight), sampled(plain.weight))
     plain.load_state_dict(made.state_dict())
@@ -163,6 +170,28 @@ def test_a_slice_keeps_the_form_and_as_a_copy_holds_nothing_more(dim: int) -> No
         dense_of(part), dense_of(weight).narrow(dim, 16, 32)
     )
     assert reachable(part) == part.nbytes == part.numel() + 4 * len(part)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("start", [0, 8])
+def test_a_box_of_a_dense_weight_is_that_of_the_quantised_whole(start: int, name: str) -> None:
+    whole = nn.Parameter(torch.randn(48, 128), requires_grad=False)
+    form = quantised(whole, name).form
+    part = (
+        QuantisedWeight(form).narrow(0, start, 48 - start).narrow(1, 64 * bool(start), 128 - 64 * bool(start))
+    )
+    held = torch.empty_like(part)
+    assert isinstance(held, QuantisedWeight) and held.data_ptr() != part.data_ptr()
+    held.hold(whole, (start, 64 * bool(start)))
+    assert torch.equal(dense_of(held), form.dense()[start:, 64 * bool(start) :])
+    assert torch.equal(sampled(held), sampled(whole if start == 0 else dense_of(held)))
+
+
+@pytest.mark.parametrize("how", [torch.clone, copy.deepcopy, Tensor.double], ids=["clone", "copy", "move"])
+def test_a_slice_is_written_by_nobody_however_it_was_copied(how: Callable[[Tensor], Tensor]) -> None:
+    part = how(layer(name="nf4").weight.detach().narrow(0, 16, 32))
+    with torch.no_grad(), pytest.raises(UsageError, match="a part of it"):
+        part.copy_(torch.ones(32, 64))
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
