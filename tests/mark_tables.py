@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from petune.errors import PetuneError
 from petune.kernels.fuse import fuse, fused_blocks
@@ -38,15 +39,16 @@ class Notes:
         return (f"{number}. {reason}" for number, reason in enumerate(self.told, 1))
 
 
-def of_blocks(model: str, method: str, base: str | None, notes: Notes) -> str:
-    """Whether the blocks of a model are fused under a method, on one device."""
-    made = tiny(model)
+def of_blocks(model: str, method: str, base: str | None, notes: Notes, **changes: Any) -> str:
+    """Whether the blocks of a model are fused under a method, on one device; `changes` go over its config."""
+    made = tiny(model, **changes)
     tune(made, make_config(method, SETTINGS.get(method, {})))
     try:
         done = fuse(made, family_of(made), "reference", base_dtype=base)  # type: ignore[arg-type]
     except PetuneError as error:
         found = error.problems[0]
-        return notes(shortened(found.found or found.what))
+        reason = shortened(found.found or found.what)
+        return notes(reason if base is None else reason.replace(base, "base_dtype"))
     assert done.blocks == bool(fused_blocks(made))
     return "yes" if done.blocks else notes(shortened(done.reasons[0]))
 

@@ -13,11 +13,14 @@ import pytest
 
 from petune.errors import RecipeError
 from petune.methods.configs import METHODS
+from petune.models.frozen_weight import FORMS
 from petune.recipe import load_recipe
 from tests.mark_tables import MODELS, Notes, of_blocks, rows
 from tests.parallel.plans import BACKENDS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "fused.md"
+# blocks of 64 inputs fill the MLPs
+WIDE = dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 128)
 PLANS: dict[str, Any] = {
     "one process": "none",
     "dp": {"dp": 2},
@@ -45,6 +48,12 @@ linears and RMS norms are fused one by one, and the header of the run says why. 
 """
 
 
+def of_forms(model: str, method: str, notes: Notes) -> str:
+    """Whether they are over quantised weights, which is the same for every form of them."""
+    (found,) = {of_blocks(model, method, form, notes, **WIDE) for form in FORMS}
+    return found
+
+
 def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
     """Whether a recipe may ask for fused blocks, or for a setting, under a plan."""
     recipe = {"model": "demo:tiny-llama", "data": "demo:docstrings", "method": "lora", "parallel": plan}
@@ -59,7 +68,7 @@ def of_plan(plan: Any, asked: dict[str, Any], notes: Notes) -> str:
 ASKED: dict[str, dict[str, Any]] = {
     "fused blocks": {},
     "`memory`": {"memory": "input"},
-    "`base_dtype: fp8`": {"base_dtype": "fp8"},
+    "`base_dtype`": {"base_dtype": "nf4"},
     "`cache: true` (side)": {"method": "side", "cache": True},
 }
 
@@ -69,8 +78,8 @@ def tables() -> str:
     notes = Notes()
     lines = [HEAD, "## Families and methods, on one device", ""]
     lines += rows(MODELS, METHODS, lambda name, method: of_blocks(MODELS[name], method, None, notes))
-    lines += ["", "The same with `base_dtype: fp8`:", ""]
-    lines += rows(MODELS, METHODS, lambda name, method: of_blocks(MODELS[name], method, "fp8", notes))
+    lines += ["", "The same with `base_dtype: nf4`, `int8` or `fp8`:", ""]
+    lines += rows(MODELS, METHODS, lambda name, method: of_forms(MODELS[name], method, notes))
     lines += ["", "## Plans", ""]
     lines += rows(PLANS, ASKED, lambda name, column: of_plan(PLANS[name], ASKED[column], notes))
     return "\n".join([*lines, "", *notes.lines(), ""])

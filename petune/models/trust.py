@@ -93,7 +93,10 @@ def refuse_settings(fields: Mapping[str, Any], place: str) -> None:
                 Problem("is no size of a model", where, found=repr(value)[:40], remedy="use another copy")
             )
         if key == "quantization_config" and value:
-            remedy = "use the model in float32 or bfloat16, as it was before it was quantised"
+            remedy = (
+                "use the model in float32 or bfloat16, as it was before it was quantised; base_dtype: nf4"
+                " makes of it what bitsandbytes does"
+            )
             problems.append(
                 Problem("this model is quantised, which petune cannot tune", where, remedy=remedy)
             )
