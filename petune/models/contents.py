@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from petune.errors import PetuneError
 from petune.files.ranges import RangeReader, Source, overlap
 from petune.files.safetensors import is_finite
+from petune.models.bitsandbytes_files import FourBit
 from petune.models.checksums import checksum, checksums
 from petune.models.fresh import draw, holding, initialiser, tuned_owner
-from petune.models.frozen_weight import POINTS, QuantisedWeight
+from petune.models.frozen_weight import POINTS, QuantisedWeight, sampled
+from petune.models.nf4 import Nf4
 from petune.models.read_plan import ReadPlan
 from petune.models.tuned_linear import TunedLinear
 
@@ -46,13 +48,21 @@ class Contents:
     """What the tensors of a model hold, by name: those of `plan` what `files` do; every other is drawn from
     (seed, name), under the first of its names where it has several.
 
-    place: where the base comes from, for messages.
+    place: where the base comes from, for messages. four_bit: those of `files` that bitsandbytes has
+    quantised.
     """
 
     def __init__(
-        self, model: nn.Module, files: Mapping[str, Source], plan: ReadPlan, seed: int, place: str
+        self,
+        model: nn.Module,
+        files: Mapping[str, Source],
+        plan: ReadPlan,
+        seed: int,
+        place: str,
+        four_bit: Mapping[str, FourBit] | None = None,
     ) -> None:
         self.files, self.plan, self.seed, self.place = files, plan, seed, place
+        self.four_bit = four_bit or {}
         self.dtypes = {name: value.dtype for name, value in model.state_dict(keep_vars=True).items()}
         self.model, self.names = model, dict[str, str]()
 
@@ -78,6 +88,8 @@ class Contents:
             for part, following in zip(wanted, [*wanted[1:], None], strict=False):
                 if following is not None and (piece := self.plan.pieces.get(following.name)) is not None:
                     reader.expect(piece.source)
+                if self._put_as_it_is(part, reader):
+                    continue
                 dense = self._dense(part)
                 if not self._put(dense, reader):
                     self._draw(dense, reader)
@@ -86,6 +98,19 @@ class Contents:
                 if isinstance(part.out, QuantisedWeight):
                     part.out.hold(dense.out, part.start)
         return bad
+
+    def _put_as_it_is(self, part: Part, reader: RangeReader) -> bool:
+        """Fill a part in NF4 of what a file holds in it; whether one does."""
+        held = self._held_in_four_bits(part.name)
+        if held is None or not (isinstance(part.out, QuantisedWeight) and isinstance(part.out.form, Nf4)):
+            return False
+        form = held.read(reader, part.out.device, part.out.dtype)
+        part.out.hold_form(form, part.start, sampled(form.dense()))
+        return True
+
+    def _held_in_four_bits(self, name: str) -> FourBit | None:
+        piece = self.plan.pieces.get(name)
+        return None if piece is None else self.four_bit.get(piece.source)
 
     def _dense(self, part: Part) -> Part:
         """Where a part is read: a quantised one as the whole tensor it is of, which is dropped when the part
@@ -119,6 +144,12 @@ class Contents:
         piece = self.plan.pieces.get(part.name)
         if piece is None:
             return False
+        if (held := self.four_bit.get(piece.source)) is not None:
+            whole = held.read(reader, part.out.device, self.dtypes[part.name]).dense()
+            for dim, (first, length) in enumerate(zip(part.start, part.out.shape, strict=True)):
+                whole = whole.narrow(dim, first, length)
+            part.out.copy_(whole)
+            return True
         own = overlap(piece, part.start, part.out.shape)
         if own is not None:
             reader.read(piece.source, part.out, own.there, self.dtypes[part.name])
@@ -167,6 +198,10 @@ class Contents:
             for name, piece in sorted(self.plan.pieces.items()):
                 like = self._like(name)
                 digest.update(f"{name} {like.dtype} {list(like.shape)}\n".encode())
+                if (held := self.four_bit.get(piece.source)) is not None:
+                    form = held.read(reader, torch.device("cpu"), like.dtype)
+                    digest.update(sampled(form.dense()).numpy().tobytes())
+                    continue
                 step = max(1, like.numel() // POINTS)
                 for flat in list(range(step // 2, like.numel(), step))[:POINTS]:
                     value = torch.empty((1,) * like.dim(), dtype=torch.float64)

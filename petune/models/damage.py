@@ -3,7 +3,7 @@ values that are not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +98,16 @@ def refuse_not_finite(names: Sequence[str], place: str) -> None:
         )
 
 
-def check_stored(model: nn.Module, headers: Mapping[Path, Header]) -> None:
+def check_stored(model: nn.Module, headers: Mapping[Path, Header], four_bit: Collection[str] = ()) -> None:
     """Raise FileError naming the first ten parameters stored as integers, truth values or 8-bit floats, which
-    would be cast unasked."""
+    would be cast unasked. four_bit: those that are read as what they are."""
     parameters = [
         name for name, value in model.named_parameters(remove_duplicate=False) if value.is_floating_point()
     ]
     problems = []
     for path, header in headers.items():
         for key, entry in header.tensors.items():
-            if entry.dtype in WEIGHTS:
+            if entry.dtype in WEIGHTS or key in four_bit:
                 continue
             # with or without a prefix
             if any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for name in parameters):

@@ -123,12 +123,17 @@ class QuantisedWeight(Tensor):
     def hold(self, whole: Tensor, start: Sequence[int]) -> None:
         """Quantise a dense weight and hold the box of it of this shape that begins at `start`, in the memory
         that is here."""
-        form = type(self.form).of(whole)
+        self.hold_form(type(self.form).of(whole), start, sampled(whole))
+
+    @torch.no_grad()
+    def hold_form(self, whole: Form, start: Sequence[int], samples: Tensor) -> None:
+        """The same of a weight in this form already; `samples` are those of its dense values."""
+        form = whole
         for dim, (first, length) in enumerate(zip(start, self.shape, strict=True)):
             form = form.narrow(dim, first, length)
         self.form.take(form)
         self.part = whole.shape != self.shape
-        self.samples = None if self.part else sampled(whole)
+        self.samples = None if self.part else samples
 
 
 def _remade(form: Form, samples: Tensor | None, parameter: bool, part: bool) -> Tensor:

@@ -31,6 +31,7 @@ from petune.files.ranges import sources
 from petune.files.safetensors import Header, read_header, read_json
 from petune.log import say
 from petune.models import FAMILIES
+from petune.models.bitsandbytes_files import beside, four_bit_weights
 from petune.models.contents import NO_PLAN, Contents, fill_whole, make_buffers
 from petune.models.damage import (
     check_filled,
@@ -110,7 +111,9 @@ def read_config(source: Source) -> Any:
     with hub_errors(source):
         fields, _ = PreTrainedConfig.get_config_dict(source.place, revision=source.revision)
         refuse_settings(fields, source.place)
-        return AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source.place, revision=source.revision, trust_remote_code=False)
+    vars(config).pop("quantization_config", None)  # of the files: how the model is held a recipe says
+    return config
 
 
 def _check_folder(source: Source) -> None:
@@ -212,14 +215,23 @@ def load_model(
         headers = {path: read_header(path, links=True) for path in files}
         config.name_or_path = source.place
         model = outline(source, config, head, dtype)
-        found = sources(headers)
+        found, four_bit = four_bit_weights(sources(headers))
+        named = {name: one for name, one in found.items() if not beside(four_bit, name)}
         # where a class keeps tensors in float32 whatever the dtype, transformers is asked
-        plan = None if model._get_dtype_plan(dtype) else plan_reads(model, found)
+        plan = None if model._get_dtype_plan(dtype) else plan_reads(model, named)
+    if four_bit:
+        say(f"{source.place}: {len(four_bit)} weights are held in four bits there, and so have those values")
+    if plan is None and four_bit:
+        raise FileError(
+            "transformers computes tensors of this model of several, which in four bits cannot be",
+            where=source.place,
+            remedy="give the model as it was before it was quantised",
+        )
     if plan is None:
         return _load_whole(source, head, dtype, config, headers, seed)
-    contents = Contents(model, found, plan, seed, source.place)
+    contents = Contents(model, found, plan, seed, source.place, four_bit)
     new, note = check_filled(model, family, plan.info, source, contents)
-    check_stored(model, headers)
+    check_stored(model, headers, four_bit)
     check_ties(model, contents)
     make_buffers(model, contents)
     with hub_errors(source):
