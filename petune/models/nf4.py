@@ -56,8 +56,10 @@ def _between(values: Tensor) -> Tensor:
     return (values[1:] + values[:-1]) / 2
 
 
-def _pieces(numbers: int) -> list[slice]:
-    return [slice(at, min(at + AT_ONCE, numbers)) for at in range(0, numbers, AT_ONCE)]
+def _pieces(flat: Tensor) -> list[slice]:
+    """Of a weight, flat, one after the other; one of a weight without memory."""
+    most = max(1, len(flat)) if flat.is_meta else AT_ONCE
+    return [slice(at, min(at + most, len(flat))) for at in range(0, len(flat), most)]
 
 
 def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,7 @@ def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     flat, between = weight.reshape(-1), _between(levels(weight.device))
     q = torch.empty(len(flat) // 2, dtype=torch.uint8, device=weight.device)
     largest = torch.empty(len(flat) // BLOCK, device=weight.device)
-    for piece in _pieces(len(flat)):
+    for piece in _pieces(flat):
         blocks = flat[piece].float().view(-1, BLOCK)
         own = blocks.abs().amax(1)
         scaled = (blocks * (1 / own.clamp(min=1e-38)).unsqueeze(1)).clamp(-1, 1)

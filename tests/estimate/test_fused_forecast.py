@@ -141,6 +141,19 @@ def test_the_forecast_counts_a_byte_a_weight_and_its_scales(tmp_path: Path) -> N
     assert eight.tuned == plain.tuned and eight.activations > 0
 
 
+def test_four_bits_hold_a_quarter_of_the_blocks_weights_and_take_the_time_to_make_them_dense(
+    tmp_path: Path,
+) -> None:
+    plain, four = (seen(large(tmp_path, 4, 2048, **own)) for own in ({}, {"base_dtype": "nf4"}))
+    numbers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    saved = plain.forecast.ranks[0].memory.frozen - four.forecast.ranks[0].memory.frozen
+    assert saved == numbers * 2 - (numbers / 2 + numbers / 64 + 4 * numbers / 64 / 256 + 4 * 7 * 32)
+    one, two = (chosen(large(tmp_path, 4, 2048, **own)) for own in ({}, {"base_dtype": "nf4"}))
+    assert one.seconds < two.seconds < 1.1 * one.seconds
+    # what is made dense, and its room, come; the standing room for factors goes
+    assert one.peak - two.peak == pytest.approx(saved, rel=0.1)
+
+
 def test_a_smaller_device_is_slower_and_rests_more_in_its_host(tmp_path: Path) -> None:
     recipe, memory = large(tmp_path, 4, 2048), int(CARDS["A100-40"] * GIB)
     small, great = chosen(recipe, "A100-40", memory), chosen(recipe)
