@@ -141,7 +141,7 @@ def test_the_forecast_counts_a_byte_a_weight_and_its_scales(tmp_path: Path) -> N
     assert eight.tuned == plain.tuned and eight.activations > 0
 
 
-def test_four_bits_hold_a_quarter_of_the_blocks_weights_and_take_the_time_to_make_them_dense(
+def test_four_bits_hold_a_quarter_and_take_the_time_to_be_made_dense(
     tmp_path: Path,
 ) -> None:
     plain, four = (seen(large(tmp_path, 4, 2048, **own)) for own in ({}, {"base_dtype": "nf4"}))
